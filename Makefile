@@ -1,0 +1,38 @@
+# Each target works alone on a fresh machine: it makes .venv and installs what it needs.
+# PYTHON picks the interpreter for .venv:  make setup PYTHON=python3.12
+
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.complete
+
+# The deepspeed launcher starts its ranks with the `python` of PATH's environment.
+# Absolute, so that it also holds in processes that change their folder.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test
+
+help:
+	@echo "make setup   make .venv and install everything into it"
+	@echo "make demo    generate with a small real model, weights offloaded to host memory"
+	@echo "make test    run all tests"
+	@echo "PYTHON=...   the Python 3.10 or newer to make .venv with (now: $(PYTHON))"
+
+# setup.sh writes the stamp last, so an interrupted set-up is run again.
+$(STAMP): requirements.txt requirements-dev.txt pyproject.toml $(wildcard setup.py) scripts/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
+
+setup: $(STAMP)
+
+# --num_gpus 1 starts exactly one rank on every machine. Without it deepspeed starts one
+# rank per GPU or, where there is none, one per NUMA node; --num_accelerators is the same
+# option. No hostfile is read (/job/hostfile would spread the demo over a cluster).
+demo: $(STAMP)
+	@echo "demo: smollm2-135m, weights in host memory, 2 prompts of 64 tokens, 32 new tokens each"
+	@$(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 run_model.py --model smollm2-135m \
+		--cpu-offload --prompt-len 64 --gen-len 32 --batch-size 2
+
+# The tests start real runs in processes of their own: two at a time, one thread each.
+test: $(STAMP)
+	@echo "test: pytest, two files at a time"
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Measures the DeepSpeed engine and its peers on one CUDA GPU with random weights, and leaves log, records and tables.
+# usage: scripts/measure_gpu.sh RESULT_DIR [CASE ...]      (all cases without names; needs about 80 GB of free host memory)
+set -uo pipefail
+results=${1:?usage: measure_gpu.sh RESULT_DIR [CASE ...]}; shift
+cd "$(dirname "$0")/.."
+mkdir -p "$results"
+launch=${LAUNCH:-python3}
+declare -A cases=(
+  [opt13b-fp16]="--model facebook/opt-13b --cpu-offload --batch-size 8 --prompt-len 128"
+  [opt13b-int4]="--model facebook/opt-13b --cpu-offload --quant-bits 4 --batch-size 8 --prompt-len 128"
+  [opt13b-int8]="--model facebook/opt-13b --cpu-offload --quant-bits 8 --batch-size 8 --prompt-len 128"
+  [opt13b-pageable]="--model facebook/opt-13b --cpu-offload --pin-memory 0 --batch-size 8 --prompt-len 128 --loops 1"
+  [opt13b-accelerate]="--model facebook/opt-13b --engine accelerate --cpu-offload --batch-size 8 --prompt-len 128 --loops 1 --warmup 0"
+  [opt13b-resident]="--model facebook/opt-13b --engine resident --batch-size 8 --prompt-len 128"
+  [opt13b-kv]="--model facebook/opt-13b --cpu-offload --kv-offload --pin-kv-cache --async-kv-offload --batch-size 64 --prompt-len 512"
+  [opt13b-disk]="--model facebook/opt-13b --disk-offload --batch-size 8 --prompt-len 128 --gen-len 4 --loops 1 --warmup 1"
+  [opt30b-int4]="--model facebook/opt-30b --cpu-offload --quant-bits 4 --batch-size 24 --prompt-len 512"
+  [opt30b-fp16]="--model facebook/opt-30b --cpu-offload --batch-size 24 --prompt-len 512"
+)
+order=(opt13b-resident opt13b-fp16 opt13b-int8 opt13b-int4 opt13b-kv opt30b-int4 opt30b-fp16 opt13b-pageable opt13b-accelerate opt13b-disk)
+[ $# -gt 0 ] && order=("$@")
+failed=0
+for name in "${order[@]}"; do
+  echo "== $name" >&2
+  # the options come last, so that a case may lower the loops
+  # shellcheck disable=SC2086
+  $launch run_model.py --dummy --gen-len 32 --loops 2 --warmup 1 --log-file "$results/$name.log" ${cases[$name]} ${EXTRA:-} || failed=1
+done
+python3 -m zero_inference report "$results" --format md > "$results/table.md" && cat "$results/table.md"
+exit $failed

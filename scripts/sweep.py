@@ -1,0 +1,328 @@
+"""Runs run_model.py for every combination of the given values, one process after the other.
+
+    python scripts/sweep.py --model facebook/opt-66b --offload cpu disk --quant-bits 16 4 --batch-size 1 8 -- --loops 5
+
+A failed case does not end the sweep. A case whose record lies in the log folder already is not run again, so a sweep
+that was stopped goes on where it was. What follows `--` goes to run_model.py as it is. Progress goes to stderr, the
+table to stdout. Exit code: 0, 1 if a case failed, 2 for bad usage, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from zero_inference import report  # noqa: E402
+from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records  # noqa: E402
+
+# Options that change where a run writes, not what it measures.
+UNMEASURED = {"log-dir", "log-file", "verbose", "local-rank"}
+GRACE_S = 15
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A choice that is swept: the option here and, but for `offload` and `num-gpus`, of run_model.py."""
+
+    option: str
+    type: type
+    default: Any
+    choices: tuple | None = None
+    help: str | None = None
+
+
+# The last one varies fastest. The defaults are those of run_model.py.
+AXES = (
+    Axis("model", str, "facebook/opt-1.3b"),
+    Axis("engine", str, "deepspeed"),
+    Axis("dtype", str, "auto"),
+    Axis("num-gpus", int, None, help="default: the launcher's; DeepSpeed overrides CUDA_VISIBLE_DEVICES where given"),
+    Axis("prompt-len", int, 512),
+    Axis("gen-len", int, 32),
+    Axis("offload", str, "gpu", ("cpu", "disk", "gpu"), "where the weights are (default: gpu, no offload)"),
+    Axis("quant-bits", int, 16, (16, 8, 4)),
+    Axis("quant-group-size", int, 64),
+    Axis("kv-offload", int, 0, (0, 1)),
+    Axis("batch-size", int, 1),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of the axes' values, run with the same `extra` arguments as all the others."""
+
+    values: tuple[tuple[str, Any], ...]
+    dummy: bool
+    launcher: str
+    extra: tuple[str, ...]
+
+    def arguments(self) -> list[str]:
+        """For run_model.py; one long option a choice, none for a flag that is off."""
+        arguments = []
+        for option, value in self.values:
+            if option == "offload":
+                arguments += [] if value == "gpu" else [f"--{value}-offload"]
+            elif option == "kv-offload":
+                arguments += ["--kv-offload"] if value else []
+            elif option != "num-gpus" and value is not None:
+                arguments += [f"--{option}", str(value)]
+        return arguments + (["--dummy"] if self.dummy else []) + list(self.extra)
+
+    def command(self, program: Path, log_dir: Path) -> list[str]:
+        gpus = dict(self.values)["num-gpus"]
+        if self.launcher == "deepspeed":
+            launch = ["deepspeed", *(["--num_gpus", str(gpus)] if gpus else [])]
+        elif self.launcher == "torchrun":
+            launch = ["torchrun", "--standalone", f"--nproc-per-node={gpus or 1}"]
+        else:
+            launch = ["python"]
+        return [*launch, os.path.relpath(program), *self.arguments(), "--log-dir", str(log_dir)]
+
+    def expected(self) -> dict[str, Any]:
+        """The record keys that are known before the run, with their values."""
+        values = dict(self.values)
+        known = {option.replace("-", "_"): value for option, value in values.items() if option != "offload"}
+        known["cpu_offload"], known["disk_offload"] = values["offload"] == "cpu", values["offload"] == "disk"
+        known["kv_offload"] = bool(values["kv-offload"])
+        known["dummy"] = self.dummy
+        world_size = known.pop("num_gpus") or (None if self.launcher == "deepspeed" else 1)
+        known["world_size"] = world_size
+        # The record holds what `auto` came to and, for deepspeed alone, all the GPUs there are.
+        return {key: value for key, value in known.items() if value not in (None, "auto")}
+
+    def is_request_of(self, record: dict[str, Any]) -> bool:
+        """Whether `record` is of this request: equal in the keys it holds, and given the same other options."""
+        expected = self.expected()
+        if any(record.get(key) != value for key, value in expected.items()):
+            return False
+        compared = UNMEASURED | {key.replace("_", "-") for key in expected} | {"quant-group-size"}
+        asked, given = _options(self.arguments()), _options(record.get("argv") or [])
+        return all(asked.get(key) == given.get(key) for key in (asked.keys() | given.keys()) - compared)
+
+    def label(self) -> str:
+        values = dict(self.values)
+        parts = [values["model"].rstrip("/").rpartition("/")[2], values["engine"], values["offload"]]
+        parts += [f"w{values['quant-bits']}", *(["kv-offload"] if values["kv-offload"] else [])]
+        parts += [values["dtype"]] if values["dtype"] != "auto" else []
+        parts += [f"group{values['quant-group-size']}"] if values["quant-group-size"] not in (None, 64) else []
+        parts += [f"gpus{values['num-gpus']}"] if values["num-gpus"] else []
+        parts += [f"prompt{values['prompt-len']}", f"gen{values['gen-len']}", f"bs{values['batch-size']}"]
+        return "-".join(parts)
+
+
+def _options(argv: list[str]) -> dict[str, tuple[str, ...]]:
+    """`--some_option a b` and `--some-option=a` as {"some-option": ("a", "b")}; `auto` is as good as not given."""
+    options: dict[str, tuple[str, ...]] = {}
+    name = None
+    for word in map(str, argv):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("_", "-")
+            options[name] = (value,) if equals else ()
+        elif name is not None:
+            options[name] += (word,)
+    return {name: values for name, values in options.items() if values != ("auto",)}
+
+
+def expand(args: argparse.Namespace, extra: list[str]) -> list[Case]:
+    """Every combination once, in the order given."""
+    cases: dict[Case, None] = {}
+    for values in itertools.product(*(getattr(args, axis.option.replace("-", "_")) for axis in AXES)):
+        choice = dict(zip((axis.option for axis in AXES), values))
+        if choice["quant-bits"] == 16:
+            choice["quant-group-size"] = None  # has no meaning there, so it makes no second case
+        cases[Case(tuple(choice.items()), args.dummy, args.launcher, tuple(extra))] = None
+    return list(cases)
+
+
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and what follows `--`. Hyphens and underscores are interchangeable in option names."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    own = [re.sub(r"^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv[:end]]
+    extra = argv[end + 1 :]
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options] [-- run_model.py options]", description=__doc__.partition("\n")[0], allow_abbrev=False
+    )
+    swept = parser.add_argument_group("swept: one or more values each")
+    for axis in AXES:
+        default = f"default: {axis.default}"
+        swept.add_argument(
+            f"--{axis.option}", nargs="+", type=axis.type, choices=axis.choices, default=[axis.default],
+            metavar=axis.option.rpartition("-")[2].upper() if axis.choices is None else None, help=axis.help or default,
+        )  # fmt: skip
+    parser.add_argument("--dummy", action="store_true", help="random weights: needs no checkpoint")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="where records are looked for and written")
+    parser.add_argument("--launcher", choices=("deepspeed", "torchrun", "python"), default="deepspeed")
+    parser.add_argument("--program", type=Path, default=ROOT / "run_model.py", help="default: run_model.py")
+    parser.add_argument("--redo", action="store_true", help="also run the cases that have a good record")
+    parser.add_argument("--list", action="store_true", help="only print the commands that would run")
+    args = parser.parse_args(own)
+
+    taken = {axis.option for axis in AXES} | {"cpu-offload", "disk-offload", "dummy", "log-dir", "log-file"}
+    if wrong := sorted(_options(extra).keys() & taken):
+        where = "records are found by --log-dir" if "log-file" in wrong else "give it before the --"
+        parser.error(f"--{wrong[0]} after the -- would hold for every case: {where}")
+    if "dry-run" in _options(extra):
+        parser.error("--dry-run leaves no record; --list prints the commands, add --dry-run to one of them")
+    if extra and not extra[0].startswith("-"):
+        parser.error(f"{extra[0]!r} after the -- is not an option of run_model.py")
+    if args.launcher == "python" and any(gpus not in (None, 1) for gpus in args.num_gpus):
+        parser.error("--launcher python runs one process; take deepspeed or torchrun for --num-gpus")
+    if any(gpus is not None and gpus < 1 for gpus in args.num_gpus):
+        parser.error("--num-gpus must be 1 or more")
+    if not args.program.is_file():
+        parser.error(f"no program {args.program}")
+    if args.log_dir.exists() and not args.log_dir.is_dir():
+        parser.error(f"--log-dir {args.log_dir} is a file")
+    if not args.list and _launcher(args.launcher) is None:
+        parser.error(f"{args.launcher} is not installed; install it or take another --launcher")
+    return args, extra
+
+
+def _launcher(name: str) -> str | None:
+    """Its path; that of this environment also where the environment is not activated."""
+    if name == "python":
+        return sys.executable
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+
+
+def _records(log_dir: Path) -> list[dict[str, Any]]:
+    return read_records(log_dir) if log_dir.is_dir() else []
+
+
+def _matching(case: Case, log_dir: Path) -> list[dict[str, Any]]:
+    # Damaged lines were named when the sweep began; naming them at every case would bury the progress.
+    with contextlib.redirect_stderr(io.StringIO()):
+        return [record for record in _records(log_dir) if case.is_request_of(record)]
+
+
+def _group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ends the process and all of its group, harder each time: a rank left behind would keep its GPU memory.
+
+    A further Ctrl-C goes on to the next signal without waiting.
+    """
+    for sent, grace_s in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5)):
+        deadline = time.monotonic() + grace_s
+        if not _group_alive(process.pid):
+            break
+        os.killpg(process.pid, sent)
+        # poll() reaps the leader; as a zombie it would keep the group alive.
+        while (process.poll() is None or _group_alive(process.pid)) and time.monotonic() < deadline:
+            try:
+                time.sleep(0.05)
+            except KeyboardInterrupt:
+                break
+
+
+def error_line(output: Path, returncode: int) -> str:
+    """What a run that left no record said last: its own error rather than the launcher's remarks after it."""
+    lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line) for line in lines]
+    said = [line for line in lines if re.match(r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S", line)]
+    tail = said or lines
+    return f"{tail[-1]} (exit code {returncode})" if tail else f"exit code {returncode}, no output"
+
+
+def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs it to its end and returns its record, or one made up here where it left none that is new."""
+    before = _matching(case, args.log_dir)
+    command = case.command(args.program, args.log_dir)
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    output = args.log_dir / f"{case.label()}.out"
+    with output.open("w") as out:
+        process = subprocess.Popen(
+            [_launcher(args.launcher), *command[1:]], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            returncode = process.wait()
+        finally:
+            stop(process)
+    new = _matching(case, args.log_dir)
+    for record in before:
+        new.remove(record)
+    if new and (new[-1]["status"] != STATUS_OK or returncode == 0):
+        return new[-1]
+    if returncode == 0:
+        error = f"the run ended well but wrote no record of this request to {args.log_dir}"
+    else:
+        error = error_line(output, returncode)
+    return case.expected() | {"status": STATUS_FAILED, "error": error}
+
+
+def _outcome(record: dict[str, Any]) -> str:
+    if record["status"] == STATUS_OK:
+        return f"{record['total_throughput']:.3f} token/s"
+    return f"failed: {' '.join(str(record.get('error')).split())}"
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, extra = parse_arguments(sys.argv[1:] if argv is None else argv)
+    cases = expand(args, extra)
+    done: dict[Case, dict[str, Any]] = {}
+    good = [] if args.redo else [record for record in _records(args.log_dir) if record.get("status") == STATUS_OK]
+    for case, record in itertools.product(cases, good):
+        if case.is_request_of(record):
+            done[case] = record  # the last one counts
+    if args.list:
+        for case in cases:
+            if case not in done:
+                print(shlex.join(case.command(args.program, args.log_dir)))
+        if done:
+            _say(f"{len(done)} of {len(cases)} cases are in {args.log_dir} already; --redo runs them again")
+        return 0
+
+    # A shell that starts a job in the background has it ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    results = []
+    for number, case in enumerate(cases, 1):
+        _say(f"[{number}/{len(cases)}] {case.label()}", end=": ")
+        if case in done:
+            results.append(done[case])
+            _say(f"{_outcome(done[case])} (in {args.log_dir} already)")
+            continue
+        try:
+            results.append(run_case(case, args))
+        except KeyboardInterrupt:
+            _say("stopped; the same command goes on from here")
+            return 130
+        where = "" if results[-1]["status"] == STATUS_OK else f" (see {args.log_dir / case.label()}.out)"
+        _say(_outcome(results[-1]) + where)
+
+    frame = report.differing_columns(report.runs_frame(results))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(report.render(frame, "table", colour=sys.stdout.isatty(), width=width), end="")
+    return 1 if any(record["status"] != STATUS_OK for record in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+import json
+import platform
+import subprocess
+import time
+from importlib import metadata
+
+import psutil
+import pytest
+
+from zero_inference import environment
+
+GIB = 1 << 30
+
+
+def test_describes_this_machine_as_json():
+    described = json.loads(json.dumps(environment.describe_environment(), allow_nan=False))
+    assert described["host_memory_bytes"] == psutil.virtual_memory().total
+    assert 0 < described["host_memory_available_bytes"] <= described["host_memory_bytes"]
+    assert described["cpu_model"] and described["cpu_threads_usable"] >= 1
+    assert described["python"] == platform.python_version()
+    assert described["packages"]["numpy"] == metadata.version("numpy")
+    assert {"gpus", "gpu_driver", "os", "memlock_bytes", "git_commit", "git_dirty"} <= set(described)
+
+
+def test_is_quick_without_a_gpu():
+    if environment._nvidia_smi()[1]:
+        pytest.skip("nvidia-smi alone may take a second")
+    times_s = []
+    for _ in range(3):  # the best of three, as other tests may be running beside this one
+        start = time.perf_counter()
+        environment.describe_environment()
+        times_s.append(time.perf_counter() - start)
+    assert min(times_s) < 0.3
+
+
+def test_an_absent_package_has_no_version():
+    assert environment._version("no-such-package-anywhere") is None
+
+
+def cgroup_root(tmp_path, membership, files):
+    for name, text in {"proc/self/cgroup": membership, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(tmp_path)
+
+
+def test_cgroup_v2_takes_the_tightest_level_and_counts_page_cache_as_free(tmp_path):
+    group = "sys/fs/cgroup"
+    root = cgroup_root(tmp_path, "0::/slice/job\n", {
+        f"{group}/slice/job/memory.max": "max\n",
+        f"{group}/slice/job/memory.current": "1\n",
+        f"{group}/slice/memory.max": f"{8 * GIB}\n",
+        f"{group}/slice/memory.current": f"{5 * GIB}\n",
+        f"{group}/slice/memory.stat": f"anon 7\ninactive_file {GIB}\nactive_file 9\n",
+        f"{group}/memory.max": f"{64 * GIB}\n",
+        f"{group}/memory.current": f"{6 * GIB}\n",
+    })  # fmt: skip
+    assert environment._cgroup_memory(root) == (8 * GIB, 4 * GIB)
+
+
+def test_cgroup_v1_in_a_container_is_found_at_the_top(tmp_path):
+    group = "sys/fs/cgroup/memory"
+    root = cgroup_root(tmp_path, "4:cpu,memory:/docker/abc\n0::/\n", {
+        f"{group}/memory.limit_in_bytes": f"{3 * GIB}\n",
+        f"{group}/memory.usage_in_bytes": f"{2 * GIB}\n",
+        f"{group}/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
+    })  # fmt: skip
+    assert environment._cgroup_memory(root) == (3 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize("limit", ["9223372036854771712", "max"])
+def test_no_cgroup_limit_is_none(tmp_path, limit):
+    root = cgroup_root(tmp_path, "4:memory:/\n0::/\n", {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": limit,
+        "sys/fs/cgroup/memory.max": limit,
+    })  # fmt: skip
+    assert environment._cgroup_memory(root) == (None, None)
+
+
+@pytest.mark.parametrize("left, expected", [(None, 7 * GIB), (3 * GIB, 3 * GIB), (9 * GIB, 7 * GIB), (0, 0)])
+def test_available_host_bytes_is_the_smaller_of_machine_and_cgroup(monkeypatch, left, expected):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 7 * GIB}))
+    monkeypatch.setattr(environment, "_cgroup_memory", lambda: (None, left))
+    assert environment.available_host_bytes() == expected
+
+
+@pytest.fixture
+def two_gpus(tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\n"
+        "echo '570.1, GPU-aa11, 143771, NVIDIA H200'\n"
+        "echo '570.1, GPU-bb22, [N/A], NVIDIA Odd, Name'\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    environment._nvidia_smi.cache_clear()
+    yield
+    environment._nvidia_smi.cache_clear()
+
+
+H200 = {"name": "NVIDIA H200", "memory_bytes": 143771 << 20}
+ODD = {"name": "NVIDIA Odd, Name", "memory_bytes": None}
+
+
+@pytest.mark.parametrize("visible, expected", [
+    (None, [H200, ODD]), ("1,0", [ODD, H200]), ("GPU-bb", [ODD]), ("0,7,1", [H200]), ("-1", []), ("", []),
+])  # fmt: skip
+def test_gpus_are_those_the_process_may_use(two_gpus, monkeypatch, visible, expected):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    driver, listed = environment._nvidia_smi()
+    assert driver == "570.1"
+    assert environment._visible(listed) == expected
+
+
+def test_git_state_is_of_the_checkout_that_tracks_the_package(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_DIR", raising=False)
+
+    def git(*arguments):
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "core.hooksPath=/dev/null")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    package, foreign = tmp_path / "package", tmp_path / "venv"
+    for folder in (package, foreign):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    git("init", "-q")
+    nothing = {"git_commit": None, "git_dirty": None}
+    assert environment._git_state(package) == nothing
+    git("add", "package")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setenv("GIT_DIR", "/nonexistent")  # as a hook of another repository would
+    monkeypatch.setenv("HOME", str(tmp_path))
+    state = environment._git_state(package)
+    assert len(state["git_commit"]) == 40 and state["git_dirty"] is False
+    (package / "__init__.py").write_text("changed = True\n")
+    assert environment._git_state(package) == {**state, "git_dirty": True}
+    assert environment._git_state(foreign) == nothing

@@ -1,0 +1,126 @@
+import json
+
+import pytest
+
+from zero_inference import utils
+from zero_inference.models import preset_table
+
+# Parameters as the hub counts them in the published weights (tied ones once). OPT-30B, 66B and 175B are
+# worked out from the paper's table: L (12 h^2 + 13 h) + (V + 2050) h + 2 h.
+PARAMETERS = {
+    "facebook/opt-125m": 125239296,
+    "facebook/opt-1.3b": 1315758080,
+    "facebook/opt-2.7b": 2651596800,
+    "facebook/opt-6.7b": 6658473984,
+    "facebook/opt-13b": 12853473280,
+    "facebook/opt-30b": 48 * (12 * 7168**2 + 13 * 7168) + 52324 * 7168,
+    "facebook/opt-66b": 64 * (12 * 9216**2 + 13 * 9216) + 52324 * 9216,
+    "facebook/opt-175b": 96 * (12 * 12288**2 + 13 * 12288) + 52324 * 12288,
+    "bigscience/bloom-560m": 559214592,
+    "bigscience/bloom-7b1": 7069016064,
+    "bigscience/bloom": 176247271424,
+    "meta-llama/Llama-2-7b-hf": 6738415616,
+    "meta-llama/Llama-2-13b-hf": 13015864320,
+    "meta-llama/Llama-2-70b-hf": 68976648192,
+    "meta-llama/Llama-3.1-8B": 8030261248,
+    "meta-llama/Llama-3.1-70B": 70553706496,
+    "meta-llama/Llama-3.1-405B": 405853388800,
+    "meta-llama/Llama-3.2-1B": 1235814400,
+    "mistralai/Mixtral-8x7B-v0.1": 46702792704,
+    "Qwen/Qwen3-8B": 8190735360,
+    "Qwen/Qwen3-32B": 32762123264,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_preset_has_the_published_number_of_parameters(name):
+    config = preset_table.find_preset(name).to_config()
+    assert utils.exact_parameter_bytes(config, dtype_bytes=1) == PARAMETERS[name]
+
+
+def test_every_preset_is_counted_above():
+    assert preset_table.preset_names() == sorted(PARAMETERS, key=str.lower)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_preset_is_a_whole_config(name):
+    from transformers import AutoModelForCausalLM
+
+    preset = preset_table.find_preset(name)
+    config = preset.to_config()
+    assert config.architectures == [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    assert str(config.dtype) in ("torch.float16", "torch.bfloat16")
+    assert config.eos_token_id is not None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert config.num_attention_heads * head_dim >= config.hidden_size
+    longest = getattr(config, "max_position_embeddings", None) or config.seq_length
+    assert longest >= 2048
+    assert preset.source
+
+
+def test_opt_66b_gives_the_sizes_of_the_contract():
+    config = preset_table.find_preset("opt-66b").to_config()
+    assert utils.model_bytes(config) == 131399321792
+    # 19.125 GB and 0.149 GB of the log's example: batch 16, 512 + 32 tokens
+    assert round(utils.cache_bytes(config, 16, 544) / utils.GB, 3) == 19.125
+    assert utils.hidden_bytes(config, 16, 544) / utils.GB == pytest.approx(0.149, abs=5e-4)
+
+
+def test_grouped_heads_shrink_the_cache():
+    config = preset_table.find_preset("llama-3.1-70b").to_config()
+    assert utils.cache_bytes(config, 1, 1) == 2 * 80 * 8 * 128 * 2
+    config = preset_table.find_preset("qwen3-32b").to_config()
+    assert utils.cache_bytes(config, 1, 1) == 2 * 64 * 8 * 128 * 2
+
+
+def test_rope_parameters_reach_the_config():
+    config = preset_table.find_preset("llama-3.2-1b").to_config()
+    assert config.rope_parameters["rope_theta"] == 500000.0
+    assert config.rope_parameters["rope_type"] == "llama3" and config.rope_parameters["factor"] == 32.0
+    config = preset_table.find_preset("mixtral-8x7b").to_config()
+    assert config.rope_parameters["rope_theta"] == 1000000.0
+
+
+@pytest.mark.parametrize("alias, name", [
+    ("opt-66b", "facebook/opt-66b"),
+    ("FACEBOOK/OPT-66B", "facebook/opt-66b"),
+    ("llama2-70b", "meta-llama/Llama-2-70b-hf"),
+    ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+    ("bloom-176b", "bigscience/bloom"),
+    (" mixtral-8x7b ", "mistralai/Mixtral-8x7B-v0.1"),
+    ("qwen3-8b", "Qwen/Qwen3-8B"),
+])  # fmt: skip
+def test_alias_finds_the_preset_in_any_case(alias, name):
+    assert preset_table.find_preset(alias).name == name
+
+
+def test_an_unknown_name_finds_nothing_but_its_neighbours():
+    assert preset_table.find_preset("opt-67b") is None
+    near = preset_table.near_names("OPT-67b")
+    assert set(near[:2]) == {"opt-6.7b", "opt-66b"} and len(near) == 3
+    assert preset_table.near_names("meta-llama/llama-3.1-8", n=1) == ["meta-llama/Llama-3.1-8B"]
+    assert preset_table.near_names("0123456789") == []
+
+
+def test_configs_of_one_preset_are_separate():
+    preset = preset_table.find_preset("llama-3.1-8b")
+    before = json.dumps(preset.config)
+    first = preset.to_config()
+    first.rope_parameters["factor"] = 99.0
+    assert preset.to_config().rope_parameters["factor"] == 8.0
+    assert json.dumps(preset.config) == before
+
+
+def test_two_presets_may_not_share_a_spelling(tmp_path, monkeypatch):
+    for name in ("a/x", "b/x"):
+        fields = dict(name=name, aliases=["X"], source="", config={})
+        (tmp_path / f"{name[0]}.json").write_text(json.dumps(fields))
+    monkeypatch.setattr(preset_table, "PRESET_FOLDER", tmp_path)
+    preset_table._presets.cache_clear()
+    preset_table._by_spelling.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="a/x and b/x both answer to 'X'"):
+            preset_table.find_preset("x")
+    finally:
+        preset_table._presets.cache_clear()
+        preset_table._by_spelling.cache_clear()

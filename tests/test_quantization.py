@@ -1,0 +1,75 @@
+"""int8 and int4 under ZeRO-3: the error is small, the checkpoint's dtype does not matter, nothing stays patched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FAMILIES, VOCAB
+
+from zero_inference.config import RunConfig
+from zero_inference.distributed import detect_ranks, start_process_group
+from zero_inference.engines import engine_module
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
+
+BOUND = {8: 0.02, 4: 0.15}
+
+
+def logits_of(config: RunConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    ranks = detect_ranks()
+    spec = resolve_model(config, "cpu")
+    start_process_group(ranks)
+    engine = engine_module(config.engine)
+    engine.check(config, spec, ranks)
+    loaded = engine.load(config, spec, ranks)
+    try:
+        with torch.no_grad():
+            return loaded.model(ids).logits.float(), loaded.facts | {"weight_bytes": loaded.weight_bytes}
+    finally:
+        loaded.close()
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", [*FAMILIES, "smollm2"])
+def test_logits_stay_close(family, bits, checkpoints):
+    model = "smollm2-135m" if family == "smollm2" else str(checkpoints(family))
+    ids = random_ids(5, 2, 24, VOCAB)
+    exact, _ = logits_of(RunConfig(model=model, engine="resident", dtype="float32"), ids)
+    config = RunConfig(model=model, dtype="float32", cpu_offload=True, quant_bits=bits, quant_group_size=32)
+    found, facts = logits_of(config, ids)
+    error = relative_error(found, exact)
+    assert 0 < error < BOUND[bits], error
+    if family == "mixtral":
+        assert facts["quantized_fraction"] < 0.5 and any("experts" in name for name in facts["not_quantized"])
+    else:
+        assert facts["quantized_fraction"] > 0.9 and not any("proj" in name for name in facts["not_quantized"])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_float16_checkpoint_in_bfloat16_is_not_garbage(bits, checkpoints):
+    folder = str(checkpoints("llama", "float16"))
+    ids = random_ids(6, 2, 24, VOCAB)
+    exact, _ = logits_of(RunConfig(model=folder, engine="resident", dtype="float32"), ids)
+    found, _ = logits_of(RunConfig(model=folder, dtype="bfloat16", cpu_offload=True, quant_bits=bits, quant_group_size=32), ids)
+    assert relative_error(found, exact) < BOUND[bits] + 0.03
+
+
+def test_stored_bytes_are_those_of_the_packed_format(checkpoints):
+    config = RunConfig(model=str(checkpoints("llama")), dtype="float32", cpu_offload=True, quant_bits=4, quant_group_size=32)
+    _, facts = logits_of(config, random_ids(5, 1, 4, VOCAB))
+    hidden, inner, kv, layers = 64, 192, 16, 3
+    matrices = 2 * VOCAB * hidden + layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+    vectors = (2 * layers + 1) * hidden
+    assert facts["weight_bytes"] == matrices // 2 + 2 * 4 * matrices // 32 + 4 * vectors
+
+
+def test_functionals_are_put_back(checkpoints):
+    linear, embedding = F.linear, F.embedding
+    logits_of(RunConfig(model=str(checkpoints("opt")), dtype="float32", cpu_offload=True, quant_bits=8, quant_group_size=32),
+              random_ids(5, 1, 4, VOCAB))
+    assert F.linear is linear and F.embedding is embedding

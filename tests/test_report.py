@@ -1,0 +1,213 @@
+"""The report reads what runs wrote: records, blocks of older tools, and both of one run once."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from zero_inference import report
+from zero_inference.records import append_record
+from zero_inference.utils import GB, get_filename, write_benchmark_log
+
+
+def make_record(**changes):
+    record = {
+        "status": "ok", "timestamp": "2026-03-01T10:00:00+00:00", "argv": ["run_model.py"], "engine": "deepspeed",
+        "model": "facebook/opt-66b", "model_type": "opt", "dtype": "float16", "world_size": 1, "num_nodes": 1,
+        "batch_size": 7, "prompt_len": 129, "gen_len": 33, "quant_bits": 16, "quant_group_size": 64,
+        "cpu_offload": True, "disk_offload": False, "kv_offload": False, "norm_kernels": "off", "dummy": False,
+        "model_bytes": 131399321792, "cache_bytes": 2**60 + 1, "hidden_bytes": 3, "weight_bytes": 5, "load_s": 1.0,
+        "cold_total_s": None, "loops": [], "prefill_latency_s": 1 / 3, "prefill_throughput": 100.1,
+        "decode_latency_s": 2.0, "decode_throughput": 10 / 3, "total_latency_s": 7 / 3, "total_throughput": 9.1234567,
+        "peak_gpu_bytes": 12 * GB, "peak_host_bytes": None, "output_ids_sha256": "ab",
+        "transfers": None, "limit": {"link_gbps": 55.4, "floor_decode_s": 1.5, "fraction_of_limit": 0.7512},
+        "ds_config": None, "environment": {"gpus": [{"name": "H"}, {"name": "H"}], "git_commit": "0" * 40},
+    }  # fmt: skip
+    return record | changes
+
+
+def log_block(folder, name, record):
+    write_benchmark_log(
+        folder / f"{name}.log",
+        *(
+            record[key]
+            for key in (
+                "model_bytes", "cache_bytes", "hidden_bytes", "peak_gpu_bytes", "prefill_latency_s",
+                "prefill_throughput", "decode_latency_s", "decode_throughput", "total_latency_s", "total_throughput",
+            )
+        ),
+    )  # fmt: skip
+
+
+def run_main(*words):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    return report.main(parser.parse_args([str(word) for word in words]))
+
+
+def test_a_run_with_block_and_record_is_listed_once(tmp_path):
+    record = make_record()
+    log_block(tmp_path, "Qwen2.5-x", record)
+    append_record(tmp_path / "Qwen2.5-x.jsonl", record)
+    frame = report.load_runs(tmp_path)
+    assert frame["file"].tolist() == ["Qwen2.5-x.jsonl"]
+    assert frame["total_throughput"].tolist() == [9.1234567]
+
+
+def test_a_repeated_run_and_an_old_block_in_the_same_log_are_told_apart(tmp_path):
+    old = make_record(total_throughput=8.0)
+    name = get_filename("facebook/opt-66b", 7, 129, 33, True, False, 1, 1, False, False)
+    for record in (old, make_record(), make_record()):
+        log_block(tmp_path, name, record)
+    for record in (make_record(), make_record(), make_record(status="failed", error="out of\nmemory")):
+        append_record(tmp_path / f"{name}.jsonl", record)
+    frame = report.load_runs(tmp_path)
+    assert frame["status"].tolist() == ["ok", "ok", "failed", "ok"]
+    assert frame["file"].tolist() == [f"{name}.jsonl"] * 3 + [f"{name}.log"]
+    assert frame["total_throughput"].tolist()[3] == 8.0
+
+
+def test_blocks_without_decode_match_their_record(tmp_path):
+    record = make_record(gen_len=1, decode_throughput=None)
+    log_block(tmp_path, "a", record)
+    append_record(tmp_path / "a.jsonl", record)
+    assert len(report.load_runs(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("cpu, disk", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("kv, quantized", [(False, False), (True, False), (False, True), (True, True)])
+def test_log_names_are_parsed_back(cpu, disk, kv, quantized):
+    name = get_filename("org/my-bs3-model-7b", 24, 513, 31, cpu, disk, 2, 3, kv, quantized, prefix="stream")
+    assert report.parse_log_name(name) == {
+        "model": "my-bs3-model-7b", "engine": "stream", "num_nodes": 2, "world_size": 6, "batch_size": 24,
+        "prompt_len": 513, "gen_len": 31, "quant_bits": None if quantized else 16,
+        "weight_quantize": True if quantized else None, "cpu_offload": cpu, "disk_offload": disk, "kv_offload": kv,
+    }  # fmt: skip
+
+
+def test_logs_of_older_tools_say_what_name_and_block_say(tmp_path):
+    log_block(tmp_path, get_filename("opt-66b", 7, 129, 33, False, True, 1, 2, False, True), make_record())
+    log_block(tmp_path, "my own name", make_record(decode_throughput=None))
+    (row, own) = report.load_runs(tmp_path).to_dict("records")
+    assert (row["engine"], row["world_size"]) == ("deepspeed", 2)
+    assert row["disk_offload"] is True and row["weight_quantize"] is True
+    assert row["total_throughput"] == 9.123 and row["peak_gpu_bytes"] == 12 * GB
+    assert own["model"] == "my own name"
+
+
+def test_only_columns_that_tell_runs_apart_are_kept(tmp_path):
+    append_record(tmp_path / "a.jsonl", make_record())
+    append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, timestamp="later", load_s=2.0))
+    always = ["model", "engine", "total_throughput", "decode_throughput", "prefill_latency_s"]
+    always += ["fraction_of_limit", "peak_gpu_bytes"]
+    frame = report.load_runs(tmp_path)
+    assert set(report.differing_columns(frame).columns) == {*always, "quant_bits"}
+    assert list(report.differing_columns(frame[:1]).columns) == always
+    append_record(tmp_path / "a.jsonl", make_record(status="failed", error="no room", quant_bits=8, dtype=None))
+    # that the failed run knew no dtype is no difference
+    assert set(report.differing_columns(report.load_runs(tmp_path)).columns) == {*always, "quant_bits", "error"}
+    log_block(tmp_path, get_filename("opt-66b", 7, 129, 33, True, False, 1, 1, False, True), make_record())
+    assert {"dtype", "weight_quantize"} < set(report.differing_columns(report.load_runs(tmp_path)).columns)
+
+
+def test_csv_and_json_keep_every_digit_in_si_units(tmp_path):
+    append_record(tmp_path / "a.jsonl", make_record())
+    append_record(tmp_path / "a.jsonl", make_record(status="failed", error="x", limit=None, decode_throughput=None))
+    frame = report.load_runs(tmp_path)
+    first, second = csv.DictReader(io.StringIO(report.render(frame, "csv")))
+    assert float(first["prefill_latency_s"]) == 1 / 3 and first["model_bytes"] == "131399321792"
+    assert first["cache_bytes"] == str(2**60 + 1) and second["fraction_of_limit"] == ""
+    first, second = json.loads(report.render(frame, "json"))
+    assert first["decode_throughput"] == 10 / 3 and first["cache_bytes"] == 2**60 + 1
+    assert first["cpu_offload"] is True and second["decode_throughput"] is None and first["peak_host_bytes"] is None
+
+
+def test_table_has_units_and_shows_failures_in_red_on_one_line(tmp_path):
+    append_record(tmp_path / "a.jsonl", make_record(model="a[b]"))
+    failed = make_record(status="failed", error="asked 1\n found [red]", total_throughput=None)
+    append_record(tmp_path / "a.jsonl", failed)
+    frame = report.differing_columns(report.load_runs(tmp_path))
+    header, _, first, second = report.render(frame, "table").splitlines()
+    assert "total (token/s)" in header and "peak gpu (GiB)" in header
+    assert first.split()[:3] == ["a[b]", "deepspeed", "9.123"] and " 75.1 " in first and "12.000" in first
+    assert second.endswith("asked 1 found [red]")
+    # Right-aligned: the digits end where the header does.
+    assert first.index("12.000") + len("12.000") == header.index("peak gpu (GiB)") + len("peak gpu (GiB)")
+    assert "\x1b[31masked 1 found [red]" in report.render(frame, "table", colour=True)
+
+
+def test_a_narrow_terminal_loses_no_digit(tmp_path):
+    append_record(tmp_path / "a.jsonl", make_record())
+    text = report.render(report.differing_columns(report.load_runs(tmp_path)), "table", width=30)
+    assert all(len(line) <= 30 for line in text.splitlines()) and "…" not in text
+
+
+def test_markdown_is_a_table_with_escaped_bars(tmp_path):
+    append_record(tmp_path / "a.jsonl", make_record(model="a|b"))
+    header, rule, row = report.render(report.differing_columns(report.load_runs(tmp_path)), "md").splitlines()
+    assert header.count("|") == rule.count("|") == row.count("|") - 1
+    assert r"a\|b" in row and "9.123" in row
+
+
+def test_every_column_prints_in_every_format(tmp_path):
+    append_record(tmp_path / "a.jsonl", make_record(peak_host_bytes=1, cold_total_s=1.0))
+    frame = report.load_runs(tmp_path)
+    assert list(frame.columns) == [column.name for column in report.COLUMNS]
+    assert "2x H" in report.render(frame, "table") and "2x H" in report.render(frame, "md")
+    with pytest.raises(ValueError, match="xml"):
+        report.render(frame, "xml")
+
+
+def test_throughput_sorts_best_first_and_latency_ascending(tmp_path, capsys):
+    for index, speed in enumerate((2.0, None, 3.0)):
+        status = {"status": "failed", "error": "x"} if speed is None else {}
+        record = make_record(total_throughput=speed, prefill_latency_s=speed, batch_size=index, **status)
+        append_record(tmp_path / "a.jsonl", record)
+    orders = {}
+    for column in ("total-throughput", "prefill_latency_s"):
+        assert run_main(tmp_path, "--format", "json", "--sort", column) == 0
+        orders[column] = [row["batch_size"] for row in json.loads(capsys.readouterr().out)]
+    assert orders == {"total-throughput": [2, 0, 1], "prefill_latency_s": [0, 2, 1]}
+    with pytest.raises(SystemExit) as stopped:
+        run_main(tmp_path, "--sort", "speed")
+    assert stopped.value.code == 2 and "total_throughput" in capsys.readouterr().err
+
+
+def test_all_columns_adds_those_in_which_runs_agree(tmp_path, capsys):
+    append_record(tmp_path / "a.jsonl", make_record())
+    run_main(tmp_path, "--format", "json")
+    assert "weight_bytes" not in json.loads(capsys.readouterr().out)[0]
+    run_main(tmp_path, "--format", "json", "--all-columns")
+    assert json.loads(capsys.readouterr().out)[0]["weight_bytes"] == 5
+
+
+def test_nothing_to_report_is_said_and_is_exit_code_2(tmp_path, capsys):
+    assert run_main(tmp_path) == 2
+    assert f"no .log or .jsonl in {tmp_path}; run run_model.py first" in capsys.readouterr().err
+    assert run_main(tmp_path / "gone") == 2
+    assert "does not exist" in capsys.readouterr().err
+    (tmp_path / "a.log").write_text("")
+    assert run_main(tmp_path / "a.log") == 2
+    assert run_main(tmp_path) == 2
+    assert "no run in" in capsys.readouterr().err
+
+
+def test_a_damaged_file_does_not_hide_the_others(tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"status": "ok"\n[1]\n')
+    (tmp_path / "bad.log").write_text("model size: 1 GB\nnonsense\n")
+    odd = make_record(limit="odd", batch_size="odd", load_s=float("inf"), gen_len="1e3")
+    (tmp_path / "good.jsonl").write_text(json.dumps(odd) + "\n")
+    assert run_main(tmp_path) == 0
+    shown = capsys.readouterr()
+    assert "opt-66b" in shown.out and "bad.jsonl" in shown.err
+
+
+def test_importing_the_report_loads_no_heavy_package():
+    code = "import sys, zero_inference.report; print({'pandas', 'torch', 'rich', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,93 @@
+"""The tokens are right: every engine and offload gives the ids of plain transformers in float32."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import FAMILIES, VOCAB, plain_ids
+
+from zero_inference.cli import main
+from zero_inference.models.prompts import random_ids
+from zero_inference.records import output_ids_sha256
+
+BATCH, PROMPT, GEN = 3, 13, 9
+WAYS = {
+    "deepspeed": [],
+    "deepspeed-cpu": ["--cpu-offload"],
+    "deepspeed-disk": ["--disk-offload"],
+    "deepspeed-cpu-kv": ["--cpu-offload", "--kv-offload"],
+    "deepspeed-disk-kv": ["--disk-offload", "--kv-offload"],
+    "accelerate-cpu": ["--engine", "accelerate", "--cpu-offload"],
+    "accelerate-disk-kv": ["--engine", "accelerate", "--disk-offload", "--kv-offload"],
+    "resident": ["--engine", "resident"],
+    "resident-kv": ["--engine", "resident", "--kv-offload"],
+}
+REFERENCE: dict = {}
+
+
+def reference(folder, family):
+    if family not in REFERENCE:
+        REFERENCE[family] = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN)
+    return REFERENCE[family]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path):
+    folder = checkpoints(family)
+    code = main(["run_model.py", "--model", str(folder), "--dtype", "float32", "--batch-size", str(BATCH), "--prompt-len", str(PROMPT),
+                 "--gen-len", str(GEN), "--loops", "2", "--warmup", "1", "--log-file", str(tmp_path / "run.log"),
+                 "--offload-dir", str(tmp_path / "offload"), *WAYS[way]])
+    assert code == 0
+    record = json.loads((tmp_path / "run.jsonl").read_text())
+    expected = reference(folder, family)
+    assert len(set(expected.flatten().tolist())) > 3, "a reference of one repeated token would prove nothing"
+    assert record["output_ids_sha256"] == output_ids_sha256(expected)
+    parameters = sum(p.numel() for p in _meta_parameters(folder))
+    assert record["weight_bytes"] == 4 * parameters
+    assert len(record["loops"]) == 2 and all(len(loop["step_s"]) == GEN - 1 for loop in record["loops"])
+    if "--disk-offload" in WAYS[way]:
+        assert not list((tmp_path / "offload").iterdir()), "offload files must not outlive the run"
+
+
+def _meta_parameters(folder):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.tie_weights()
+    return list(model.parameters())
+
+
+def test_smollm2_writes_the_same_text_in_every_way(tmp_path, capsys):
+    from zero_inference.models.smollm2 import smollm2_checkpoint
+    from zero_inference.models.spec import load_tokenizer, resolve_model
+    from zero_inference.config import RunConfig
+    from zero_inference.models.prompts import read_prompts, text_ids
+
+    folder = smollm2_checkpoint()
+    tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
+    expected = plain_ids(folder, text_ids(tokenizer, read_prompts(None, 2), 40), 12)
+    for way in ([], ["--cpu-offload", "--kv-offload"], ["--disk-offload"], ["--engine", "accelerate", "--cpu-offload"],
+                ["--engine", "resident"]):
+        log = tmp_path / "-".join(["smollm2", *way]).replace("/", "")
+        assert main(["run_model.py", "--model", "smollm2-135m", "--dtype", "float32", "--batch-size", "2", "--prompt-len", "40",
+                     "--gen-len", "12", "--loops", "1", "--warmup", "0", "--log-file", f"{log}.log",
+                     "--offload-dir", str(tmp_path / "offload"), *way]) == 0
+        assert json.loads((tmp_path / f"{log.name}.jsonl").read_text())["output_ids_sha256"] == output_ids_sha256(expected), way
+    text = tokenizer.decode(expected[0], skip_special_tokens=True).strip()
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+@pytest.mark.parametrize("options", [["--cpu-offload"], ["--disk-offload"], ["--cpu-offload", "--kv-offload"]], ids="-".join)
+def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model, tmp_path):
+    folder = checkpoints("mixtral")
+    batch = 4
+    done = run_model("--model", folder, "--dtype", "float32", "--batch-size", batch, "--prompt-len", PROMPT, "--gen-len", GEN,
+                     "--loops", 1, "--offload-dir", tmp_path / "offload", *options, launcher=launcher, ranks=2)
+    assert done.code == 0, done.stderr
+    assert done.record["world_size"] == 2 and done.record["num_nodes"] == 1
+    assert done.record["output_ids_sha256"] == output_ids_sha256(plain_ids(folder, random_ids(0, batch, PROMPT, VOCAB), GEN))

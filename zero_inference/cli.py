@@ -1,0 +1,121 @@
+"""The command line: arguments become a RunConfig, errors become an exit code and one or two lines on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Sequence
+
+from zero_inference.config import DTYPES, ENGINES, FIELD_NAMES, NORM_KERNELS, QUANT_BITS, RunConfig
+from zero_inference.errors import RunError, UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes `_` for `-` in option names, and answers bad usage in one line with exit code 2."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
+        args = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_hyphenated(arg) for arg in args], namespace)
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def _hyphenated(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of run_model.py; every `dest` is a field of RunConfig, but for --local_rank."""
+    default = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="NAME_OR_PATH", help="hub name, local folder or preset (default: %(default)s)")
+    model.add_argument("--dummy", action="store_true",
+                       help="random seeded weights and token ids: no network, no tokenizer, no checkpoint on disk")
+    model.add_argument("--dtype", choices=DTYPES, help="(default: %(default)s; float16 checkpoints run in bfloat16 on a CPU)")
+    model.add_argument("--trust-remote-code", action="store_true", help="let the checkpoint's own code run")
+    work = parser.add_argument_group("work")
+    work.add_argument("--batch-size", type=int, metavar="B", help="sequences over all ranks (default: %(default)s)")
+    work.add_argument("--prompt-len", type=int, metavar="P", help="real tokens of each prompt (default: %(default)s)")
+    work.add_argument("--gen-len", type=int, metavar="G", help="tokens to generate (default: %(default)s)")
+    work.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: built-in text)")
+    work.add_argument("--loops", type=int, metavar="N", help="measured generations (default: %(default)s)")
+    work.add_argument("--warmup", type=int, metavar="N", help="generations before them (default: %(default)s)")
+    work.add_argument("--seed", type=int, help="of dummy weights and random ids (default: %(default)s)")
+    engine = parser.add_argument_group("engine and offload")
+    engine.add_argument("--engine", choices=ENGINES, help="(default: %(default)s)")
+    engine.add_argument("--cpu-offload", action="store_true", help="weights in host memory")
+    engine.add_argument("--disk-offload", action="store_true", help="weights on NVMe")
+    engine.add_argument("--offload-dir", metavar="DIR", help="folder for --disk-offload (default: %(default)s)")
+    engine.add_argument("--use-gds", action="store_true", help="read NVMe through GPUDirect Storage")
+    engine.add_argument("--pin-memory", type=int, choices=(0, 1), help="page-locked weights (default: 1 with a GPU)")
+    engine.add_argument("--kv-offload", action="store_true", help="KV cache in host memory")
+    engine.add_argument("--pin-kv-cache", action="store_true", help="page-lock it")
+    engine.add_argument("--async-kv-offload", action="store_true", help="write new tokens to it without waiting")
+    engine.add_argument("--quant-bits", type=int, choices=QUANT_BITS, help="bits of a stored weight (default: %(default)s)")
+    engine.add_argument("--quant-group-size", type=int, metavar="N", help="weights sharing a scale (default: %(default)s)")
+    engine.add_argument("--norm-kernels", choices=NORM_KERNELS, help="our CUDA norm kernels (default: %(default)s)")
+    engine.add_argument("--gpu-memory", type=float, metavar="GIB", help="stream engine: device memory for resident layers")
+    engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
+    output = parser.add_argument_group("output")
+    output.add_argument("--log-file", metavar="FILE", help="(default: a name made of the options, in --log-dir)")
+    output.add_argument("--log-dir", metavar="DIR", help="(default: %(default)s)")
+    output.add_argument("--verbose", type=int, choices=(0, 1, 2), help="0 quiet, 2 with tracebacks (default: %(default)s)")
+    output.add_argument("--dry-run", action="store_true", help="show the configuration, the sizes and whether they fit; load nothing")
+    output.add_argument("--local-rank", type=int, help="set by the deepspeed launcher")
+    parser.set_defaults(**default)
+
+
+def run_command(args: argparse.Namespace, argv: list[str]) -> int:
+    values = {name: getattr(args, name) for name in FIELD_NAMES}
+    if values["pin_memory"] is not None:
+        values["pin_memory"] = bool(values["pin_memory"])
+    config = RunConfig(**values).validate()  # before torch is imported
+    from zero_inference.run import run
+
+    run(config, argv, args.local_rank)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of run_model.py: returns the exit code."""
+    argv = sys.argv if argv is None else argv
+    parser = _Parser(prog="run_model.py", allow_abbrev=False, description=(
+        "Generate from a language model bigger than the GPU and measure it. Start with deepspeed, torchrun or python."))
+    add_run_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    return _guarded(lambda: run_command(args, argv), args.verbose)
+
+
+def console_main(argv: list[str] | None = None) -> int:
+    """Entry point of the `zero-inference` command."""
+    argv = sys.argv if argv is None else argv
+    from zero_inference import report
+
+    parser = _Parser(prog="zero-inference", description="Measure and compare generation from models bigger than the GPU.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    run_parser = commands.add_parser("run", help="the same as run_model.py", allow_abbrev=False)
+    add_run_arguments(run_parser)
+    report_parser = commands.add_parser("report", help="one table of all runs in a log folder")
+    report.add_arguments(report_parser)
+    args = parser.parse_args(argv[1:])
+    if args.command == "run":
+        return _guarded(lambda: run_command(args, argv), args.verbose)
+    return _guarded(lambda: report.main(args), 1)
+
+
+def _guarded(action, verbose: int) -> int:
+    try:
+        return action()
+    except (UsageError, RunError) as error:
+        if verbose >= 2:
+            import traceback
+
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        print("error: stopped by the user", file=sys.stderr, flush=True)
+        return 130

@@ -1,0 +1,139 @@
+"""RunConfig: every choice of one run, with its default, validated in one place.
+
+Importing this module imports neither torch nor transformers, so that `--help` and bad usage answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from zero_inference.errors import UsageError
+
+ENGINES = ("deepspeed", "stream", "accelerate", "resident")
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+NORM_KERNELS = ("auto", "cuda", "off")
+QUANT_BITS = (16, 8, 4)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What one run was asked to do. Lengths in tokens, sizes in GiB where the name says so.
+
+    `validate()` raises UsageError for anything that can be seen to be wrong without loading the model's config;
+    what depends on the model is checked by `zero_inference.run`, before a weight is read.
+    """
+
+    model: str = "facebook/opt-1.3b"
+    dummy: bool = False
+    engine: str = "deepspeed"
+    loops: int = 3
+    warmup: int = 1
+    batch_size: int = 1
+    prompt_len: int = 512
+    gen_len: int = 32
+    prompts: str | None = None
+    dtype: str = "auto"
+    cpu_offload: bool = False
+    disk_offload: bool = False
+    offload_dir: str = "~/offload_dir"
+    use_gds: bool = False
+    kv_offload: bool = False
+    pin_kv_cache: bool = False
+    async_kv_offload: bool = False
+    quant_bits: int = 16
+    quant_group_size: int = 64
+    pin_memory: bool | None = None
+    norm_kernels: str = "auto"
+    gpu_memory: float | None = None
+    ds_config: str | None = None
+    log_file: str | None = None
+    log_dir: str = "logs"
+    seed: int = 0
+    verbose: int = 1
+    trust_remote_code: bool = False
+    dry_run: bool = False
+
+    @property
+    def offload_path(self) -> Path:
+        return Path(os.path.expanduser(self.offload_dir)).absolute()
+
+    @property
+    def quantized(self) -> bool:
+        return self.quant_bits != 16
+
+    @property
+    def offload(self) -> str:
+        """Where the weights wait: 'cpu', 'disk' or 'gpu' (the device)."""
+        return "cpu" if self.cpu_offload else "disk" if self.disk_offload else "gpu"
+
+    def validate(self) -> RunConfig:
+        """Return self, or raise UsageError that says what was asked, what was found and what to change."""
+        self._validate_choices()
+        self._validate_engine()
+        if self.cpu_offload and self.disk_offload:
+            raise UsageError("--cpu-offload and --disk-offload were both given, but weights live in one place: "
+                             "keep one of the two.")
+        if self.use_gds and not self.disk_offload:
+            raise UsageError("--use-gds reads weights from NVMe, but --disk-offload was not given: add it or drop --use-gds.")
+        for flag, given in (("--pin-kv-cache", self.pin_kv_cache), ("--async-kv-offload", self.async_kv_offload)):
+            if given and not self.kv_offload:
+                raise UsageError(f"{flag} belongs to --kv-offload, which was not given: add --kv-offload or drop {flag}.")
+        if self.async_kv_offload and not self.pin_kv_cache:
+            raise UsageError("--async-kv-offload needs page-locked memory to copy into: add --pin-kv-cache.")
+        if self.prompts and self.dummy:
+            raise UsageError("--prompts needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
+        if self.prompts and not Path(self.prompts).is_file():
+            raise UsageError(f"--prompts {self.prompts}: no such file; give a text file with one prompt a line.")
+        return self
+
+    def _validate_choices(self) -> None:
+        for name, allowed in (("engine", ENGINES), ("dtype", DTYPES), ("norm_kernels", NORM_KERNELS),
+                              ("quant_bits", QUANT_BITS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError(f"{_flag(name)} {value}: choose one of {', '.join(map(str, allowed))}.")
+        for name, least in (("loops", 1), ("warmup", 0), ("batch_size", 1), ("prompt_len", 1), ("gen_len", 1),
+                            ("quant_group_size", 2)):
+            value = getattr(self, name)
+            if value < least:
+                raise UsageError(f"{_flag(name)} {value}: must be at least {least}.")
+        if self.gpu_memory is not None and self.gpu_memory < 0:
+            raise UsageError(f"--gpu-memory {self.gpu_memory}: must be 0 or more GiB.")
+
+    def _validate_engine(self) -> None:
+        if self.engine == "stream":
+            raise UsageError("--engine stream is not in this version; --engine deepspeed --cpu-offload runs the same model.")
+        if self.norm_kernels == "cuda":
+            raise UsageError("--norm-kernels cuda: this version has no compiled norm kernels; use auto or off.")
+        if self.gpu_memory is not None:
+            raise UsageError(f"--gpu-memory belongs to --engine stream, not to --engine {self.engine}: drop it.")
+        if self.ds_config is not None and self.engine != "deepspeed":
+            raise UsageError(f"--ds-config configures DeepSpeed, but --engine is {self.engine}: drop one of the two.")
+        if self.engine == "resident" and (self.cpu_offload or self.disk_offload):
+            raise UsageError("--engine resident keeps every weight on the device: drop the offload, "
+                             "or use --engine deepspeed.")
+        if self.engine != "deepspeed":
+            if self.quantized:
+                raise UsageError(f"--quant-bits {self.quant_bits} is not done by --engine {self.engine}: "
+                                 "use --engine deepspeed.")
+            if self.use_gds:
+                raise UsageError(f"--use-gds is not done by --engine {self.engine}: use --engine deepspeed.")
+            if self.pin_memory:
+                raise UsageError(f"--pin-memory 1 is not done by --engine {self.engine}: use --engine deepspeed.")
+        elif self.pin_memory and self.offload == "gpu":
+            raise UsageError("--pin-memory 1 is about weights in host memory: add --cpu-offload or --disk-offload.")
+        if self.engine == "accelerate" and self.offload == "gpu":
+            raise UsageError("--engine accelerate is here for its offload: add --cpu-offload or --disk-offload, "
+                             "or use --engine resident.")
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+FIELD_NAMES = tuple(field.name for field in fields(RunConfig))

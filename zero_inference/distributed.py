@@ -1,0 +1,100 @@
+"""Ranks: who this process is among its peers, and the few collectives the measuring needs."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of a run, as its launcher (deepspeed, torchrun or none) said."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.world_size // self.local_world_size)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Element-wise maximum of `values` over all ranks."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def total(self, value: int) -> int:
+        """Sum of `value` over all ranks."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor)
+        return int(tensor.item())
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Concatenate equally shaped `rows` [b, n] of all ranks along dim 0, in rank order, on the host."""
+        if self.world_size == 1:
+            return rows.cpu()
+        parts = [torch.empty_like(rows) for _ in range(self.world_size)]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts).cpu()
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def detect_ranks(local_rank: int | None = None) -> Ranks:
+    """Read the launcher's environment. Starts nothing.
+
+    Args:
+        local_rank: what `--local_rank` said; the environment's LOCAL_RANK wins over it.
+    """
+    local = int(os.environ.get("LOCAL_RANK", local_rank if local_rank is not None and local_rank >= 0 else 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local)
+    return Ranks(rank=int(os.environ.get("RANK", 0)), world_size=world, local_rank=local,
+                 local_world_size=_local_world_size(world), device=device)
+
+
+def _local_world_size(world_size: int) -> int:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's name, then the deepspeed launcher's
+        if name in os.environ:
+            return int(os.environ[name])
+    return world_size
+
+
+def start_process_group(ranks: Ranks) -> None:
+    """Initialise torch.distributed: NCCL on CUDA, gloo on CPU. A single rank needs no port and no launcher."""
+    for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
+        os.environ.setdefault(name, str(value))
+    backend = "gloo"
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+        backend = "nccl"
+    if dist.is_initialized():
+        return
+    if ranks.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+
+
+def stop_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

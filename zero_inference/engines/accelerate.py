@@ -1,0 +1,89 @@
+"""accelerate's CPU and disk offload, as its users run it: the peer to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Callable
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.distributed import Ranks
+from zero_inference.engines.base import Footprint, LoadedModel, Transfers, parameter_bytes
+from zero_inference.errors import UsageError
+from zero_inference.models.checkpoint import load_weights
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import ModelSpec
+from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder
+
+
+def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
+    """Raises UsageError: several ranks, or no room to offload to."""
+    if ranks.world_size > 1:
+        raise UsageError(f"--engine accelerate runs in one process and {ranks.world_size} were started: start one, "
+                         "or use --engine deepspeed.")
+    model = empty_model(spec)
+    if config.disk_offload:
+        check_offload_folder(config.offload_path, parameter_bytes(model))
+
+
+def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
+    """Load into host memory, then `cpu_offload` or `disk_offload` with the device to execute on."""
+    from accelerate import cpu_offload, disk_offload
+
+    model = empty_model(spec)
+
+    def adopt(name: str, parameter: torch.nn.Parameter) -> None:
+        parameter.data = parameter.data.cpu()
+
+    load_weights(model, spec, config.seed, ranks.device, adopt, progress)
+    weight_bytes = parameter_bytes(model)
+    workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
+    if workspace:
+        disk_offload(model, str(workspace.path / "weights"), execution_device=ranks.device)
+    else:
+        cpu_offload(model, execution_device=ranks.device)
+    transfers = Transfers()
+    _count_reads(model, transfers, from_disk=workspace is not None)
+    return LoadedModel(model=model, device=ranks.device, dtype=spec.dtype, weight_bytes=weight_bytes, transfers=transfers,
+                       close=workspace.close if workspace else lambda: None)
+
+
+def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
+    """accelerate brings one module's own weights at a time; disk offload still loads through host memory."""
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    total = parameter_bytes(model)
+    return Footprint(device=largest, host=total, disk=total if config.disk_offload else 0)
+
+
+def _count_reads(model, transfers: Transfers, from_disk: bool) -> None:
+    """Count what accelerate's hooks take out of their weights maps before each forward."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for one in getattr(hook, "hooks", [hook]):
+            if getattr(one, "weights_map", None) is not None:
+                one.weights_map = _CountedWeights(one.weights_map, transfers, from_disk)
+
+
+class _CountedWeights(Mapping):
+    """A weights map that counts the bytes read from it."""
+
+    def __init__(self, weights: Mapping, transfers: Transfers, from_disk: bool):
+        self.weights, self.transfers, self.from_disk = weights, transfers, from_disk
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        tensor = self.weights[key]
+        nbytes = tensor.numel() * tensor.element_size()
+        self.transfers.host_to_device_bytes += nbytes
+        if self.from_disk:
+            self.transfers.disk_read_bytes += nbytes
+        return tensor
+
+    def __iter__(self):
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getattr__(self, name: str):
+        return getattr(self.weights, name)

@@ -1,0 +1,63 @@
+"""What an engine hands over: a model to call, what it stored, and counters of what it moves.
+
+An engine is a module with three functions:
+
+    check(config, spec, ranks)                             raises UsageError before anything is loaded
+    load(config, spec, ranks, progress) -> LoadedModel     raises RunError when loading goes wrong
+    footprint(config, spec, ranks, model) -> Footprint     what the weights of a rank take, from a meta model
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+
+
+@dataclass
+class Transfers:
+    """Bytes moved so far by this rank, raised by whoever moves them."""
+
+    host_to_device_bytes: int = 0
+    device_to_host_bytes: int = 0
+    disk_read_bytes: int = 0
+
+    def snapshot(self) -> tuple[int, int, int]:
+        return self.host_to_device_bytes, self.device_to_host_bytes, self.disk_read_bytes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that the weights of one rank take at each place while it runs. `pinned` is part of `host`."""
+
+    device: int = 0
+    host: int = 0
+    pinned: int = 0
+    disk: int = 0
+
+
+@dataclass
+class LoadedModel:
+    """A model ready for `generate` and what the record says of it.
+
+    Attributes:
+        model: the transformers model to call; inputs go to `device`.
+        weight_bytes: bytes of all weights as this engine stores them, quantized and over all ranks.
+        transfers: counters that rise while the model runs.
+        facts: further record fields, such as `ds_config` or `quantized_fraction`.
+        close: releases what the engine holds (files, patches); safe to call twice.
+    """
+
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    weight_bytes: int
+    transfers: Transfers = field(default_factory=Transfers)
+    facts: dict[str, Any] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
+
+
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -1,0 +1,242 @@
+"""ZeRO-Inference: DeepSpeed ZeRO-3 with weights on the device, in host memory or on NVMe.
+
+DeepSpeed's own way in (`from_pretrained` under `HfDeepSpeedConfig`) merges all shards in host memory and initialises
+every weight first. Here each parameter is read or drawn, quantized, and handed to ZeRO-3 one at a time, so that host
+memory holds the stored weights and one layer; `deepspeed.initialize` then finds a partitioned model as always.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Callable
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.distributed import Ranks
+from zero_inference.engines.base import Footprint, LoadedModel, Transfers
+from zero_inference.engines.ds_config import build_ds_config, layer_sizes, layers_ahead, read_ds_config
+from zero_inference.engines.ds_quantization import (QuantizationPlan, QuantizedFunctionals, plan_quantization,
+                                                    quantize_parameter)
+from zero_inference.errors import UsageError
+from zero_inference.models.checkpoint import load_weights
+from zero_inference.models.layers import decoder_layers
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import ModelSpec
+from zero_inference.offload.host_memory import host_empty
+from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder
+
+AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
+
+
+def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
+    """Everything that can be known to fail before a weight is read.
+
+    Raises:
+        UsageError: see the message.
+    """
+    _prepare_environment(ranks)
+    model = empty_model(spec)
+    plan = _plan(config, model)
+    _, layers = decoder_layers(model)
+    if config.disk_offload:
+        _check_aio(config)
+        check_offload_folder(config.offload_path, _disk_bytes(model, layers, plan) // ranks.local_world_size)
+    _ds_config(config, spec, model, layers, plan, ranks, config.offload_path)
+
+
+def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
+    """Build, fill and partition the model; see `zero_inference.engines.base`."""
+    _prepare_environment(ranks)
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+
+    deepspeed.init_distributed(verbose=False)  # wraps the process group that is there
+    model = empty_model(spec)
+    plan = _plan(config, model)
+    _, layers = decoder_layers(model)
+    workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
+    ds_config = _ds_config(config, spec, model, layers, plan, ranks, workspace.path if workspace else None)
+    context = deepspeed.zero.Init(config_dict_or_path=ds_config)
+    transfers = Transfers()
+    store = _Store(context, plan, layers, ds_config["zero_optimization"], ranks, transfers)
+    load_weights(model, spec, config.seed, ranks.device, store.adopt, progress)
+    model.to(ranks.device)  # buffers; the parameters are empty shells by now
+    set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=lambda kind: kind.__name__))
+    engine = deepspeed.initialize(model=model, config=ds_config)[0]
+    engine.module.eval()
+    store.count_transfers(model)
+    functionals = QuantizedFunctionals() if plan else None
+
+    closed: list[bool] = []
+
+    def close() -> None:
+        if closed:
+            return
+        closed.append(True)
+        if functionals:
+            functionals.remove()
+        engine.destroy()
+        if workspace:
+            workspace.close()
+
+    facts = {"ds_config": ds_config}
+    if plan:
+        facts |= {"quantized_fraction": plan.fraction, "not_quantized": plan.skipped}
+    return LoadedModel(model=engine.module, device=ranks.device, dtype=spec.dtype, weight_bytes=store.weight_bytes,
+                       transfers=transfers, facts=facts, close=close)
+
+
+def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
+    """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says."""
+    _prepare_environment(ranks)
+    plan = _plan(config, model)
+    _, layers = decoder_layers(model)
+    zero = _ds_config(config, spec, model, layers, plan, ranks, config.offload_path)["zero_optimization"]
+    stored = {name: (plan.packed_numel(name, p) if plan else p.numel()) for name, p in model.named_parameters()}
+    width = spec.dtype.itemsize
+    small = sum(n for n in stored.values() if n <= zero["stage3_param_persistence_threshold"])
+    live = min(zero["stage3_max_live_parameters"], sum(stored.values())) + small
+    unpacked = max((p.numel() for name, p in model.named_parameters() if plan and name in plan.names), default=0)
+    share = sum(stored.values()) * width // ranks.world_size
+    device = (live + unpacked) * width
+    pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and ranks.device.type == "cuda"
+    if config.offload == "gpu":
+        return Footprint(device=device + share)
+    if config.cpu_offload:
+        return Footprint(device=device, host=share, pinned=share if pinned else 0)
+    disk = _disk_bytes(model, layers, plan) // ranks.world_size
+    offload = zero["offload_param"]
+    buffers = offload["buffer_size"] * offload["buffer_count"] * width
+    return Footprint(device=device, host=share - disk + buffers, pinned=buffers + (share - disk if pinned else 0), disk=disk)
+
+
+class _Store:
+    """Takes parameters over one by one: quantizes them on the device and gives ZeRO-3 its partition of each."""
+
+    def __init__(self, context, plan: QuantizationPlan | None, layers, zero: dict, ranks: Ranks, transfers: Transfers):
+        self.context, self.plan, self.ranks, self.transfers = context, plan, ranks, transfers
+        offload = zero.get("offload_param", {})
+        self.device = offload.get("device", "none")
+        self.pinned = bool(offload.get("pin_memory")) and ranks.device.type == "cuda"
+        self.persistent_numel = zero["stage3_param_persistence_threshold"]
+        self.layer_names = {id(module): None for layer in layers for module in layer.modules()}
+        self.weight_bytes = 0
+
+    def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
+        parameter.data = parameter.data.to(self.ranks.device)
+        if self.plan and name in self.plan.names:
+            quantize_parameter(parameter, self.plan.settings)
+        self.weight_bytes += parameter.numel() * parameter.element_size()
+        self.context._convert_to_deepspeed_param(parameter)
+        if self._waits_in_host_memory(name, parameter):
+            self._place_in_host_memory(parameter)
+        parameter.partition(has_been_updated=True)
+
+    def _waits_in_host_memory(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        """All that is offloaded; with NVMe only the large weights outside the layers.
+
+        An NVMe buffer holds one parameter and all are as large as the largest: an embedding there would multiply them.
+        """
+        if parameter.ds_numel <= self.persistent_numel or self.device == "none":
+            return False
+        return self.device == "cpu" or not any(part.isdigit() for part in name.split("."))
+
+    def _place_in_host_memory(self, parameter: torch.nn.Parameter) -> None:
+        """What ZeRO-3 does at a first partition, in host memory of the exact size."""
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        aligned = self.context._aligned_size(parameter)
+        share = aligned // self.ranks.world_size
+        parameter.ds_tensor = host_empty((share,), parameter.dtype, self.pinned)
+        parameter.ds_tensor.ds_numel = share
+        parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+        parameter.ds_tensor.final_location = None
+        parameter.ds_numel_aligned = aligned
+
+    def count_transfers(self, model) -> None:
+        """Raise the counters wherever ZeRO-3 fetches: host partitions at a gather, NVMe partitions at a swap-in."""
+        transfers = self.transfers
+        swapper = None
+        if self.device == "none":
+            return
+        for parameter in model.parameters():
+            parameter.all_gather_coalesced = _counted_gather(parameter.all_gather_coalesced, transfers)
+            swapper = swapper or parameter.nvme_swapper
+        if swapper is not None:
+            swap_in = swapper.swap_in
+
+            def counted_swap_in(params, *args, **kwargs):
+                transfers.disk_read_bytes += sum(
+                    swapper._io_aligned_numel(p.ds_tensor.ds_numel) * p.element_size() for p in params)
+                return swap_in(params, *args, **kwargs)
+
+            swapper.swap_in = counted_swap_in
+
+
+def _counted_gather(gather, transfers: Transfers):
+    def counted(params, *args, **kwargs):
+        params = list(params)
+        for parameter in params:
+            # the gather may itself read NVMe first, so what counts is where a partition belongs, not where it is now
+            if parameter.ds_tensor.final_location is not None or parameter.ds_tensor.device.type == "cpu":
+                transfers.host_to_device_bytes += parameter.ds_tensor.ds_numel * parameter.element_size()
+        return gather(params, *args, **kwargs)
+
+    return counted
+
+
+def _plan(config: RunConfig, model) -> QuantizationPlan | None:
+    asked = read_ds_config(config.ds_config).get("weight_quantization", {}).get("quantized_initialization", {})
+    if not config.quantized and not asked:
+        return None
+    settings = {"num_bits": config.quant_bits, "group_size": config.quant_group_size, "group_dim": 1, "symmetric": False}
+    return plan_quantization(model, settings | asked)
+
+
+def _ds_config(config: RunConfig, spec: ModelSpec, model, layers, plan, ranks: Ranks, nvme_path) -> dict:
+    sizes = layer_sizes(model, layers, plan.packed_numel if plan else lambda _, parameter: parameter.numel())
+    free = torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda" else None
+    pin = config.pin_memory if config.pin_memory is not None else ranks.device.type == "cuda"
+    merged = build_ds_config(config, spec.dtype, sizes, ranks.world_size, pin,
+                             layers_ahead(sizes, spec.dtype.itemsize, free), nvme_path)
+    _check_by_deepspeed(merged, config.ds_config)
+    return merged
+
+
+def _check_by_deepspeed(merged: dict, path: str | None) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(dict(merged))
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise UsageError(f"--ds-config {path}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
+
+
+def _disk_bytes(model, layers, plan: QuantizationPlan | None) -> int:
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    return sum((plan.packed_numel(name, p) if plan else p.numel()) * p.element_size()
+               for name, p in model.named_parameters() if id(p) in inside)
+
+
+def _check_aio(config: RunConfig) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UsageError(f"--disk-offload reads NVMe through libaio, which cannot be built here: install {AIO_HEADERS}.")
+    if config.use_gds and not GDSBuilder().is_compatible(verbose=False):
+        raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
+
+
+def _prepare_environment(ranks: Ranks) -> None:
+    """Quiet DeepSpeed, and keep its JIT builds off architecture names it cannot parse (such as 9.0a)."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.device.type == "cuda" else "cpu")
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    if ranks.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(ranks.device)
+        os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)

@@ -1,0 +1,134 @@
+"""Running and timing the loops. Knows no engine: it is handed a model to call.
+
+A step is timed by an event recorded behind the selection of its token (a clock on a CPU), through transformers'
+stopping criteria, so that timing adds no synchronisation to the step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from zero_inference.distributed import Ranks
+from zero_inference.engines.base import LoadedModel
+
+
+@dataclass
+class Loop:
+    """One `generate` call. Times in seconds, maximum over ranks; `step_s` has one entry a decode step."""
+
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    step_s: list[float]
+    host_to_device_bytes_per_step: float | None
+    device_to_host_bytes_per_step: float | None
+    disk_read_bytes_per_step: float | None
+
+
+@dataclass
+class Measurement:
+    """All loops of a run.
+
+    Attributes:
+        output_ids: generated ids int64 [global batch, gen_len] of the last loop, on the host.
+        cold_total_s: total time of the first warm-up loop, None without warm-up.
+    """
+
+    loops: list[Loop] = field(default_factory=list)
+    cold_total_s: float | None = None
+    output_ids: torch.Tensor | None = None
+
+    def median(self, name: str) -> float:
+        return statistics.median(getattr(loop, name) for loop in self.loops)
+
+
+def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, warmup: int, ranks: Ranks,
+            make_cache: Callable[[], Any] | None = None, before_measuring: Callable[[], None] = lambda: None,
+            progress: Callable[[str], None] = lambda line: None) -> Measurement:
+    """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
+
+    Args:
+        ids: this rank's prompts, int64 [batch / ranks, prompt_len].
+        make_cache: gives the cache of a loop; None leaves it to transformers.
+        before_measuring: called once between warm-up and the measured loops (resets the peaks).
+    """
+    measurement = Measurement()
+    for number in range(warmup + loops):
+        measured = number >= warmup
+        if number == warmup:
+            before_measuring()
+        label = f"loop {number - warmup + 1}/{loops}" if measured else f"warm-up {number + 1}/{warmup}"
+        loop, output = _one_loop(loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}"))
+        if measured:
+            measurement.loops.append(loop)
+            measurement.output_ids = output
+        elif number == 0:
+            measurement.cold_total_s = loop.total_s
+    measurement.output_ids = ranks.gather_rows(measurement.output_ids)
+    return measurement
+
+
+def _one_loop(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, ranks: Ranks, make_cache, progress) -> tuple[Loop, torch.Tensor]:
+    settings = GenerationConfig(max_new_tokens=gen_len, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
+    clock = _StepClock(loaded, ids.shape[0], progress)
+    inputs = ids.to(loaded.device)
+    extra = {"past_key_values": make_cache()} if make_cache else {}
+    ranks.barrier()
+    clock.start()
+    output = loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings,
+                                   stopping_criteria=StoppingCriteriaList([clock]), **extra)
+    times = ranks.maximum(clock.seconds())
+    steps = [after - before for before, after in zip(times, times[1:])]
+    moved = clock.bytes_per_decode_step()
+    loop = Loop(prefill_s=times[0], decode_s=times[-1] - times[0], total_s=times[-1], step_s=steps,
+                host_to_device_bytes_per_step=moved[0], device_to_host_bytes_per_step=moved[1], disk_read_bytes_per_step=moved[2])
+    return loop, output[:, ids.shape[1]:]
+
+
+class _StepClock(StoppingCriteria):
+    """Called by `generate` after each token is selected; never stops it."""
+
+    def __init__(self, loaded: LoadedModel, batch_size: int, progress: Callable[[int], None]):
+        self.loaded, self.progress = loaded, progress
+        self.on_device = loaded.device.type == "cuda"
+        self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
+        self.marks: list[Any] = []
+        self.moved: list[tuple[int, int, int]] = []
+
+    def start(self) -> None:
+        if self.on_device:
+            torch.cuda.synchronize(self.loaded.device)
+        self.first = self._mark()
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        self.marks.append(self._mark())
+        self.moved.append(self.loaded.transfers.snapshot())
+        self.progress(len(self.marks))
+        return self.go_on
+
+    def _mark(self):
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> list[float]:
+        """Time from the start to each token."""
+        if not self.on_device:
+            return [mark - self.first for mark in self.marks]
+        self.marks[-1].synchronize()
+        return [self.first.elapsed_time(mark) / 1e3 for mark in self.marks]
+
+    def bytes_per_decode_step(self) -> tuple[float | None, float | None, float | None]:
+        """Host-to-device, device-to-host and disk bytes, averaged over the decode steps; None without any."""
+        steps = len(self.moved) - 1
+        if steps < 1:
+            return None, None, None
+        return tuple((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1]))

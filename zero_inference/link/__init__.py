@@ -1,0 +1,1 @@
+"""Measured ceilings of this machine, in this process."""

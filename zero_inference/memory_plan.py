@@ -1,0 +1,120 @@
+"""Does a run fit? Bytes it needs on the device, in host memory, page-locked and on disk, against what is there.
+
+Weights and caches are exact; activations are an estimate of the largest tensors alive in a prefill.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.distributed import Ranks
+from zero_inference.engines import engine_module
+from zero_inference.engines.base import Footprint
+from zero_inference.environment import available_host_bytes
+from zero_inference.errors import UsageError
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import ModelSpec
+from zero_inference.offload.host_cache import SLOTS
+from zero_inference.utils import GB, cache_bytes
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes needed at one place of one node; `available` is None where nothing limits it."""
+
+    place: str
+    needed: int
+    available: int | None
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.needed <= self.available
+
+
+def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
+    """What this node needs. On a CPU-only machine the device is host memory, and is counted there."""
+    model = empty_model(spec)
+    weights: Footprint = engine_module(config.engine).footprint(config, spec, ranks, model)
+    local = ranks.local_world_size
+    batch = config.batch_size // ranks.world_size or 1
+    kv = cache_bytes(spec.config, batch, config.prompt_len + config.gen_len) // 2 * spec.dtype.itemsize
+    layers = spec.text_config.num_hidden_layers
+    device = weights.device + activation_bytes(spec, batch, config.prompt_len)
+    host, pinned = weights.host, weights.pinned
+    if config.kv_offload:
+        device += SLOTS * kv // layers
+        host += kv
+        pinned += kv if config.pin_kv_cache else 0
+    else:
+        device += kv
+    on_cuda = ranks.device.type == "cuda"
+    needs = []
+    if on_cuda:
+        needs.append(Need("device memory (each GPU)", device, torch.cuda.mem_get_info(ranks.device)[0]))
+    else:
+        host += device
+    needs.append(Need("host memory", host * local, available_host_bytes()))
+    if on_cuda:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        needs.append(Need("page-locked memory", pinned * local, None if limit == resource.RLIM_INFINITY else limit))
+    if weights.disk:
+        needs.append(Need(f"disk ({config.offload_path})", weights.disk * local, _disk_free(config.offload_path)))
+    return needs
+
+
+def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:
+    """Estimate: six hidden states and three MLP inner states of the prompt, and two rows of float32 logits a sequence."""
+    config = spec.text_config
+    h = config.hidden_size
+    inner = next((v for k in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, k, None), int)), 4 * h)
+    return batch * prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize + 2 * batch * config.vocab_size * 4
+
+
+def changes_that_fit(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[str]:
+    """Single changes, cheapest first, each tried with the same arithmetic."""
+    candidates: list[tuple[str, dict]] = []
+    if config.engine == "deepspeed" and config.offload == "gpu":
+        candidates.append(("--cpu-offload", {"cpu_offload": True}))
+    if config.engine == "resident":
+        candidates.append(("--engine deepspeed --cpu-offload", {"engine": "deepspeed", "cpu_offload": True}))
+    if config.engine == "deepspeed":
+        candidates += [(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
+    if not config.kv_offload:
+        candidates.append(("--kv-offload", {"kv_offload": True}))
+    if config.pin_memory is not False and config.offload != "gpu" and ranks.device.type == "cuda":
+        candidates.append(("--pin-memory 0", {"pin_memory": False}))
+    if config.cpu_offload:
+        candidates.append(("--disk-offload instead of --cpu-offload", {"cpu_offload": False, "disk_offload": True}))
+    batch = config.batch_size // 2
+    while batch >= ranks.world_size:
+        candidates.append((f"--batch-size {batch}", {"batch_size": batch}))
+        batch //= 2
+    fitting = []
+    for words, change in candidates:
+        try:
+            if all(need.fits for need in plan_memory(replace(config, **change).validate(), spec, ranks)):
+                fitting.append(words)
+        except UsageError:
+            continue
+    return fitting
+
+
+def describe(needs: list[Need]) -> str:
+    """One line a place."""
+    lines = []
+    for need in needs:
+        there = "no limit" if need.available is None else f"{need.available / GB:.2f} GiB free"
+        lines.append(f"{need.place}: {need.needed / GB:.2f} GiB needed, {there}{'' if need.fits else '  <- does not fit'}")
+    return "\n".join(lines)
+
+
+def _disk_free(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

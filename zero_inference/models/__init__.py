@@ -1,0 +1,1 @@
+"""What to load: built-in presets, hub or local configs, tokenizers, dummy weights, checkpoints."""

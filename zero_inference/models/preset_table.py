@@ -1,0 +1,78 @@
+"""Built-in model configurations: the published dimensions of well-known models, for runs without a hub.
+
+One JSON file per model in `presets/`, with `name` (hub name), `aliases`, `source` and `config`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's hub name, its short names, where the numbers come from, and the arguments of its config."""
+
+    name: str
+    aliases: tuple[str, ...]
+    source: str
+    config: dict[str, Any]
+
+    def to_config(self) -> Any:
+        """A new transformers config, of the class its `model_type` names; imports transformers."""
+        from transformers import AutoConfig
+
+        # Copied: transformers edits nested values such as the rope parameters in place.
+        return AutoConfig.for_model(**copy.deepcopy(self.config))
+
+
+@functools.cache
+def _presets() -> tuple[Preset, ...]:
+    files = sorted(PRESET_FOLDER.glob("*.json"))
+    presets = []
+    for file in files:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        presets.append(Preset(**{**fields, "aliases": tuple(fields["aliases"])}))
+    return tuple(presets)
+
+
+@functools.cache
+def _by_spelling() -> dict[str, Preset]:
+    table: dict[str, Preset] = {}
+    for preset in _presets():
+        for spelling in (preset.name, *preset.aliases):
+            other = table.setdefault(spelling.lower(), preset)
+            if other is not preset:
+                raise ValueError(f"presets {other.name} and {preset.name} both answer to {spelling!r}")
+    return table
+
+
+def find_preset(name: str) -> Preset | None:
+    """The preset with this hub name or alias, upper and lower case alike; None if there is none."""
+    return _by_spelling().get(name.strip().lower())
+
+
+def preset_names() -> list[str]:
+    """Hub names of all presets, sorted."""
+    return sorted((preset.name for preset in _presets()), key=str.lower)
+
+
+def near_names(name: str, n: int = 3) -> list[str]:
+    """Up to `n` presets whose name or alias resembles `name`, best first, each in its closest spelling."""
+    wanted = name.strip().lower()
+    scored = []
+    for preset in _presets():
+        spellings = (preset.name, *preset.aliases)
+        ratio, spelling = max(
+            (difflib.SequenceMatcher(None, wanted, spelling.lower()).ratio(), spelling) for spelling in spellings
+        )
+        if ratio >= 0.6:  # difflib's own cutoff for close matches
+            scored.append((-ratio, spelling.lower(), spelling))
+    return [spelling for _, _, spelling in sorted(scored)[:n]]

@@ -1,0 +1,160 @@
+"""What to load: a name becomes a transformers config, a folder of weights (or none) and a dtype."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.errors import UsageError
+from zero_inference.models.preset_table import find_preset, near_names
+
+SMOLLM2 = "smollm2-135m"
+TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model before any weight is read.
+
+    Attributes:
+        name: as the user said it.
+        config: the transformers config.
+        folder: the local checkpoint folder, or None for dummy weights or a hub model not yet fetched.
+        hub_name: what to fetch where `folder` is None and the run is not dummy.
+        dtype: the dtype the weights are computed in.
+    """
+
+    name: str
+    config: Any
+    folder: Path | None
+    hub_name: str | None
+    dtype: torch.dtype
+    dummy: bool
+    trust_remote_code: bool = False
+
+    @property
+    def text_config(self):
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was made for, or None where it has no such limit (ALiBi)."""
+        config = self.text_config
+        if getattr(config, "model_type", "") == "bloom":
+            return None
+        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+            value = getattr(config, key, None)
+            if isinstance(value, int) and value > 0:
+                return value
+        return None
+
+    def checkpoint_folder(self) -> Path:
+        """The local folder with the weights, fetched from the hub if need be (rank by rank, through its lock)."""
+        if self.folder is not None:
+            return self.folder
+        from huggingface_hub import snapshot_download
+
+        try:
+            safetensors = snapshot_download(self.hub_name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt",
+                                                                           "*.py"])
+            if not list(Path(safetensors).glob("*.safetensors")):
+                safetensors = snapshot_download(self.hub_name, allow_patterns=["*.json", "*.bin", "*.model", "*.txt", "*.py"])
+        except Exception as error:  # the hub client raises from requests, httpx and its own classes
+            raise UsageError(f"--model {self.name}: its weights could not be fetched ({_first_line(error)}); "
+                             "give a local folder, or --dummy for random weights.") from error
+        return Path(safetensors)
+
+
+def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
+    """Find the model that `config` names.
+
+    Args:
+        device_type: 'cuda' or 'cpu'; `--dtype auto` means bfloat16 for half-precision checkpoints on a CPU.
+
+    Raises:
+        UsageError: no such model (with near names), or a folder without a usable config.
+    """
+    path = Path(os.path.expanduser(config.model))
+    folder: Path | None = None
+    hub_name: str | None = None
+    if config.model == SMOLLM2:
+        from zero_inference.models.smollm2 import smollm2_checkpoint
+
+        folder = smollm2_checkpoint()
+        model_config = _load_config(folder, config)
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"--model {config.model}: the folder has no config.json; give a Hugging Face checkpoint folder.")
+        folder = path.absolute()
+        model_config = _load_config(folder, config)
+    elif (preset := find_preset(config.model)) is not None and config.dummy:
+        model_config = preset.to_config()
+    elif path.is_absolute() or config.model.startswith(("./", "../", "~")):
+        raise UsageError(f"--model {config.model}: no such folder.")
+    else:
+        hub_name = preset.name if preset else config.model
+        model_config = _load_config(hub_name, config)
+    return ModelSpec(name=config.model, config=model_config, folder=None if config.dummy else folder, hub_name=hub_name,
+                     dtype=_resolve_dtype(config, model_config, device_type), dummy=config.dummy,
+                     trust_remote_code=config.trust_remote_code)
+
+
+def load_tokenizer(spec: ModelSpec):
+    """The checkpoint's tokenizer, or None where there is none."""
+    if spec.dummy:
+        return None
+    from transformers import AutoTokenizer
+
+    folder = spec.checkpoint_folder()
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json",
+                                                      "vocab.txt", "spiece.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
+    except Exception as error:
+        raise UsageError(f"--model {spec.name}: its tokenizer cannot be read ({_first_line(error)}); "
+                         "mend or remove the tokenizer files.") from error
+
+
+def _load_config(source: Path | str, config: RunConfig):
+    from transformers import AutoConfig
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except Exception as error:
+        if isinstance(source, Path):
+            raise UsageError(f"--model {config.model}: its config.json cannot be used ({_first_line(error)}).") from error
+        preset = find_preset(config.model)
+        if preset is not None:
+            raise UsageError(f"--model {config.model}: {preset.name} is neither in the local cache nor reachable on the hub; "
+                             "give a local folder, or --dummy for random weights of its shape.") from error
+        near = near_names(config.model)
+        hint = f"did you mean {', '.join(near)}?" if near else "give a local folder, a hub name or a preset."
+        raise UsageError(f"--model {config.model}: no such folder, preset or reachable hub model; {hint}") from error
+
+
+def _resolve_dtype(config: RunConfig, model_config, device_type: str) -> torch.dtype:
+    if config.dtype != "auto":
+        if config.dtype == "float16" and device_type == "cpu" and config.engine == "deepspeed":
+            raise UsageError("--dtype float16: DeepSpeed does not run float16 on a CPU; use bfloat16, float32 or auto.")
+        return TORCH_DTYPES[config.dtype]
+    stored = getattr(model_config, "dtype", None) or torch.float16
+    if isinstance(stored, str):
+        stored = TORCH_DTYPES.get(stored, torch.float16)
+    if stored == torch.float32:  # an unset dtype reads as float32; half precision is what people run
+        stored = torch.float16
+    if device_type == "cpu":
+        return torch.bfloat16
+    return stored
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__

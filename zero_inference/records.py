@@ -1,0 +1,222 @@
+"""The JSONL record of a run: its fields, appending one, reading many; and reading old four-line logs.
+
+`FIELDS` is the one place that knows which keys a record has and what they mean; printers and readers
+take them from here. A record may carry more keys than these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+from zero_inference.utils import GB, LOG_LINES, append_bytes
+
+SCHEMA_VERSION = 1
+STATUS_OK = "ok"
+STATUS_FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One required key. `asked` fields describe the request and are there even when the run failed."""
+
+    name: str
+    unit: str
+    meaning: str
+    asked: bool = False
+    parts: tuple[str, ...] = ()  # keys of the object, or of each object in the list
+
+    def missing_in(self, value: Any) -> list[str]:
+        """Dotted names of the parts that `value` lacks; null stands for a whole that was not measured."""
+        items = value if isinstance(value, (list, tuple)) else [value]
+        present = [item if isinstance(item, Mapping) else {} for item in items if item is not None]
+        return [f"{self.name}.{part}" for part in self.parts if any(part not in item for item in present)]
+
+
+FIELDS = (
+    Field("schema_version", "", f"layout of the record, {SCHEMA_VERSION}; filled in by append_record", asked=True),
+    Field("status", "", f"'{STATUS_OK}', or '{STATUS_FAILED}' with the reason in `error`", asked=True),
+    Field("timestamp", "", "start of the run, ISO 8601 with time zone", asked=True),
+    Field("argv", "", "the command line, a list of strings", asked=True),
+    Field("engine", "", "deepspeed, stream, accelerate or resident", asked=True),
+    Field("model", "", "hub name, folder or preset as given", asked=True),
+    Field("model_type", "", "transformers' name of the family; null if the config could not be read", asked=True),
+    Field("dtype", "", "type of weights and activations, such as bfloat16", asked=True),
+    Field("world_size", "processes", "ranks of all nodes together", asked=True),
+    Field("num_nodes", "machines", "", asked=True),
+    Field("batch_size", "sequences", "B, over all ranks", asked=True),
+    Field("prompt_len", "token", "P, real tokens of each prompt", asked=True),
+    Field("gen_len", "token", "G, tokens generated per sequence", asked=True),
+    Field("quant_bits", "bit", "bits of a stored weight: 16 (not quantized), 8 or 4", asked=True),
+    Field("quant_group_size", "elements", "weights that share a scale and a minimum", asked=True),
+    Field("cpu_offload", "", "weights in host memory", asked=True),
+    Field("disk_offload", "", "weights on disk", asked=True),
+    Field("kv_offload", "", "KV cache in host memory", asked=True),
+    Field("norm_kernels", "", "auto, cuda or off", asked=True),
+    Field("dummy", "", "random weights and random token ids", asked=True),
+    Field("model_bytes", "byte", "all parameters at 2 bytes, see utils.model_bytes"),
+    Field("cache_bytes", "byte", "KV cache at 2 bytes, see utils.cache_bytes"),
+    Field("hidden_bytes", "byte", "hidden states of the prefill at 2 bytes, see utils.hidden_bytes"),
+    Field("weight_bytes", "byte", "weights as the engine stores them, scales included, exact"),
+    Field("load_s", "s", "from the engine's start to a model that can generate"),
+    Field("cold_total_s", "s", "total latency of the first warm-up loop; null without one"),
+    Field("loops", "", "every measured loop, in s; `step_s` has one entry per generated token",
+          parts=("prefill_s", "decode_s", "total_s", "step_s")),
+    Field("prefill_latency_s", "s", "time to first token, its selection included; median over loops"),
+    Field("prefill_throughput", "token/s", "B P / prefill latency"),
+    Field("decode_latency_s", "s", "total - prefill; median over loops"),
+    Field("decode_throughput", "token/s", "B (G - 1) / decode latency; null when G = 1"),
+    Field("total_latency_s", "s", "one generate call; median over loops"),
+    Field("total_throughput", "token/s", "B G / total latency"),
+    Field("peak_gpu_bytes", "byte", "most device memory held during the measured loops; null without a device"),
+    Field("peak_host_bytes", "byte", "most resident host memory of the process"),
+    Field("output_ids_sha256", "", "fingerprint of the generated ids, see output_ids_sha256"),
+    Field("transfers", "byte", "bytes moved per decode step, counted",
+          parts=("host_to_device_bytes_per_step", "disk_read_bytes_per_step")),
+    Field("limit", "", "what the machine allows: the link in GB/s (1e9), the decode time it bounds, the share reached",
+          parts=("link_gbps", "floor_decode_s", "fraction_of_limit")),
+    Field("ds_config", "", "DeepSpeed's config as resolved; null for other engines"),
+    Field("environment", "", "machine and versions, see environment.describe_environment"),
+)  # fmt: skip
+FIELD_NAMES = tuple(field.name for field in FIELDS)
+
+
+def append_record(path: str | os.PathLike, record: Mapping[str, Any]) -> dict:
+    """Appends `record` to `path` as one line of strict JSON, flushed to disk, and returns it as written.
+
+    nan and infinities become null; numpy and torch numbers and arrays, and paths, are converted. With
+    status 'failed' the measured fields may be left out and are written as null. Processes may append
+    to one file at once.
+
+    Raises ValueError for missing keys, naming them all, TypeError for a value JSON has no form for,
+    and OSError when not all of the line could be written (then none of it is).
+    """
+    line = complete(record)
+    text = json.dumps(line, allow_nan=False)
+    append_bytes(path, (text + "\n").encode(), sync=True, on_new_line=True)
+    return line
+
+
+def complete(record: Mapping[str, Any]) -> dict:
+    """`record` checked against FIELDS, in their order, further keys after them; as plain JSON values."""
+    record = {"schema_version": SCHEMA_VERSION, **record}
+    if record["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"record has schema_version {record['schema_version']!r}, this writes {SCHEMA_VERSION}")
+    status = record.get("status")
+    if status not in (None, STATUS_OK, STATUS_FAILED):
+        raise ValueError(f"record has status {status!r}, it must be {STATUS_OK!r} or {STATUS_FAILED!r}")
+    failed = status == STATUS_FAILED
+    missing = [field.name for field in FIELDS if field.name not in record and (field.asked or not failed)]
+    missing += [name for field in FIELDS for name in field.missing_in(record.get(field.name))]
+    if failed and not record.get("error"):
+        missing.append("error")
+    if missing:
+        raise ValueError(f"record lacks {', '.join(missing)}")
+    ordered = {name: record.get(name) for name in FIELD_NAMES}
+    return {name: _plain(value, name) for name, value in {**ordered, **record}.items()}
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy scalars and arrays, torch tensors
+        return _plain(value.tolist(), where)
+    raise TypeError(f"record field {where} is a {type(value).__name__}, which JSON has no form for")
+
+
+def read_records(path: str | os.PathLike) -> list[dict]:
+    """The records of a .jsonl file, or of all *.jsonl files of a folder in the order of their names.
+
+    A line that is not a whole JSON object (a writer that died, a full disk) is left out, with a warning
+    on stderr that names file and line. Raises FileNotFoundError if `path` is not there.
+    """
+    path = Path(path)
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    records = []
+    for file in files:
+        lines = file.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:  # covers text that is not UTF-8
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                kind = "incomplete last line" if number == len(lines) else "line that is no JSON object"
+                print(f"{file}:{number}: skipped {kind}", file=sys.stderr)
+    return records
+
+
+_LOG_PATTERNS = tuple(
+    re.compile(r"\t".join(rf"{re.escape(label)}: (\S+) {re.escape(unit)}" for label, unit, _ in line))
+    for line in LOG_LINES
+)
+_LOG_KEYS = tuple((key, unit) for line in LOG_LINES for _, unit, key in line)
+
+
+def parse_log(path: str | os.PathLike) -> list[dict]:
+    """The blocks of a .log file, oldest first, each under the record's names for the same quantities.
+
+    Sizes come back as whole bytes (from three decimals of a GB, so to about 0.5 MB), latencies in s,
+    throughputs in token/s, `nan` as None. Lines that are no block are left out with a warning on stderr.
+    """
+    lines = Path(path).read_text(errors="replace").splitlines()
+    blocks: list[dict] = []
+    at = 0
+    while at < len(lines):
+        matches = [pattern.fullmatch(line.rstrip()) for pattern, line in zip(_LOG_PATTERNS, lines[at:])]
+        if len(matches) == len(LOG_LINES) and all(matches):
+            values = [text for match in matches for text in match.groups()]
+            try:
+                blocks.append({key: _from_log(text, unit) for (key, unit), text in zip(_LOG_KEYS, values)})
+                at += len(LOG_LINES)
+                continue
+            except ValueError:  # a field that is no number
+                pass
+        if lines[at].strip():
+            print(f"{path}:{at + 1}: skipped, not part of a four-line block", file=sys.stderr)
+        at += 1
+    return blocks
+
+
+def _from_log(text: str, unit: str) -> float | int | None:
+    value = float(text)
+    if not math.isfinite(value):
+        return None
+    return round(value * GB) if unit == "GB" else value
+
+
+def output_ids_sha256(ids: Any) -> str:
+    """SHA-256, in hex, of generated ids [B, G] as int64 little-endian, row by row.
+
+    `ids` is a torch tensor of any device, a numpy array or nested lists. Raises ValueError if it has not
+    two dimensions or is not of integers.
+    """
+    import numpy as np
+
+    if hasattr(ids, "detach"):
+        ids = ids.detach().cpu().numpy()
+    array = np.asarray(ids)
+    if array.ndim != 2 or (array.dtype.kind not in "iu" and array.size):
+        raise ValueError(f"ids must be integers [B, G], got {array.dtype} of shape {list(array.shape)}")
+    return hashlib.sha256(np.ascontiguousarray(array, dtype="<i8").tobytes()).hexdigest()

@@ -1,0 +1,373 @@
+"""Run logs side by side: `zero-inference report LOGDIR`.
+
+Every run is one row. Rows come from the records (.jsonl) and from the blocks in .log files that have no record,
+which is all that older tools wrote. `COLUMNS` is the only place that knows columns: what is read from a record,
+what the table, Markdown, CSV and JSON printers show, and what `--sort` accepts all follow from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_inference.records import STATUS_OK, parse_log, read_records
+from zero_inference.utils import GB
+
+if TYPE_CHECKING:
+    import pandas
+
+SUFFIXES = (".jsonl", ".log")
+FORMATS = ("table", "md", "csv", "json")
+
+
+def _plain(value: Any) -> str:
+    return str(value)
+
+
+def _yes_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _three_decimals(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _gib(value: float) -> str:
+    return f"{value / GB:.3f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _one_line(value: str) -> str:
+    return " ".join(value.split())
+
+
+def _gpu_names(value: str) -> str:
+    counts = Counter(gpu["name"] for gpu in json.loads(value))
+    return ", ".join(f"{count}x {name}" for name, count in counts.items()) or "none"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the report.
+
+    `key` is where a record holds the value (dotted where nested) and its last part names the column, `dtype` is
+    the pandas dtype, `show` turns a value in SI units into the text under `header`. `shown` says when the
+    column is kept: `always`, where the runs differ in it (`differs`), where any run has it (`present`), or only
+    on request (`detail`: measured values differ between any two runs, which tells nothing about the choice).
+    `best_first` sorts from the largest down.
+    """
+
+    key: str
+    header: str
+    dtype: str
+    show: Callable[[Any], str] = _plain
+    shown: str = "differs"
+    best_first: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def numeric(self) -> bool:
+        return self.dtype in ("Int64", "Float64")
+
+
+COLUMNS = (
+    Column("model", "model", "string", shown="always"),
+    Column("engine", "engine", "string", shown="always"),
+    Column("dtype", "dtype", "string"),
+    Column("num_nodes", "nodes", "Int64"),
+    Column("world_size", "ranks", "Int64"),
+    Column("batch_size", "batch", "Int64"),
+    Column("prompt_len", "prompt (tokens)", "Int64"),
+    Column("gen_len", "gen (tokens)", "Int64"),
+    Column("quant_bits", "weights (bits)", "Int64"),
+    Column("quant_group_size", "group", "Int64"),
+    # Only for rows read from a log's name, which says that weights were quantized but not to how many bits.
+    Column("weight_quantize", "quantized", "boolean", _yes_no),
+    Column("cpu_offload", "cpu offload", "boolean", _yes_no),
+    Column("disk_offload", "disk offload", "boolean", _yes_no),
+    Column("kv_offload", "kv offload", "boolean", _yes_no),
+    Column("norm_kernels", "norm kernels", "string"),
+    Column("dummy", "dummy", "boolean", _yes_no),
+    Column("environment.gpus", "gpus", "string", _gpu_names),
+    Column("environment.git_commit", "commit", "string", lambda commit: commit[:9]),
+    Column("total_throughput", "total (token/s)", "Float64", _three_decimals, "always", best_first=True),
+    Column("decode_throughput", "decode (token/s)", "Float64", _three_decimals, "always", best_first=True),
+    Column("prefill_latency_s", "prefill (s)", "Float64", _three_decimals, "always"),
+    Column("limit.fraction_of_limit", "of limit (%)", "Float64", _percent, "always", best_first=True),
+    Column("peak_gpu_bytes", "peak gpu (GiB)", "Int64", _gib, "always"),
+    Column("prefill_throughput", "prefill (token/s)", "Float64", _three_decimals, "detail", best_first=True),
+    Column("decode_latency_s", "decode (s)", "Float64", _three_decimals, "detail"),
+    Column("total_latency_s", "total (s)", "Float64", _three_decimals, "detail"),
+    Column("load_s", "load (s)", "Float64", _three_decimals, "detail"),
+    Column("cold_total_s", "cold (s)", "Float64", _three_decimals, "detail"),
+    Column("limit.link_gbps", "link (GB/s)", "Float64", _three_decimals, "detail", best_first=True),
+    Column("limit.floor_decode_s", "decode floor (s)", "Float64", _three_decimals, "detail"),
+    Column("model_bytes", "model fp16 (GiB)", "Int64", _gib, "detail"),
+    Column("weight_bytes", "stored weights (GiB)", "Int64", _gib, "detail"),
+    Column("cache_bytes", "cache (GiB)", "Int64", _gib, "detail"),
+    Column("hidden_bytes", "hidden (GiB)", "Int64", _gib, "detail"),
+    Column("peak_host_bytes", "peak host (GiB)", "Int64", _gib, "detail"),
+    Column("output_ids_sha256", "ids sha256", "string", shown="detail"),
+    Column("timestamp", "time", "string", shown="detail"),
+    Column("file", "file", "string", shown="detail"),
+    Column("status", "status", "string", shown="detail"),
+    Column("error", "error", "string", _one_line, "present"),
+)
+_BY_NAME = {column.name: column for column in COLUMNS}
+
+_LOG_NAME = re.compile(
+    r"(?P<prefix>[^-]+)-(?P<model>.+)-bs(?P<batch>\d+)-prompt(?P<prompt>\d+)-gen(?P<gen>\d+)"
+    r"-n(?P<nodes>\d+)x(?P<gpus>\d+)-(?P<place>cpu|disk|gpu)(?P<kv>-kv_offload)?(?P<quant>-w_quant)?"
+)
+
+
+def parse_log_name(stem: str) -> dict[str, Any]:
+    """What a run log's name says, as record keys; a name of another pattern is taken as the model's.
+
+    The name says whether the weights were quantized but not to how many bits: `quant_bits` is 16 or missing.
+    """
+    match = _LOG_NAME.fullmatch(stem)
+    if match is None:
+        return {"model": stem}
+    nodes, place = int(match["nodes"]), match["place"]
+    return {
+        "model": match["model"],
+        "engine": "deepspeed" if match["prefix"] == "ds" else match["prefix"],
+        "num_nodes": nodes,
+        "world_size": nodes * int(match["gpus"]),
+        "batch_size": int(match["batch"]),
+        "prompt_len": int(match["prompt"]),
+        "gen_len": int(match["gen"]),
+        "quant_bits": None if match["quant"] else 16,
+        "weight_quantize": True if match["quant"] else None,
+        "cpu_offload": place == "cpu",
+        "disk_offload": place == "disk",
+        "kv_offload": match["kv"] is not None,
+    }
+
+
+def _is_block_of(block: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether a log block, which holds three decimals, is the one this record's run wrote."""
+    for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput"):
+        written, exact = _value(block, key, "Float64"), _value(record, key, "Float64")
+        if (written is None) != (exact is None):
+            return False
+        if written is not None and abs(written - exact) > 0.000501:
+            return False
+    return True
+
+
+def _read(reader: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[dict[str, Any]]:
+    """The file's entries; one that cannot be read is named on stderr and does not hide the other files."""
+    if not path.is_file():
+        return []
+    try:
+        return list(reader(path))
+    except (OSError, ValueError) as error:
+        print(f"warning: {path} left out: {_one_line(str(error))}", file=sys.stderr)
+        return []
+
+
+def _value(record: dict[str, Any], key: str, dtype: str) -> Any:
+    """The value at a dotted key, as the column's type; None where it is missing, NaN or of another kind."""
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None:
+        return None
+    if dtype == "string":
+        return value if isinstance(value, str) else json.dumps(value)
+    if dtype == "boolean":
+        return bool(value)
+    try:
+        # int as it is, not by way of float, which would round above 2**53
+        number = int(value) if dtype == "Int64" else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def runs_frame(records: Iterable[dict[str, Any]]) -> pandas.DataFrame:
+    """A row for each record, a typed column for each of `COLUMNS`, in SI units, missing values as `pandas.NA`."""
+    import pandas
+
+    rows = list(records)
+    return pandas.DataFrame(
+        {
+            column.name: pandas.array([_value(row, column.key, column.dtype) for row in rows], dtype=column.dtype)
+            for column in COLUMNS
+        }
+    )
+
+
+def load_runs(folder: str | Path) -> pandas.DataFrame:
+    """Every run whose record (.jsonl) or block (.log) lies in `folder`, in the order of the file names.
+
+    A block whose run has a record in the .jsonl of the same name is listed once. Raises `NotADirectoryError` where
+    there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise NotADirectoryError(f"no folder {folder}")
+    rows: list[dict[str, Any]] = []
+    for stem in sorted({path.with_suffix("") for path in folder.iterdir() if path.suffix in SUFFIXES}):
+        # Not with_suffix on the stem: model names hold dots.
+        log, jsonl = stem.parent / f"{stem.name}.log", stem.parent / f"{stem.name}.jsonl"
+        records = _read(read_records, jsonl)
+        rows += [record | {"file": jsonl.name} for record in records]
+        unmatched = [record for record in records if record.get("status") == STATUS_OK]
+        for block in _read(parse_log, log):
+            record = next((record for record in unmatched if _is_block_of(block, record)), None)
+            if record is None:
+                rows.append(parse_log_name(stem.name) | block | {"status": STATUS_OK, "file": log.name})
+            else:
+                unmatched.remove(record)
+    return runs_frame(rows)
+
+
+def differing_columns(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """The frame with the columns that tell its runs apart, beside the model, the engine and the main results.
+
+    A value that one run has and another lacks is a difference, as not knowing is not being equal; but what a failed
+    run did not get to know is none.
+    """
+    good = frame[frame["status"] == STATUS_OK]
+
+    def differ(name: str) -> bool:
+        return frame[name].nunique() > 1 or good[name].nunique(dropna=False) > 1
+
+    def keep(name: str) -> bool:
+        shown = _BY_NAME[name].shown
+        return (
+            shown == "always"
+            or (shown == "differs" and differ(name))
+            or (shown == "present" and bool(frame[name].notna().any()))
+        )
+
+    return frame[[name for name in frame.columns if keep(name)]]
+
+
+def sort_runs(frame: pandas.DataFrame, name: str) -> pandas.DataFrame:
+    """By one column, best first where larger is better, otherwise ascending; runs without a value last."""
+    ascending = not _BY_NAME[name].best_first
+    return frame.sort_values(name, ascending=ascending, na_position="last", kind="stable", ignore_index=True)
+
+
+def render(frame: pandas.DataFrame, format: str, *, colour: bool = False, width: int | None = None) -> str:
+    """The runs as text that ends in a newline.
+
+    `table` (for a terminal `width` columns wide, as wide as needed without one) and `md` are for people, with
+    the units in the header. `csv` and `json` are for programs: full precision in SI units under the record's
+    names. Raises `ValueError` for another format.
+    """
+    if format == "csv":
+        return frame.to_csv(index=False, lineterminator="\n")
+    if format == "json":
+        rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+        return json.dumps(rows, indent=2, allow_nan=False) + "\n"
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
+    columns = [_BY_NAME[name] for name in frame.columns]
+    texts = [
+        ["-" if missing else column.show(value) for column, value, missing in zip(columns, row, gone)]
+        for row, gone in zip(frame.astype(object).to_numpy(), frame.isna().to_numpy())
+    ]
+    if format == "md":
+        return _markdown(columns, texts)
+    return _terminal_table(columns, texts, colour, width)
+
+
+def _markdown(columns: list[Column], texts: list[list[str]]) -> str:
+    from tabulate import tabulate
+
+    return (
+        tabulate(
+            [[text.replace("|", r"\|") for text in row] for row in texts],
+            headers=[column.header for column in columns],
+            tablefmt="pipe",
+            colalign=["right" if column.numeric else "left" for column in columns] if texts else None,
+            disable_numparse=True,
+        )
+        + "\n"
+    )
+
+
+def _terminal_table(columns: list[Column], texts: list[list[str]], colour: bool, width: int | None) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        # Folded, never cut: a table too wide for the terminal still holds every digit.
+        table.add_column(column.header, justify="right" if column.numeric else "left", overflow="fold")
+    for row in texts:
+        # Text, not str: rich would read "[...]" in a name or an error as markup.
+        table.add_row(*(Text(text, "red" if column.name == "error" else "") for column, text in zip(columns, row)))
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width or 10_000, force_terminal=colour, color_system="standard" if colour else None
+    )
+    console.print(table)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `zero-inference report`."""
+    parser.add_argument("log_dir", metavar="LOGDIR", type=Path, help="folder with the .jsonl and .log files of runs")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="table",
+        help="csv and json hold SI units in full precision (default: table)",
+    )
+    parser.add_argument(
+        "--all-columns", action="store_true", help="not only the main results and the columns in which the runs differ"
+    )
+    parser.add_argument(
+        "--sort",
+        metavar="COLUMN",
+        type=lambda text: text.replace("-", "_"),
+        choices=[column.name for column in COLUMNS],
+        help="a column by its name in --format csv, such as total_throughput; throughputs sort best first",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report."""
+    import shutil
+
+    if not args.log_dir.is_dir():
+        what = "is a file, not a folder" if args.log_dir.exists() else "does not exist"
+        print(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to", file=sys.stderr)
+        return 2
+    frame = load_runs(args.log_dir)
+    if frame.empty:
+        found = any(path.suffix in SUFFIXES for path in args.log_dir.iterdir())
+        what = "no run in the .log and .jsonl files of" if found else "no .log or .jsonl in"
+        print(f"error: {what} {args.log_dir}; run run_model.py first", file=sys.stderr)
+        return 2
+    if args.sort:
+        frame = sort_runs(frame, args.sort)
+    if not args.all_columns:
+        frame = differing_columns(frame)
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else None
+    print(render(frame, args.format, colour=terminal, width=width), end="")
+    return 0

@@ -1,0 +1,320 @@
+"""One run, from a RunConfig to a log and a record."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_inference import generation, memory_plan
+from zero_inference.config import RunConfig
+from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
+from zero_inference.engines import engine_module
+from zero_inference.engines.base import LoadedModel
+from zero_inference.environment import describe_environment
+from zero_inference.errors import RunError, UsageError
+from zero_inference.link.copy import host_to_device_gbps
+from zero_inference.link.disk import disk_read_gbps
+from zero_inference.models import prompts
+from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
+from zero_inference.offload.host_cache import HostKVCache
+from zero_inference.progress import Progress
+from zero_inference.records import append_record, output_ids_sha256
+from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
+
+LOG_PREFIX = {"deepspeed": "ds"}
+SHOWN_TEXTS = 3
+
+
+def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> None:
+    """Do what `config` asks: write the log and the record and print the results, or only the plan for `--dry-run`.
+
+    Raises:
+        UsageError: it cannot work; nothing was loaded or written.
+        RunError: it failed on the way; a record with status 'failed' was written.
+    """
+    config.validate()
+    _quiet_libraries(config.verbose)
+    ranks = detect_ranks(local_rank)
+    _check_launch(config, ranks)
+    spec = resolve_model(config, ranks.device.type)
+    _check_lengths(config, spec)
+    if not config.dry_run:
+        start_process_group(ranks)
+    try:
+        if config.dry_run:
+            engine_module(config.engine).check(config, spec, ranks)
+            _print_plan(config, spec, ranks)
+            return
+        engine_module(config.engine).check(config, spec, ranks)
+        ids, tokenizer, note = _prompt_ids(config, spec)
+        _measured_run(config, spec, ranks, ids, tokenizer, note, argv)
+    finally:
+        stop_process_group()
+
+
+def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, tokenizer, note: str | None,
+                  argv: list[str]) -> None:
+    progress = Progress(enabled=ranks.is_first and config.verbose > 0)
+    asked = _asked(config, spec, ranks, argv)
+    log_path = _log_path(config, ranks)
+    if note:
+        progress.say(note)
+    try:
+        measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress)
+    except UsageError:
+        raise
+    except BaseException as error:
+        reason = _explain(error, config)
+        if ranks.is_first:
+            append_record(log_path.with_suffix(".jsonl"), asked | {"status": "failed", "error": reason})
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise RunError(reason) from error
+    finally:
+        progress.close()
+    if not ranks.is_first:
+        return
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    block = write_benchmark_log(
+        str(log_path), measured["model_bytes"], measured["cache_bytes"], measured["hidden_bytes"],
+        measured["peak_gpu_bytes"] or 0, measured["prefill_latency_s"], measured["prefill_throughput"],
+        measured["decode_latency_s"], measured["decode_throughput"], measured["total_latency_s"], measured["total_throughput"])
+    record_path = log_path.with_suffix(".jsonl")
+    append_record(record_path, asked | {"status": "ok"} | measured | facts)
+    _print_results(measurement, tokenizer, block, measured, facts, log_path, record_path)
+
+
+def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress):
+    start = time.perf_counter()
+    full_bytes = model_bytes(spec.config)
+    advance = progress.loading(full_bytes // 2 * spec.dtype.itemsize)
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
+        loaded = engine_module(config.engine).load(config, spec, ranks, advance)
+    try:
+        ranks.barrier()
+        load_s = time.perf_counter() - start
+        progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
+        if loaded.facts.get("not_quantized"):
+            _warn_not_quantized(loaded, progress)
+        link = _measure_limits(config, ranks)
+        share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
+        measurement = generation.measure(
+            loaded, ids[share], config.gen_len, config.loops, config.warmup, ranks, _cache_maker(config, spec, loaded),
+            before_measuring=lambda: _reset_peak(ranks), progress=progress.update)
+        measured = _results(config, spec, ranks, loaded, measurement, link) | {"model_bytes": full_bytes, "load_s": load_s}
+        return measured, measurement, dict(loaded.facts)
+    finally:
+        loaded.close()
+
+
+def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
+             link: dict[str, float | None]) -> dict[str, Any]:
+    batch, steps = config.batch_size, config.gen_len - 1
+    prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
+    last = measurement.loops[-1]
+    moved = {name: None if getattr(last, name) is None else ranks.total(int(getattr(last, name)))
+             for name in ("host_to_device_bytes_per_step", "device_to_host_bytes_per_step", "disk_read_bytes_per_step")}
+    floor = _floor_step_s(moved, link, ranks.device.type)
+    peak_gpu = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
+    peaks = ranks.maximum([float(peak_gpu or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
+    return {
+        "cache_bytes": cache_bytes(spec.config, batch, config.prompt_len + config.gen_len),
+        "hidden_bytes": hidden_bytes(spec.config, batch, config.prompt_len + config.gen_len),
+        "weight_bytes": loaded.weight_bytes,
+        "cold_total_s": measurement.cold_total_s,
+        "loops": [{"prefill_s": loop.prefill_s, "decode_s": loop.decode_s, "total_s": loop.total_s, "step_s": loop.step_s}
+                  for loop in measurement.loops],
+        "prefill_latency_s": prefill_s,
+        "prefill_throughput": batch * config.prompt_len / prefill_s,
+        "decode_latency_s": decode_s,
+        "decode_throughput": batch * steps / decode_s if steps else None,
+        "total_latency_s": total_s,
+        "total_throughput": batch * config.gen_len / total_s,
+        "peak_gpu_bytes": int(peaks[0]) if peak_gpu is not None else None,
+        "peak_host_bytes": int(peaks[1]),
+        "output_ids_sha256": output_ids_sha256(measurement.output_ids),
+        "transfers": moved,
+        "decode_weights_gbps": loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
+        "limit": link | {"floor_decode_s": floor * steps if floor and steps else None,
+                         "fraction_of_limit": floor * steps / decode_s if floor and steps else None},
+        "device": str(ranks.device.type),
+    }
+
+
+def _floor_step_s(moved: dict[str, int | None], link: dict[str, float | None], device_type: str) -> float | None:
+    """Least time of a decode step: what crosses the link over its rate, what is read from disk over its; the longer.
+
+    A CPU has no link to cross: there only the disk bounds a step.
+    """
+    bounds = [("disk_read_bytes_per_step", "disk_gbps")]
+    if device_type == "cuda":
+        bounds.append(("host_to_device_bytes_per_step", "link_gbps"))
+    times = [moved[name] / (link[rate] * 1e9) for name, rate in bounds if moved[name] and link.get(rate)]
+    return max(times, default=None)
+
+
+def _measure_limits(config: RunConfig, ranks: Ranks) -> dict[str, float | None]:
+    """Rates of this process' link (all ranks at once, added up) and of the offload disk, in GB/s of 1e9 bytes."""
+    ranks.barrier()
+    one = host_to_device_gbps(ranks.device, pinned=True)
+    link = ranks.total(int(one * 1e6)) / 1e6
+    disk = None
+    if config.disk_offload:
+        if ranks.is_first:
+            disk = disk_read_gbps(config.offload_path)
+        disk = (ranks.total(int((disk or 0) * 1e6)) / 1e6) or None
+    return {"link_gbps": link, "link_kind": "host to device, pinned" if ranks.device.type == "cuda" else "host memory copy",
+            "disk_gbps": disk}
+
+
+def _cache_maker(config: RunConfig, spec: ModelSpec, loaded: LoadedModel):
+    if not config.kv_offload:
+        return None
+    cache = HostKVCache(spec.config, config.prompt_len + config.gen_len, config.pin_kv_cache, config.async_kv_offload,
+                        loaded.transfers)
+
+    def make():
+        cache.reset()
+        return cache
+
+    return make
+
+
+def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
+    tokenizer = load_tokenizer(spec)
+    if tokenizer is not None:
+        return prompts.text_ids(tokenizer, prompts.read_prompts(config.prompts, config.batch_size), config.prompt_len), tokenizer, None
+    if config.prompts:
+        raise UsageError(f"--prompts {config.prompts}: {spec.name} has no tokenizer to read it with; drop --prompts.")
+    note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
+    ids = prompts.random_ids(config.seed, config.batch_size, config.prompt_len, spec.text_config.vocab_size)
+    return ids, None, note
+
+
+def _check_launch(config: RunConfig, ranks: Ranks) -> None:
+    if config.batch_size % ranks.world_size:
+        raise UsageError(f"--batch-size {config.batch_size} does not divide over {ranks.world_size} ranks; "
+                         f"use a multiple of {ranks.world_size}.")
+    if ranks.device.type == "cpu":
+        for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
+            if given:
+                raise UsageError(f"{flag} locks memory for a GPU's copies, and there is no GPU here; drop it.")
+    elif ranks.local_rank >= torch.cuda.device_count():
+        raise UsageError(f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible; "
+                         "start fewer processes.")
+
+
+def _check_lengths(config: RunConfig, spec: ModelSpec) -> None:
+    positions = spec.max_positions
+    wanted = config.prompt_len + config.gen_len
+    if positions is not None and wanted > positions:
+        raise UsageError(f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {wanted} positions; "
+                         f"{spec.name} has {positions}: shorten one of them.")
+
+
+def _asked(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> dict[str, Any]:
+    """The part of the record that describes the request."""
+    same = ("engine", "model", "batch_size", "prompt_len", "gen_len", "quant_bits", "quant_group_size", "cpu_offload",
+            "disk_offload", "kv_offload", "norm_kernels", "dummy", "pin_kv_cache", "async_kv_offload", "seed")
+    return {name: getattr(config, name) for name in same} | {
+        "status": "ok", "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "argv": argv,
+        "model_type": spec.config.model_type, "dtype": str(spec.dtype).removeprefix("torch."), "world_size": ranks.world_size,
+        "num_nodes": ranks.num_nodes, "ds_config": None, "environment": describe_environment(),
+        "pin_memory": _pinned(config, ranks), "norm_modules_patched": 0,
+    }
+
+
+def _pinned(config: RunConfig, ranks: Ranks) -> bool:
+    if config.engine != "deepspeed" or config.offload == "gpu":
+        return False
+    return ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory
+
+
+def _log_path(config: RunConfig, ranks: Ranks) -> Path:
+    if config.log_file:
+        return Path(config.log_file)
+    name = get_filename(config.model, config.batch_size, config.prompt_len, config.gen_len, config.cpu_offload, config.disk_offload,
+                        ranks.num_nodes, ranks.local_world_size, config.kv_offload, config.quantized,
+                        prefix=LOG_PREFIX.get(config.engine, config.engine))
+    return Path(config.log_dir) / f"{name}.log"
+
+
+def _print_results(measurement: generation.Measurement, tokenizer, block: str, measured: dict, facts: dict, log_path: Path,
+                   record_path: Path) -> None:
+    if tokenizer is not None:
+        for number, row in enumerate(measurement.output_ids[:SHOWN_TEXTS]):
+            text = tokenizer.decode(row, skip_special_tokens=True).strip()
+            print(f"[{number}] {text}")
+        hidden = len(measurement.output_ids) - SHOWN_TEXTS
+        print(f"(and {hidden} more)\n" if hidden > 0 else "")
+    print(block.rstrip("\n"))
+    limit = measured["limit"]
+    if limit["fraction_of_limit"] is not None:
+        moved = measured["transfers"]
+        disk = f", reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB from disk ({limit['disk_gbps']:.2f} GB/s)" if limit["disk_gbps"] else ""
+        print(f"decode moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step ({limit['link_kind']}: "
+              f"{limit['link_gbps']:.1f} GB/s){disk} and runs at {limit['fraction_of_limit']:.1%} of that limit")
+    if "quantized_fraction" in facts:
+        print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")
+    print(f"log: {log_path}\nrecord: {record_path}", flush=True)
+
+
+def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
+    if not ranks.is_first:
+        return
+    resolved = config.as_dict() | {"dtype": str(spec.dtype).removeprefix("torch."), "model_type": spec.config.model_type,
+                                   "world_size": ranks.world_size, "pin_memory": _pinned(config, ranks)}
+    print(json.dumps(resolved, indent=2))
+    total = config.prompt_len + config.gen_len
+    for name, size in (("model", model_bytes(spec.config)), ("cache", cache_bytes(spec.config, config.batch_size, total)),
+                       ("hidden", hidden_bytes(spec.config, config.batch_size, total))):
+        print(f"{name} size: {size / 2**30:.3f} GB")
+    needs = memory_plan.plan_memory(config, spec, ranks)
+    print(memory_plan.describe(needs))
+    if all(need.fits for need in needs):
+        print("It fits.")
+    else:
+        changes = memory_plan.changes_that_fit(config, spec, ranks)
+        print("It does not fit. " + (f"It would with one of: {'; '.join(changes)}." if changes
+                                     else "No single change makes it fit: use more GPUs, nodes or memory."))
+
+
+def _explain(error: BaseException, config: RunConfig) -> str:
+    """What went wrong in one or two lines."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by the user"
+    if isinstance(error, torch.OutOfMemoryError):
+        return (f"the device is out of memory ({text[:120]}); lower --batch-size or --prompt-len, add --kv-offload, "
+                "or see what fits with --dry-run.")
+    if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
+        return (f"memory is out at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
+                "lower --batch-size, or see what fits with --dry-run.")
+    return text[:400] if isinstance(error, RunError) else f"{type(error).__name__}: {text[:400]}"
+
+
+def _warn_not_quantized(loaded: LoadedModel, progress: Progress) -> None:
+    names = loaded.facts["not_quantized"]
+    progress.say(f"warning: {1 - loaded.facts['quantized_fraction']:.0%} of the weights are not quantized, because DeepSpeed "
+                 f"quantizes nn.Linear and nn.Embedding only: {', '.join(names[:3])}"
+                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else ""))
+
+
+def _reset_peak(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+
+
+def _quiet_libraries(verbose: int) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    if verbose < 2:
+        transformers_logging.set_verbosity_error()

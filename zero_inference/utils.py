@@ -1,0 +1,240 @@
+"""The log contract: sizes of a run in bytes, the log's file name and its four-line block.
+
+Importing this module loads neither torch nor transformers; `exact_parameter_bytes` does, when called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import Any, Iterator
+
+KB = 1 << 10
+MB = 1 << 20
+GB = 1 << 30
+T = 1e12
+
+# The families whose published sizes come from the closed formula for a classical block.
+CLASSICAL_MODEL_TYPES = ("opt", "bloom")
+
+# The log block: one tuple a line, (label, unit, key). A key is the one of the same quantity in the
+# JSON record. Both the writer here and `records.parse_log` read this table.
+LOG_LINES = (
+    (("model size", "GB", "model_bytes"),
+     ("cache size", "GB", "cache_bytes"),
+     ("hidden size (p)", "GB", "hidden_bytes")),
+    (("peak gpu mem", "GB", "peak_gpu_bytes"),
+     ("prefill latency", "s", "prefill_latency_s"),
+     ("prefill throughput", "token/s", "prefill_throughput")),
+    (("decode latency", "s", "decode_latency_s"),
+     ("decode throughput", "token/s", "decode_throughput")),
+    (("total latency", "s", "total_latency_s"),
+     ("total throughput", "token/s", "total_throughput")),
+)  # fmt: skip
+
+
+def model_bytes(config: Any) -> int:
+    """Bytes of all parameters at 2 bytes each.
+
+    An object without a `model_type` (it only needs `hidden_size` h, `num_hidden_layers` L and
+    `vocab_size` V), OPT and BLOOM follow the closed formula of FlexGen (Sheng et al. 2023):
+    per layer `h(3h+1) + h(h+1) + h(4h+1) + 4h(h+1) + 4h`, and `V(h+1)` once. It counts weights and
+    biases of a classical block, but no positions, so it is 0.03% below the exact count of opt-66b and
+    1.2% below that of opt-125m. Every other transformers config is counted exactly, see
+    `exact_parameter_bytes`.
+    """
+    if getattr(config, "model_type", None) and config.model_type not in CLASSICAL_MODEL_TYPES:
+        return exact_parameter_bytes(config)
+    h, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    attention = h * (3 * h + 1) + h * (h + 1)
+    mlp = h * (4 * h + 1) + 4 * h * (h + 1)
+    norms = 4 * h
+    return 2 * (layers * (attention + mlp + norms) + vocab * (h + 1))
+
+
+def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
+    """`dtype_bytes` times the parameters of `AutoModelForCausalLM` built from `config`.
+
+    Built on the meta device, so nothing is allocated (0.4 s for Llama-3.1-405B, imports apart); `config`
+    is left as it was. A tied weight counts once.
+
+    Raises what transformers raises for a config it has no causal language model for.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)  # from_config writes the dtype and attention it chose into it
+    # A config class from a downloaded module is there only if its code was trusted before.
+    trusted = type(config).__module__.startswith("transformers_modules")
+    with _without_zero3(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+    model.tie_weights()
+    unique = {id(parameter): parameter.numel() for parameter in model.parameters(recurse=True)}
+    return dtype_bytes * sum(unique.values())
+
+
+@contextlib.contextmanager
+def _without_zero3() -> Iterator[None]:
+    """Hides a live HfDeepSpeedConfig: under it from_config partitions parameters, each then has 0 elements."""
+    from transformers.integrations import deepspeed as integration
+
+    reference = getattr(integration, "_hf_deepspeed_config_weak_ref", None)
+    live = reference() if reference is not None else None
+    if live is None:
+        yield
+        return
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration.set_hf_deepspeed_config(live)
+
+
+def text_config(config: Any) -> Any:
+    """The config of the text decoder: the nested one of a multimodal config, else `config` itself."""
+    get = getattr(config, "get_text_config", None)
+    return get(decoder=True) if callable(get) else config
+
+
+def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
+    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, width] per layer.
+
+    The width is h, and `num_key_value_heads * head_dim` where there are fewer KV heads than attention heads.
+    """
+    config = text_config(config)
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = _kv_heads(config)
+    if heads and kv_heads and kv_heads < heads:
+        head_dim = getattr(config, "head_dim", None) or width // heads
+        width = kv_heads * head_dim
+    return 2 * batch_size * seq_len * config.num_hidden_layers * width * 2
+
+
+def _kv_heads(config: Any) -> int | None:
+    """KV heads that are cached, None where the config does not say."""
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if kv_heads is not None:
+        return kv_heads
+    # Falcon-7B and StarCoder say it with a flag. Falcon's newer layout repeats K and V to all
+    # attention heads before it caches them, so there h is right.
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
+    return None
+
+
+def hidden_bytes(config: Any, batch_size: int, seq_len: int) -> int:
+    """Bytes of the hidden states [batch_size, seq_len, h] at 2 bytes an element."""
+    return batch_size * seq_len * text_config(config).hidden_size * 2
+
+
+def get_filename(
+    model_name: str,
+    batch_size: int,
+    prompt_len: int,
+    gen_len: int,
+    cpu_offload: bool,
+    disk_offload: bool,
+    num_nodes: int,
+    num_gpus_per_node: int,
+    kv_offload: bool,
+    weight_quantize: bool,
+    *,
+    prefix: str = "ds",
+) -> str:
+    """Name of a run's log, without folder and extension; `prefix` is the engine's (`ds` is DeepSpeed).
+
+    `model_name` is a hub name or a folder; its last part is used, for `.` and `..` that of the real folder.
+    """
+    name = Path(model_name).name
+    if name in ("", ".", ".."):
+        name = Path(model_name).resolve().name or "root"
+    place = "cpu" if cpu_offload else "disk" if disk_offload else "gpu"
+    filename = (
+        f"{prefix}-{name}-bs{batch_size}-prompt{prompt_len}-gen{gen_len}"
+        f"-n{num_nodes}x{num_gpus_per_node}-{place}"
+    )
+    if kv_offload:
+        filename += "-kv_offload"
+    if weight_quantize:
+        filename += "-w_quant"
+    return filename
+
+
+def write_benchmark_log(
+    filename: str | os.PathLike,
+    model_size: float | None,
+    cache_size: float | None,
+    hidden_size: float | None,
+    gpu_peak_mem: float | None,
+    prefill_latency: float | None,
+    prefill_throughput: float | None,
+    decode_latency: float | None,
+    decode_throughput: float | None,
+    total_latency: float | None,
+    total_throughput: float | None,
+) -> str:
+    """Appends the four-line block and a newline to `filename` in one write, and returns the block.
+
+    Sizes are bytes, latencies seconds, throughputs tokens per second; None prints as `nan`. Missing
+    parent folders are made. Processes may append to one file at once.
+    """
+    values = iter(
+        (
+            model_size, cache_size, hidden_size,
+            gpu_peak_mem, prefill_latency, prefill_throughput,
+            decode_latency, decode_throughput,
+            total_latency, total_throughput,
+        )
+    )  # fmt: skip
+    block = "\n".join(
+        "\t".join(f"{label}: {_in_log_unit(next(values), unit):.3f} {unit}" for label, unit, _ in line)
+        for line in LOG_LINES
+    )
+    append_bytes(filename, (block + "\n").encode())
+    return block
+
+
+def _in_log_unit(value: float | None, unit: str) -> float:
+    if value is None:
+        return float("nan")
+    return float(value) / GB if unit == "GB" else float(value)
+
+
+def append_bytes(
+    path: str | os.PathLike, data: bytes, *, sync: bool = False, on_new_line: bool = False
+) -> None:
+    """Appends `data` to `path` with one write under an exclusive lock: all of it, or nothing and OSError.
+
+    `sync` returns only once it is on disk. `on_new_line` first ends a last line that an earlier crash
+    left open (with the same write), so that the damage stays with that line.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(fd)
+        size = os.fstat(fd).st_size
+        if on_new_line and size and os.pread(fd, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        written = os.write(fd, data)
+        if written != len(data):  # a full disk writes a part: take it back, half a line helps nobody
+            os.ftruncate(fd, size)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes fitted", str(path))
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """flock, where the file system has it; without it O_APPEND alone keeps writes apart."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
