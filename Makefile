@@ -5,9 +5,9 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.complete
 
-# The deepspeed launcher starts its ranks with the `python` of PATH's environment.
-# Absolute, so that it also holds in processes that change their folder.
-export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# The deepspeed launcher looks for programs (ninja, python) on PATH. Not exported to setup,
+# where `python3` has to mean the machine's and not that of a half-made .venv.
+IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test
@@ -29,10 +29,10 @@ setup: $(STAMP)
 # option. No hostfile is read (/job/hostfile would spread the demo over a cluster).
 demo: $(STAMP)
 	@echo "demo: smollm2-135m, weights in host memory, 2 prompts of 64 tokens, 32 new tokens each"
-	@$(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 run_model.py --model smollm2-135m \
+	@$(IN_VENV) $(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 run_model.py --model smollm2-135m \
 		--cpu-offload --prompt-len 64 --gen-len 32 --batch-size 2
 
 # The tests start real runs in processes of their own: two at a time, one thread each.
 test: $(STAMP)
 	@echo "test: pytest, two files at a time"
-	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+	@$(IN_VENV) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile

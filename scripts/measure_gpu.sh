@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Measures the DeepSpeed engine and its peers on one CUDA GPU with random weights, and leaves log, records and tables.
 # usage: scripts/measure_gpu.sh RESULT_DIR [CASE ...]      (all cases without names; needs about 80 GB of free host memory)
+#   KV_PEER=1    also time transformers' own offloaded KV cache beside ours
+#   LAUNCH=...   how to start a run, such as "deepspeed --num_gpus 2" (default: python3)
+#   EXTRA=...    options for every case
 set -uo pipefail
 results=${1:?usage: measure_gpu.sh RESULT_DIR [CASE ...]}; shift
 cd "$(dirname "$0")/.."
@@ -10,7 +13,7 @@ declare -A cases=(
   [opt13b-fp16]="--model facebook/opt-13b --cpu-offload --batch-size 8 --prompt-len 128"
   [opt13b-int4]="--model facebook/opt-13b --cpu-offload --quant-bits 4 --batch-size 8 --prompt-len 128"
   [opt13b-int8]="--model facebook/opt-13b --cpu-offload --quant-bits 8 --batch-size 8 --prompt-len 128"
-  [opt13b-pageable]="--model facebook/opt-13b --cpu-offload --pin-memory 0 --batch-size 8 --prompt-len 128 --loops 1"
+  [opt13b-pageable]="--model facebook/opt-13b --cpu-offload --pin-memory 0 --batch-size 8 --prompt-len 128 --gen-len 9 --loops 1"
   [opt13b-accelerate]="--model facebook/opt-13b --engine accelerate --cpu-offload --batch-size 8 --prompt-len 128 --loops 1 --warmup 0"
   [opt13b-resident]="--model facebook/opt-13b --engine resident --batch-size 8 --prompt-len 128"
   [opt13b-kv]="--model facebook/opt-13b --cpu-offload --kv-offload --pin-kv-cache --async-kv-offload --batch-size 64 --prompt-len 512"
@@ -27,5 +30,10 @@ for name in "${order[@]}"; do
   # shellcheck disable=SC2086
   $launch run_model.py --dummy --gen-len 32 --loops 2 --warmup 1 --log-file "$results/$name.log" ${cases[$name]} ${EXTRA:-} || failed=1
 done
+if [ -n "${KV_PEER:-}" ]; then
+  echo "== transformers' offloaded cache" >&2
+  python3 benchmarks/kv_cache_peer.py --model facebook/opt-13b --dummy --cpu-offload --batch-size 64 --prompt-len 512 --gen-len 12 \
+    --loops 1 --warmup 1 --verbose 0 | tee "$results/kv_cache_peer.txt" || failed=1
+fi
 python3 -m zero_inference report "$results" --format md > "$results/table.md" && cat "$results/table.md"
 exit $failed

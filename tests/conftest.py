@@ -27,12 +27,12 @@ FAMILIES = {
                     num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
                     tie_word_embeddings=False),
     "qwen3": dict(model_type="qwen3", hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
-                  num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True),
+                  num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=False),
 }
 
 
-def build_model(family: str, dtype="float32"):
-    """A seeded random model whose weights are large enough for the logits to differ by token."""
+def build_model(family: str, dtype="float32", lively=True):
+    """A seeded random model; `lively` gives it weights so large that greedy tokens vary, else the family's own init."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,6 +40,8 @@ def build_model(family: str, dtype="float32"):
     config = AutoConfig.for_model(**FAMILIES[family], vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     with torch.no_grad():
+        if not lively:
+            return model
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:  # small embeddings, or a tied head would repeat the last token for ever
                 parameter.normal_(0.0, 0.05 if "embed" in name else 0.2)
@@ -50,15 +52,15 @@ def build_model(family: str, dtype="float32"):
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
-    """family, dtype -> checkpoint folder; made once a session."""
-    made: dict[tuple[str, str], Path] = {}
+    """family, dtype, lively -> checkpoint folder; made once a session."""
+    made: dict[tuple, Path] = {}
 
-    def get(family: str, dtype: str = "float32") -> Path:
-        if (family, dtype) not in made:
-            folder = tmp_path_factory.mktemp(f"{family}-{dtype}") / family
-            build_model(family, dtype).save_pretrained(folder, max_shard_size="200KB")
-            made[family, dtype] = folder
-        return made[family, dtype]
+    def get(family: str, dtype: str = "float32", lively: bool = True) -> Path:
+        key = family, dtype, lively
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(f"{family}-{dtype}") / family
+            build_model(family, dtype, lively).save_pretrained(made[key], max_shard_size="200KB")
+        return made[key]
 
     return get
 

@@ -14,6 +14,9 @@ from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 
 BOUND = {8: 0.02, 4: 0.15}
+# Rounding to 4 bits costs each random matrix 5.5% at groups of 8, 6.5% at 16 and 7.9% at 32, and the errors of embedding,
+# layers and head add up; q_norm and k_norm lift those of a random Qwen3. smollm2's weights came rounded in groups of 32.
+GROUP = {"llama": 16, "mixtral": 16, "qwen3": 8}
 
 
 def logits_of(config: RunConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -37,10 +40,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", [*FAMILIES, "smollm2"])
 def test_logits_stay_close(family, bits, checkpoints):
-    model = "smollm2-135m" if family == "smollm2" else str(checkpoints(family))
+    model = "smollm2-135m" if family == "smollm2" else str(checkpoints(family, lively=False))
     ids = random_ids(5, 2, 24, VOCAB)
     exact, _ = logits_of(RunConfig(model=model, engine="resident", dtype="float32"), ids)
-    config = RunConfig(model=model, dtype="float32", cpu_offload=True, quant_bits=bits, quant_group_size=32)
+    config = RunConfig(model=model, dtype="float32", cpu_offload=True, quant_bits=bits,
+                       quant_group_size=GROUP.get(family, 32))
     found, facts = logits_of(config, ids)
     error = relative_error(found, exact)
     assert 0 < error < BOUND[bits], error
@@ -52,11 +56,11 @@ def test_logits_stay_close(family, bits, checkpoints):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_float16_checkpoint_in_bfloat16_is_not_garbage(bits, checkpoints):
-    folder = str(checkpoints("llama", "float16"))
+    folder = str(checkpoints("llama", "float16", lively=False))
     ids = random_ids(6, 2, 24, VOCAB)
     exact, _ = logits_of(RunConfig(model=folder, engine="resident", dtype="float32"), ids)
-    found, _ = logits_of(RunConfig(model=folder, dtype="bfloat16", cpu_offload=True, quant_bits=bits, quant_group_size=32), ids)
-    assert relative_error(found, exact) < BOUND[bits] + 0.03
+    found, _ = logits_of(RunConfig(model=folder, dtype="bfloat16", cpu_offload=True, quant_bits=bits, quant_group_size=16), ids)
+    assert relative_error(found, exact) < BOUND[bits] + 0.02
 
 
 def test_stored_bytes_are_those_of_the_packed_format(checkpoints):

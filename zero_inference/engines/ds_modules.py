@@ -1,0 +1,70 @@
+"""DeepSpeed's compiled modules: built once a machine, one process at a time, and never stuck behind a killed build.
+
+torch marks a build under way with a file that a killed process leaves behind, and waits for it for ever. Ours is a lock
+that ends with its holder; whoever has it may clear such marks, because the folder is used by nobody else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from zero_inference.errors import UsageError
+
+AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
+
+
+def use_private_folder() -> None:
+    """One build folder for each pair of torch and DeepSpeed, unless TORCH_EXTENSIONS_DIR says where."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-py{sys.version_info[0]}{sys.version_info[1]}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "zero-inference" / "extensions" / pair))
+
+
+def check_aio(use_gds: bool) -> None:
+    """Raises UsageError where NVMe cannot be read the way that was asked for."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise UsageError(f"--disk-offload reads NVMe through libaio, which cannot be built here: install {AIO_HEADERS}.")
+    if use_gds and not GDSBuilder().is_compatible(verbose=False):
+        raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
+
+
+def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -> None:
+    """Load what this run will need, compiling it if this is the first time here.
+
+    Args:
+        disk: libaio reads, or GPUDirect Storage with `use_gds`.
+        unpack_on_gpu: the float16 dequantization kernel.
+        speak: say on stderr what takes a minute.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, QuantizerBuilder
+
+    builders = []
+    if get_accelerator().device_name() == "cpu":
+        builders.append(get_accelerator().create_op_builder("ShareMemCommBuilder"))
+    if disk:
+        builders.append(GDSBuilder() if use_gds else AsyncIOBuilder())
+    if unpack_on_gpu:
+        builders.append(QuantizerBuilder())
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for builder in builders:
+        if builder is None or not builder.is_compatible(verbose=False):
+            continue
+        if speak and not list(folder.glob(f"{builder.name}/*.so")):
+            print(f"compiling DeepSpeed's {builder.name} module (once on this machine, one to three minutes) ...",
+                  file=sys.stderr, flush=True)
+        with open(folder / "zero-inference.lock", "w") as lock, redirect_stdout(sys.stderr):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for mark in folder.glob("*/lock"):
+                mark.unlink(missing_ok=True)
+            builder.load(verbose=False)
