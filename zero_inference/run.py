@@ -80,6 +80,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
         raise RunError(reason) from error
     finally:
         progress.close()
+    ranks.barrier()
     if not ranks.is_first:
         return
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +255,7 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
             text = tokenizer.decode(row, skip_special_tokens=True).strip()
             print(f"[{number}] {text}")
         hidden = len(measurement.output_ids) - SHOWN_TEXTS
-        print(f"(and {hidden} more)\n" if hidden > 0 else "")
+        print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
     print(block.rstrip("\n"))
     limit = measured["limit"]
     if limit["fraction_of_limit"] is not None:
@@ -262,6 +263,9 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
         disk = f", reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB from disk ({limit['disk_gbps']:.2f} GB/s)" if limit["disk_gbps"] else ""
         print(f"decode moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step ({limit['link_kind']}: "
               f"{limit['link_gbps']:.1f} GB/s){disk} and runs at {limit['fraction_of_limit']:.1%} of that limit")
+    elif measured["transfers"]["host_to_device_bytes_per_step"]:
+        print(f"decode fetches {measured['transfers']['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is "
+              f"no link to cross (a copy in host memory runs at {limit['link_gbps']:.1f} GB/s)")
     if "quantized_fraction" in facts:
         print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")
     print(f"log: {log_path}\nrecord: {record_path}", flush=True)
@@ -303,7 +307,7 @@ def _explain(error: BaseException, config: RunConfig) -> str:
 
 def _warn_not_quantized(loaded: LoadedModel, progress: Progress) -> None:
     names = loaded.facts["not_quantized"]
-    progress.say(f"warning: {1 - loaded.facts['quantized_fraction']:.0%} of the weights are not quantized, because DeepSpeed "
+    progress.say(f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized, because DeepSpeed "
                  f"quantizes nn.Linear and nn.Embedding only: {', '.join(names[:3])}"
                  + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else ""))
 
