@@ -230,7 +230,10 @@ def test_an_interrupted_sweep_leaves_no_process_and_goes_on_later(program, sent,
     assert "already" in progress(sweep(program, "--batch-size", 1, 3))[0]
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda path: path.stem)
+CLASSIC = ("opt-1.3b", "opt-30b", "opt-66b", "opt-175b", "bloom-176b", "llama2-70b")
+
+
+@pytest.mark.parametrize("script", [ROOT / "scripts" / f"{name}.sh" for name in CLASSIC], ids=CLASSIC)
 def test_scripts_of_the_classic_cases_list_their_cases(script, program):
     words = [script, "--list", "--batch-size", "3", "--program", program, "--log-dir", program.parent / "logs"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHUNK_BYTES = 8 << 20
-THREADS = 8
+THREADS = 16
+PASSES = 2  # the faster one counts: a limit that a run exceeds would be none
 
 
-def disk_read_gbps(folder: Path, file_bytes: int = 256 << 20) -> float | None:
-    """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 8 threads; None where O_DIRECT is refused."""
+def disk_read_gbps(folder: Path, file_bytes: int = 1 << 30) -> float | None:
+    """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads; None where O_DIRECT is refused."""
     path = folder / "read-test"
     chunk = mmap.mmap(-1, CHUNK_BYTES)
     chunk.write(os.urandom(CHUNK_BYTES))
@@ -25,10 +26,13 @@ def disk_read_gbps(folder: Path, file_bytes: int = 256 << 20) -> float | None:
         for offset in range(0, file_bytes, CHUNK_BYTES):
             os.pwritev(written, [chunk], offset)
         os.fsync(written)
-        start = time.perf_counter()
+        rates = []
         with ThreadPoolExecutor(THREADS) as pool:
-            done = sum(pool.map(lambda first: _read_every(path, first, file_bytes), range(THREADS)))
-        return done / (time.perf_counter() - start) / 1e9
+            for _ in range(PASSES):
+                start = time.perf_counter()
+                done = sum(pool.map(lambda first: _read_every(path, first, file_bytes), range(THREADS)))
+                rates.append(done / (time.perf_counter() - start) / 1e9)
+        return max(rates)
     except OSError:
         return None
     finally:
