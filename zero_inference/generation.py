@@ -58,6 +58,7 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
         make_cache: gives the cache of a loop; None leaves it to transformers.
         before_measuring: called once between warm-up and the measured loops (resets the peaks).
     """
+    use_repeatable_attention()
     measurement = Measurement()
     for number in range(warmup + loops):
         measured = number >= warmup
@@ -72,6 +73,15 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
             measurement.cold_total_s = loop.total_s
     measurement.output_ids = ranks.gather_rows(measurement.output_ids)
     return measurement
+
+
+def use_repeatable_attention() -> None:
+    """Take cuDNN's attention out of PyTorch's choice.
+
+    Its decode step is not repeatable: on an H200 the float16 logits of one model differed by up to 0.25 from run to run,
+    enough to change greedy tokens. Without it repeated runs and different engines agree to the bit.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _one_loop(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, ranks: Ranks, make_cache, progress) -> tuple[Loop, torch.Tensor]:
