@@ -18,6 +18,8 @@ declare -A cases=(
   [opt13b-resident]="--model facebook/opt-13b --engine resident --batch-size 8 --prompt-len 128"
   [opt13b-kv]="--model facebook/opt-13b --cpu-offload --kv-offload --pin-kv-cache --async-kv-offload --batch-size 64 --prompt-len 512"
   [opt13b-disk]="--model facebook/opt-13b --disk-offload --batch-size 8 --prompt-len 128 --gen-len 4 --loops 1 --warmup 1"
+  [opt13b-int4-prefetch_2hh]="--model facebook/opt-13b --cpu-offload --quant-bits 4 --batch-size 8 --prompt-len 128 --ds-config benchmarks/ds_configs/prefetch_2hh.json"
+  [opt13b-int4-no_persistent]="--model facebook/opt-13b --cpu-offload --quant-bits 4 --batch-size 8 --prompt-len 128 --ds-config benchmarks/ds_configs/no_persistent.json"
   [opt30b-int4]="--model facebook/opt-30b --cpu-offload --quant-bits 4 --batch-size 24 --prompt-len 512"
   [opt30b-fp16]="--model facebook/opt-30b --cpu-offload --batch-size 24 --prompt-len 512"
 )

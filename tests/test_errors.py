@@ -71,6 +71,12 @@ def test_an_unknown_model_names_the_near_ones(refused, name, near):
     assert name in message and near in message
 
 
+def test_kv_offload_of_a_model_with_other_state(refused, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}))
+    assert "linear_attention" in refused("--model", tmp_path / "model", "--dummy", "--kv-offload", "--cpu-offload")
+
+
 def test_a_preset_without_network_points_to_dummy(refused):
     assert "--dummy" in refused("--model", "facebook/opt-66b")
 

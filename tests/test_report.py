@@ -104,7 +104,7 @@ def test_only_columns_that_tell_runs_apart_are_kept(tmp_path):
     append_record(tmp_path / "a.jsonl", make_record())
     append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, timestamp="later", load_s=2.0))
     always = ["model", "engine", "total_throughput", "decode_throughput", "prefill_latency_s"]
-    always += ["fraction_of_limit", "peak_gpu_bytes"]
+    always += ["decode_weights_gbps", "fraction_of_limit", "peak_gpu_bytes"]
     frame = report.load_runs(tmp_path)
     assert set(report.differing_columns(frame).columns) == {*always, "quant_bits"}
     assert list(report.differing_columns(frame[:1]).columns) == always

@@ -24,7 +24,7 @@ from zero_inference.link.copy import host_to_device_gbps
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models import prompts
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
-from zero_inference.offload.host_cache import HostKVCache
+from zero_inference.offload.host_cache import HostKVCache, check_layer_types
 from zero_inference.progress import Progress
 from zero_inference.records import append_record, output_ids_sha256
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
@@ -46,14 +46,15 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _check_launch(config, ranks)
     spec = resolve_model(config, ranks.device.type)
     _check_lengths(config, spec)
+    if config.kv_offload:
+        check_layer_types(spec.config)
     if not config.dry_run:
         start_process_group(ranks)
     try:
+        engine_module(config.engine).check(config, spec, ranks)
         if config.dry_run:
-            engine_module(config.engine).check(config, spec, ranks)
             _print_plan(config, spec, ranks)
             return
-        engine_module(config.engine).check(config, spec, ranks)
         ids, tokenizer, note = _prompt_ids(config, spec)
         _measured_run(config, spec, ranks, ids, tokenizer, note, argv)
     finally:

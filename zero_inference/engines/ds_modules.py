@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,7 +31,9 @@ def check_aio(use_gds: bool) -> None:
     """Raises UsageError where NVMe cannot be read the way that was asked for."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-    if not AsyncIOBuilder().is_compatible(verbose=False):
+    with redirect_stderr(sys.__stderr__):  # its probe wants a stderr with a file descriptor, or finds nothing
+        found = AsyncIOBuilder().is_compatible(verbose=False)
+    if not found:
         raise UsageError(f"--disk-offload reads NVMe through libaio, which cannot be built here: install {AIO_HEADERS}.")
     if use_gds and not GDSBuilder().is_compatible(verbose=False):
         raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")

@@ -16,6 +16,16 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.offload.host_memory import host_empty
 
 SLOTS = 2
+KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+def check_layer_types(config) -> None:
+    """Raises UsageError where a model keeps other state than keys and values."""
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - KEY_VALUE_LAYERS:
+        raise UsageError(f"--kv-offload keeps keys and values, but {text.model_type} has layers of type "
+                         f"{', '.join(sorted(kinds))}: drop --kv-offload.")
 
 
 class HostKVCache(Cache):
@@ -33,11 +43,8 @@ class HostKVCache(Cache):
     """
 
     def __init__(self, config, max_length: int, pinned: bool, asynchronous: bool, transfers: Transfers):
+        check_layer_types(config)
         text = config.get_text_config(decoder=True)
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-        if kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
-            raise UsageError(f"--kv-offload keeps keys and values, but {text.model_type} has layers of type "
-                             f"{', '.join(sorted(kinds))}: drop --kv-offload.")
         shared = getattr(text, "num_kv_shared_layers", 0) or 0
         self._pool = _DeviceSlots(text.num_hidden_layers - shared, pinned, asynchronous, transfers)
         super().__init__(layers=[_HostLayer(self._pool, index, max_length) for index in range(text.num_hidden_layers - shared)])
