@@ -83,16 +83,16 @@ def start_process_group(ranks: Ranks) -> None:
     """Initialise torch.distributed: NCCL on CUDA, gloo on CPU. A single rank needs no port and no launcher."""
     for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
         os.environ.setdefault(name, str(value))
-    backend = "gloo"
+    where: dict = {"backend": "gloo"}
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-        backend = "nccl"
+        where = {"backend": "nccl", "device_id": ranks.device}
     if dist.is_initialized():
         return
     if ranks.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(**where, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+        dist.init_process_group(**where, timeout=datetime.timedelta(minutes=30))
 
 
 def stop_process_group() -> None:

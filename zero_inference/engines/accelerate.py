@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Callable
 
@@ -43,6 +44,8 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
         disk_offload(model, str(workspace.path / "weights"), execution_device=ranks.device)
     else:
         cpu_offload(model, execution_device=ranks.device)
+    # its parameters are on the meta device between forwards, which `generate` takes for the place of the inputs
+    warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
     transfers = Transfers()
     _count_reads(model, transfers, from_disk=workspace is not None)
     return LoadedModel(model=model, device=ranks.device, dtype=spec.dtype, weight_bytes=weight_bytes, transfers=transfers,

@@ -7,6 +7,7 @@ memory holds the stored weights and one layer; `deepspeed.initialize` then finds
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from typing import Callable
@@ -83,7 +84,7 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
         if workspace:
             workspace.close()
 
-    facts = {"ds_config": ds_config}
+    facts = {"ds_config": _as_recorded(ds_config, config)}
     if plan:
         facts |= {"quantized_fraction": plan.fraction, "not_quantized": plan.skipped}
     return LoadedModel(model=engine.module, device=ranks.device, dtype=spec.dtype, weight_bytes=store.weight_bytes,
@@ -205,6 +206,14 @@ def _ds_config(config: RunConfig, spec: ModelSpec, model, layers, plan, ranks: R
                              layers_ahead(sizes, spec.dtype.itemsize, free), nvme_path)
     _check_by_deepspeed(merged, config.ds_config)
     return merged
+
+
+def _as_recorded(ds_config: dict, config: RunConfig) -> dict:
+    """The resolved configuration with the offload folder as it was given, not the subfolder of this process."""
+    recorded = copy.deepcopy(ds_config)
+    if config.disk_offload:
+        recorded["zero_optimization"]["offload_param"]["nvme_path"] = config.offload_dir
+    return recorded
 
 
 def _check_by_deepspeed(merged: dict, path: str | None) -> None:
