@@ -103,8 +103,8 @@ def test_logs_of_older_tools_say_what_name_and_block_say(tmp_path):
 def test_only_columns_that_tell_runs_apart_are_kept(tmp_path):
     append_record(tmp_path / "a.jsonl", make_record())
     append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, timestamp="later", load_s=2.0))
-    always = ["model", "engine", "total_throughput", "decode_throughput", "prefill_latency_s"]
-    always += ["decode_weights_gbps", "fraction_of_limit", "peak_gpu_bytes"]
+    always = ["model", "engine", "total_throughput", "decode_throughput", "decode_weights_gbps", "prefill_latency_s"]
+    always += ["fraction_of_limit", "peak_gpu_bytes"]
     frame = report.load_runs(tmp_path)
     assert set(report.differing_columns(frame).columns) == {*always, "quant_bits"}
     assert list(report.differing_columns(frame[:1]).columns) == always
