@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from typing import Sequence
 
@@ -109,12 +110,15 @@ def console_main(argv: list[str] | None = None) -> int:
 def _guarded(action, verbose: int) -> int:
     try:
         return action()
-    except (UsageError, RunError) as error:
+    except Exception as error:
         if verbose >= 2:
             import traceback
 
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        known = isinstance(error, (UsageError, RunError))
+        words = str(error) if known else f"{type(error).__name__}: {error} (--verbose 2 shows where)"
+        if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":  # bad usage is the same on every rank
+            print(f"error: {words}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("error: stopped by the user", file=sys.stderr, flush=True)

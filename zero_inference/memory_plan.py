@@ -68,6 +68,24 @@ def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
     return needs
 
 
+def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
+    """Raises UsageError where host memory or the memlock limit cannot even hold what the weights need there.
+
+    Only what is exact is refused; a device that is too small shows itself, and `--dry-run` estimates it.
+    """
+    weights: Footprint = engine_module(config.engine).footprint(config, spec, ranks, empty_model(spec))
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    needs = [Need("host memory", weights.host * ranks.local_world_size, available_host_bytes())]
+    if limit != resource.RLIM_INFINITY and ranks.device.type == "cuda":
+        needs.append(Need("page-locked memory", weights.pinned * ranks.local_world_size, limit))
+    for need in needs:
+        if not need.fits:
+            changes = changes_that_fit(config, spec, ranks)
+            raise UsageError(f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
+                             f"{need.available / GB:.1f} GiB are there; "
+                             + (f"use one of: {'; '.join(changes)}." if changes else "use --disk-offload, more nodes or memory."))
+
+
 def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:
     """Estimate: six hidden states and three MLP inner states of the prompt, and two rows of float32 logits a sequence."""
     config = spec.text_config
@@ -91,10 +109,6 @@ def changes_that_fit(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[s
         candidates.append(("--pin-memory 0", {"pin_memory": False}))
     if config.cpu_offload:
         candidates.append(("--disk-offload instead of --cpu-offload", {"cpu_offload": False, "disk_offload": True}))
-    batch = config.batch_size // 2
-    while batch >= ranks.world_size:
-        candidates.append((f"--batch-size {batch}", {"batch_size": batch}))
-        batch //= 2
     fitting = []
     for words, change in candidates:
         try:
@@ -102,6 +116,12 @@ def changes_that_fit(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[s
                 fitting.append(words)
         except UsageError:
             continue
+    batch = config.batch_size // 2
+    while batch >= ranks.world_size:  # the largest that fits
+        if all(need.fits for need in plan_memory(replace(config, batch_size=batch), spec, ranks)):
+            fitting.append(f"--batch-size {batch}")
+            break
+        batch //= 2
     return fitting
 
 

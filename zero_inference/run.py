@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import resource
+import signal
 import sys
 import time
 from contextlib import redirect_stdout
@@ -52,6 +54,8 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         start_process_group(ranks)
     try:
         engine_module(config.engine).check(config, spec, ranks)
+        if not config.dry_run:
+            memory_plan.refuse_hopeless(config, spec, ranks)
         if config.dry_run:
             _print_plan(config, spec, ranks)
             return
@@ -66,6 +70,9 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     progress = Progress(enabled=ranks.is_first and config.verbose > 0)
     asked = _asked(config, spec, ranks, argv)
     log_path = _log_path(config, ranks)
+    record_path = _record_path(log_path)
+    _check_writable(log_path)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a stopped run leaves its record
     if note:
         progress.say(note)
     try:
@@ -75,7 +82,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     except BaseException as error:
         reason = _explain(error, config)
         if ranks.is_first:
-            append_record(log_path.with_suffix(".jsonl"), asked | {"status": "failed", "error": reason})
+            append_record(record_path, asked | {"status": "failed", "error": reason})
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise RunError(reason) from error
@@ -84,12 +91,10 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     ranks.barrier()
     if not ranks.is_first:
         return
-    log_path.parent.mkdir(parents=True, exist_ok=True)
     block = write_benchmark_log(
         str(log_path), measured["model_bytes"], measured["cache_bytes"], measured["hidden_bytes"],
         measured["peak_gpu_bytes"] or 0, measured["prefill_latency_s"], measured["prefill_throughput"],
         measured["decode_latency_s"], measured["decode_throughput"], measured["total_latency_s"], measured["total_throughput"])
-    record_path = log_path.with_suffix(".jsonl")
     append_record(record_path, asked | {"status": "ok"} | measured | facts)
     _print_results(measurement, tokenizer, block, measured, facts, log_path, record_path)
 
@@ -249,6 +254,22 @@ def _log_path(config: RunConfig, ranks: Ranks) -> Path:
     return Path(config.log_dir) / f"{name}.log"
 
 
+def _record_path(log_path: Path) -> Path:
+    return log_path.with_suffix(".jsonl") if log_path.suffix == ".log" else log_path.with_name(log_path.name + ".jsonl")
+
+
+def _check_writable(log_path: Path) -> None:
+    """Better now than after the measurement."""
+    if log_path.suffix == ".jsonl":
+        raise UsageError(f"--log-file {log_path}: .jsonl is the record's name beside the log; end the log's in .log.")
+    try:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the log folder {log_path.parent} cannot be made ({error.strerror}); choose another --log-dir.") from error
+    if not os.access(log_path.parent, os.W_OK):
+        raise UsageError(f"the log folder {log_path.parent} cannot be written to; choose another --log-dir.")
+
+
 def _print_results(measurement: generation.Measurement, tokenizer, block: str, measured: dict, facts: dict, log_path: Path,
                    record_path: Path) -> None:
     if tokenizer is not None:
@@ -261,9 +282,10 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
     limit = measured["limit"]
     if limit["fraction_of_limit"] is not None:
         moved = measured["transfers"]
+        link_part = (f"decode moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step ({limit['link_kind']}: "
+                     f"{limit['link_gbps']:.1f} GB/s)") if measured["device"] == "cuda" else "decode"
         disk = f", reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB from disk ({limit['disk_gbps']:.2f} GB/s)" if limit["disk_gbps"] else ""
-        print(f"decode moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step ({limit['link_kind']}: "
-              f"{limit['link_gbps']:.1f} GB/s){disk} and runs at {limit['fraction_of_limit']:.1%} of that limit")
+        print(f"{link_part}{disk} and runs at {limit['fraction_of_limit']:.1%} of that limit")
     elif measured["transfers"]["host_to_device_bytes_per_step"]:
         print(f"decode fetches {measured['transfers']['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is "
               f"no link to cross (a copy in host memory runs at {limit['link_gbps']:.1f} GB/s)")
@@ -295,8 +317,8 @@ def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
 def _explain(error: BaseException, config: RunConfig) -> str:
     """What went wrong in one or two lines."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped by the user"
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return "stopped by the user" if isinstance(error, KeyboardInterrupt) else "stopped by a signal"
     if isinstance(error, torch.OutOfMemoryError):
         return (f"the device is out of memory ({text[:120]}); lower --batch-size or --prompt-len, add --kv-offload, "
                 "or see what fits with --dry-run.")

@@ -24,7 +24,7 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         raise UsageError(f"--engine accelerate runs in one process and {ranks.world_size} were started: start one, "
                          "or use --engine deepspeed.")
     model = empty_model(spec)
-    if config.disk_offload:
+    if config.disk_offload and not config.dry_run:
         check_offload_folder(config.offload_path, parameter_bytes(model))
 
 
@@ -41,7 +41,11 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
     weight_bytes = parameter_bytes(model)
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
     if workspace:
-        disk_offload(model, str(workspace.path / "weights"), execution_device=ranks.device)
+        try:
+            disk_offload(model, str(workspace.path / "weights"), execution_device=ranks.device)
+        except BaseException:
+            workspace.close()
+            raise
     else:
         cpu_offload(model, execution_device=ranks.device)
     # its parameters are on the meta device between forwards, which `generate` takes for the place of the inputs

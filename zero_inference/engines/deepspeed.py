@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from contextlib import ExitStack
 from typing import Callable
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import Footprint, LoadedModel, Transfers
-from zero_inference.engines.ds_config import build_ds_config, layer_sizes, layers_ahead, read_ds_config
+from zero_inference.engines.ds_config import build_ds_config, layer_sizes, layers_ahead
 from zero_inference.engines.ds_modules import build_modules, check_aio, use_private_folder
 from zero_inference.engines.ds_quantization import (QuantizationPlan, QuantizedFunctionals, plan_quantization,
                                                     quantize_parameter)
@@ -36,21 +37,21 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     Raises:
         UsageError: see the message.
     """
-    _prepare_environment(ranks)
+    _prepare_environment(config, ranks)
     model = empty_model(spec)
     plan = _plan(config, model)
     _, layers = decoder_layers(model)
     if config.disk_offload:
         check_aio(config.use_gds)
-        check_offload_folder(config.offload_path, _disk_bytes(model, layers, plan) // ranks.local_world_size)
+        if not config.dry_run:  # the plan has a line for it
+            check_offload_folder(config.offload_path, _disk_bytes(model, layers, plan) * ranks.local_world_size // ranks.world_size)
     _ds_config(config, spec, model, layers, plan, ranks, config.offload_path)
 
 
 def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
     """Build, fill and partition the model; see `zero_inference.engines.base`."""
-    _prepare_environment(ranks)
+    _prepare_environment(config, ranks)
     import deepspeed
-    from deepspeed.utils import set_z3_leaf_modules
 
     on_cuda = ranks.device.type == "cuda"
     build_modules(config.disk_offload, config.use_gds, unpack_on_gpu=config.quantized and on_cuda and spec.dtype == torch.float16,
@@ -59,41 +60,45 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
     model = empty_model(spec)
     plan = _plan(config, model)
     _, layers = decoder_layers(model)
+    releases = ExitStack()
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
+    if workspace:
+        releases.callback(workspace.close)
+    try:
+        return _load_into(config, spec, ranks, progress, model, plan, layers, workspace, releases)
+    except BaseException:
+        releases.close()
+        raise
+
+
+def _load_into(config, spec, ranks, progress, model, plan, layers, workspace, releases: ExitStack) -> LoadedModel:
+    """Fill `model`; what has to be undone goes on `releases`, which becomes the loaded model's `close`."""
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+
     ds_config = _ds_config(config, spec, model, layers, plan, ranks, workspace.path if workspace else None)
     context = deepspeed.zero.Init(config_dict_or_path=ds_config)
     transfers = Transfers()
-    store = _Store(context, plan, layers, ds_config["zero_optimization"], ranks, transfers)
+    store = _Store(context, plan, model, layers, ds_config["zero_optimization"], ranks, transfers)
     load_weights(model, spec, config.seed, ranks.device, store.adopt, progress)
     model.to(ranks.device)  # buffers; the parameters are empty shells by now
     set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=lambda kind: kind.__name__))
     engine = deepspeed.initialize(model=model, config=ds_config)[0]
     engine.module.eval()
     store.count_transfers(model)
-    functionals = QuantizedFunctionals() if plan else None
-
-    closed: list[bool] = []
-
-    def close() -> None:
-        if closed:
-            return
-        closed.append(True)
-        if functionals:
-            functionals.remove()
-        engine.destroy()
-        if workspace:
-            workspace.close()
-
+    releases.callback(engine.destroy)
+    if plan:
+        releases.callback(QuantizedFunctionals().remove)
     facts = {"ds_config": _as_recorded(ds_config, config)}
     if plan:
         facts |= {"quantized_fraction": plan.fraction, "not_quantized": plan.skipped}
     return LoadedModel(model=engine.module, device=ranks.device, dtype=spec.dtype, weight_bytes=store.weight_bytes,
-                       transfers=transfers, facts=facts, close=close)
+                       transfers=transfers, facts=facts, close=releases.close)
 
 
 def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
     """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says."""
-    _prepare_environment(ranks)
+    _prepare_environment(config, ranks)
     plan = _plan(config, model)
     _, layers = decoder_layers(model)
     zero = _ds_config(config, spec, model, layers, plan, ranks, config.offload_path)["zero_optimization"]
@@ -118,13 +123,14 @@ def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footpr
 class _Store:
     """Takes parameters over one by one: quantizes them on the device and gives ZeRO-3 its partition of each."""
 
-    def __init__(self, context, plan: QuantizationPlan | None, layers, zero: dict, ranks: Ranks, transfers: Transfers):
+    def __init__(self, context, plan: QuantizationPlan | None, model, layers, zero: dict, ranks: Ranks, transfers: Transfers):
         self.context, self.plan, self.ranks, self.transfers = context, plan, ranks, transfers
         offload = zero.get("offload_param", {})
         self.device = offload.get("device", "none")
         self.pinned = bool(offload.get("pin_memory")) and ranks.device.type == "cuda"
         self.persistent_numel = zero["stage3_param_persistence_threshold"]
-        self.layer_names = {id(module): None for layer in layers for module in layer.modules()}
+        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        self.in_layers = {name for name, parameter in model.named_parameters() if id(parameter) in inside}
         self.weight_bytes = 0
 
     def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -144,7 +150,7 @@ class _Store:
         """
         if parameter.ds_numel <= self.persistent_numel or self.device == "none":
             return False
-        return self.device == "cpu" or not any(part.isdigit() for part in name.split("."))
+        return self.device == "cpu" or name not in self.in_layers
 
     def _place_in_host_memory(self, parameter: torch.nn.Parameter) -> None:
         """What ZeRO-3 does at a first partition, in host memory of the exact size."""
@@ -191,11 +197,10 @@ def _counted_gather(gather, transfers: Transfers):
 
 
 def _plan(config: RunConfig, model) -> QuantizationPlan | None:
-    asked = read_ds_config(config.ds_config).get("weight_quantization", {}).get("quantized_initialization", {})
-    if not config.quantized and not asked:
+    if not config.quantized:
         return None
-    settings = {"num_bits": config.quant_bits, "group_size": config.quant_group_size, "group_dim": 1, "symmetric": False}
-    return plan_quantization(model, settings | asked)
+    return plan_quantization(model, {"num_bits": config.quant_bits, "group_size": config.quant_group_size, "group_dim": 1,
+                                     "symmetric": False})
 
 
 def _ds_config(config: RunConfig, spec: ModelSpec, model, layers, plan, ranks: Ranks, nvme_path) -> dict:
@@ -232,7 +237,7 @@ def _disk_bytes(model, layers, plan: QuantizationPlan | None) -> int:
                for name, p in model.named_parameters() if id(p) in inside)
 
 
-def _prepare_environment(ranks: Ranks) -> None:
+def _prepare_environment(config: RunConfig, ranks: Ranks) -> None:
     """Quiet DeepSpeed, and keep its builds apart and off architecture names it cannot parse (such as 9.0a)."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.device.type == "cuda" else "cpu")
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -242,4 +247,4 @@ def _prepare_environment(ranks: Ranks) -> None:
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     from deepspeed.utils import logger
 
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR if config.verbose < 2 else logging.INFO)

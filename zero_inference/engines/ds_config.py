@@ -123,6 +123,16 @@ def read_ds_config(path: str | None) -> dict:
         raise UsageError(f"--ds-config {path}: not JSON ({error}).") from error
     if not isinstance(loaded, dict):
         raise UsageError(f"--ds-config {path}: holds a {type(loaded).__name__}; a JSON object is needed.")
+    for block in ("zero_optimization", "zero_optimization.offload_param", "aio", "fp16", "bf16", "weight_quantization"):
+        part = loaded
+        for key in block.split("."):
+            part = part.get(key, {})
+            if not isinstance(part, dict):
+                raise UsageError(f"--ds-config {path}: {block} holds a {type(part).__name__}; a JSON object is needed.")
+    if "weight_quantization" in loaded:
+        raise UsageError(f"--ds-config {path}: weight_quantization is set by --quant-bits and --quant-group-size; take it out.")
+    if "device" in loaded.get("zero_optimization", {}).get("offload_param", {}):
+        raise UsageError(f"--ds-config {path}: offload_param.device is set by --cpu-offload or --disk-offload; take it out.")
     return loaded
 
 

@@ -7,6 +7,7 @@ that ends with its holder; whoever has it may clear such marks, because the fold
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -17,14 +18,15 @@ import torch
 
 from zero_inference.errors import UsageError
 
+OURS = "zero-inference/extensions"
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
 
 def use_private_folder() -> None:
-    """One build folder for each pair of torch and DeepSpeed, unless TORCH_EXTENSIONS_DIR says where."""
+    """One build folder an environment (a build names its paths), unless TORCH_EXTENSIONS_DIR says where."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-py{sys.version_info[0]}{sys.version_info[1]}"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "zero-inference" / "extensions" / pair))
+    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / OURS / pair))
 
 
 def check_aio(use_gds: bool) -> None:
@@ -67,6 +69,7 @@ def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -
                   file=sys.stderr, flush=True)
         with open(folder / "zero-inference.lock", "w") as lock, redirect_stdout(sys.stderr):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for mark in folder.glob("*/lock"):
-                mark.unlink(missing_ok=True)
+            if OURS in str(folder):
+                for mark in folder.glob("*/lock"):
+                    mark.unlink(missing_ok=True)
             builder.load(verbose=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +16,15 @@ PASSES = 2  # the faster one counts: a limit that a run exceeds would be none
 
 def disk_read_gbps(folder: Path, file_bytes: int = 1 << 30) -> float | None:
     """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads; None where O_DIRECT is refused."""
-    path = folder / "read-test"
+    descriptor, name = tempfile.mkstemp(prefix="read-test-", dir=folder)
+    os.close(descriptor)
+    path = Path(name)
     chunk = mmap.mmap(-1, CHUNK_BYTES)
     chunk.write(os.urandom(CHUNK_BYTES))
     try:
-        written = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        written = os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError:
+        path.unlink()
         return None
     try:
         for offset in range(0, file_bytes, CHUNK_BYTES):

@@ -17,6 +17,7 @@ from torch import nn
 
 from zero_inference.errors import RunError
 from zero_inference.models.dummy import fill_dummy
+from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.models.spec import ModelSpec
 
 Adopt = Callable[[str, nn.Parameter], None]
@@ -55,7 +56,9 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress
 def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:
     folder = spec.checkpoint_folder()
     with ExitStack() as files:
-        groups = _group_by_layer(_open_lazily(folder, files))
+        tensors = _open_lazily(folder, files)
+        _resolve_ties(model, tensors)
+        groups = _group_by_layer(tensors)
         convert = _converter(model, spec.dtype)
         adopted: set[int] = set()
         for group in groups:
@@ -73,6 +76,25 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     if missing:
         raise RunError(f"{folder}: the checkpoint has no tensor for {_few(missing)}; it belongs to another model "
                        "or a shard is missing.")
+
+
+def _resolve_ties(model, tensors: dict[str, tuple[Any, Path]]) -> None:
+    """Where a checkpoint holds both sides of a tie: one of two equal tensors is enough, two different ones are not tied."""
+    for names in unique_parameter_names(model).values():
+        present = [key for key in tensors if any(key == name or name.endswith("." + key) for name in names)]
+        if len(names) < 2 or len(present) < 2:
+            continue
+        first, *others = (tensors[key][0][:] for key in present)
+        if all(torch.equal(first, other) for other in others):
+            for key in present[1:]:
+                del tensors[key]
+            continue
+        model.config.get_text_config(decoder=True).tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+        for name in names[1:]:
+            module, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(module)
+            setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
 
 
 def _converter(model, dtype: torch.dtype):

@@ -55,7 +55,10 @@ def read_prompts(path: str | None, batch_size: int) -> list[str]:
     """
     if path is None:
         return [TEXT[-1 - i % len(TEXT)] for i in range(batch_size)]
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompts {path}: cannot be read as UTF-8 text ({error}).") from error
     if len(lines) < batch_size:
         raise UsageError(f"--batch-size {batch_size}: {path} has {len(lines)} prompts; add prompts or lower the batch size.")
     return lines[:batch_size]

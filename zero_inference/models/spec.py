@@ -97,6 +97,8 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         model_config = preset.to_config()
     elif path.is_absolute() or config.model.startswith(("./", "../", "~")):
         raise UsageError(f"--model {config.model}: no such folder.")
+    elif config.dummy and "/" not in config.model and near_names(config.model):
+        raise UsageError(f"--model {config.model}: no such preset; did you mean {', '.join(near_names(config.model))}?")
     else:
         hub_name = preset.name if preset else config.model
         model_config = _load_config(hub_name, config)

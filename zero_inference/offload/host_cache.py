@@ -87,8 +87,8 @@ class _HostLayer(CacheLayerMixin):
         if end > self.max_length:
             raise RunError(f"the KV cache holds {self.max_length} positions and was given {end}.")
         new = tuple(states.permute(2, 0, 1, 3) for states in (key_states, value_states))
-        kept = self.pool.append(self, new, self.length, end)
-        self.length = end
+        start, self.length = self.length, end  # first, for the pool may fetch this very layer for the next step
+        kept = self.pool.append(self, new, start, end)
         return tuple(states.permute(1, 2, 0, 3) for states in kept)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

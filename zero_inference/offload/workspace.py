@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 from zero_inference.errors import UsageError
@@ -21,27 +22,38 @@ class OffloadWorkspace:
     """
 
     def __init__(self, folder: Path):
-        remove_remains(folder)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
-        self._lock = open(self.path / "lock", "w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with _one_at_a_time(folder):
+            _remove_remains(folder)
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+            self._lock = open(self.path / "lock", "w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
-def remove_remains(folder: Path) -> None:
-    """Delete the subfolders of runs that are no more."""
+@contextmanager
+def _one_at_a_time(folder: Path):
+    """Between making a folder and locking it nobody may look: hold the lock of the offload folder itself."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_remains(folder: Path) -> None:
+    """Delete the subfolders of runs that are no more, as far as they are ours to delete."""
     for remain in folder.glob(PREFIX + "*"):
         try:
             with open(remain / "lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):
             continue
         except FileNotFoundError:
-            if _age_s(remain) < 10:  # made a moment ago, not locked yet
-                continue
+            pass  # killed between making it and locking it
         shutil.rmtree(remain, ignore_errors=True)
 
 
@@ -55,7 +67,8 @@ def check_offload_folder(folder: Path, needed_bytes: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        remove_remains(folder)
+        with _one_at_a_time(folder):
+            _remove_remains(folder)
     except OSError as error:
         raise UsageError(f"--offload-dir {folder}: not writable ({error.strerror}); choose another folder.") from error
     free = shutil.disk_usage(folder).free
@@ -63,11 +76,3 @@ def check_offload_folder(folder: Path, needed_bytes: int) -> None:
         raise UsageError(f"--offload-dir {folder}: {needed_bytes / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are "
                          "free; choose another folder or quantize with --quant-bits 4.")
 
-
-def _age_s(path: Path) -> float:
-    import time
-
-    try:
-        return time.time() - os.stat(path).st_mtime
-    except FileNotFoundError:
-        return 0.0
