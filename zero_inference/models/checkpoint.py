@@ -81,7 +81,8 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
 def _resolve_ties(model, tensors: dict[str, tuple[Any, Path]]) -> None:
     """Where a checkpoint holds both sides of a tie: one of two equal tensors is enough, two different ones are not tied."""
     for names in unique_parameter_names(model).values():
-        present = [key for key in tensors if any(key == name or name.endswith("." + key) for name in names)]
+        # in the order of the model, whose first name is the one that the others are tied to
+        present = [key for name in names for key in tensors if key == name or name.endswith("." + key)]
         if len(names) < 2 or len(present) < 2:
             continue
         first, *others = (tensors[key][0][:] for key in present)
