@@ -78,8 +78,8 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
 def use_repeatable_attention() -> None:
     """Take cuDNN's attention out of PyTorch's choice.
 
-    Its decode step is not repeatable: on an H200 the float16 logits of one model differed by up to 0.25 from run to run,
-    enough to change greedy tokens. Without it repeated runs and different engines agree to the bit.
+    Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
+    (docs/performance.md).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -14,17 +14,7 @@ from typing import Any, Callable
 
 import torch
 
-
-@dataclass
-class Transfers:
-    """Bytes moved so far by this rank, raised by whoever moves them."""
-
-    host_to_device_bytes: int = 0
-    device_to_host_bytes: int = 0
-    disk_read_bytes: int = 0
-
-    def snapshot(self) -> tuple[int, int, int]:
-        return self.host_to_device_bytes, self.device_to_host_bytes, self.disk_read_bytes
+from zero_inference.offload.transfers import Transfers
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from zero_inference.engines.base import Transfers
 from zero_inference.errors import RunError, UsageError
 from zero_inference.offload.host_memory import host_empty
+from zero_inference.offload.transfers import Transfers
 
 SLOTS = 2
 KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
