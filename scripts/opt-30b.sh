@@ -1,5 +1,5 @@
 #!/bin/sh
 # OPT-30B: 56 GiB in fp16; 1.3 MiB of KV cache a token.
 # Further arguments are sweep.py's and replace those here (--batch-size 4, --dummy, --list); after a -- run_model.py's.
-exec python "$(dirname "$0")/sweep.py" --model facebook/opt-30b \
+exec "${PYTHON:-python3}" "$(dirname "$0")/sweep.py" --model facebook/opt-30b \
     --offload cpu disk --quant-bits 16 8 4 --kv-offload 0 1 --batch-size 1 8 32 64 "$@"

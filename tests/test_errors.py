@@ -6,10 +6,12 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, free_port
 
 from zero_inference.cli import main
 
@@ -41,6 +43,9 @@ def refused(tmp_path, capfd, monkeypatch):
     (["--use-gds"], ["--disk-offload"]),
     (["--pin-kv-cache"], ["--kv-offload"]),
     (["--kv-offload", "--async-kv-offload"], ["--pin-kv-cache"]),
+    (["--offload-dir", "elsewhere"], ["--offload-dir", "--disk-offload"]),
+    (["--quant-group-size", "32"], ["--quant-group-size", "--quant-bits 8 or 4"]),
+    (["--log-file", "run.log", "--log-dir", "elsewhere"], ["--log-file", "--log-dir", "keep one"]),
     (["--engine", "resident", "--cpu-offload"], ["--engine deepspeed"]),
     (["--engine", "resident", "--quant-bits", "4"], ["--engine deepspeed"]),
     (["--engine", "accelerate"], ["--cpu-offload"]),
@@ -198,6 +203,28 @@ def test_a_batch_that_does_not_divide_over_the_ranks(checkpoints, run_model):
     assert "--batch-size 3 does not divide over 2 ranks" in done.stderr
 
 
+def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
+    """Rank 1 runs out of memory in its loop; the first rank waits for it in a collective and never fails itself."""
+    program = tmp_path / "one_rank_fails.py"
+    program.write_text(
+        "import os, sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from zero_inference import generation\n"
+        "from zero_inference.cli import main\n"
+        "def full(*args, **kwargs):\n"
+        "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB.')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    generation._one_loop = full\n"
+        "os._exit(main())\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), str(program), *SHORT,
+         "--model", str(checkpoints("opt")), "--batch-size", "2", "--cpu-offload", "--log-file", str(tmp_path / "run.log")],
+        capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0 and "20.00 GiB" in done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [record["status"] for record in records] == ["failed"] and "rank 1" in records[0]["error"]
+
+
 def test_accelerate_refuses_several_ranks(checkpoints, run_model):
     done = run_model("--model", checkpoints("opt"), *SHORT, "--batch-size", 2, "--engine", "accelerate", "--cpu-offload",
                      launcher="torchrun", ranks=2)
@@ -205,8 +232,6 @@ def test_accelerate_refuses_several_ranks(checkpoints, run_model):
 
 
 def test_help_answers_without_torch():
-    import subprocess
-    import sys
     import time
 
     start = time.perf_counter()

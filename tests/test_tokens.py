@@ -27,6 +27,10 @@ WAYS = {
 REFERENCE: dict = {}
 
 
+def in_folder(options: list[str], folder) -> list[str]:
+    return [*options, "--offload-dir", str(folder)] if "--disk-offload" in options else options
+
+
 def reference(folder, family):
     if family not in REFERENCE:
         REFERENCE[family] = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN)
@@ -39,7 +43,7 @@ def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path):
     folder = checkpoints(family)
     code = main(["run_model.py", "--model", str(folder), "--dtype", "float32", "--batch-size", str(BATCH), "--prompt-len", str(PROMPT),
                  "--gen-len", str(GEN), "--loops", "2", "--warmup", "1", "--log-file", str(tmp_path / "run.log"),
-                 "--offload-dir", str(tmp_path / "offload"), *WAYS[way]])
+                 *in_folder(WAYS[way], tmp_path / "offload")])
     assert code == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     expected = reference(folder, family)
@@ -75,7 +79,7 @@ def test_smollm2_writes_the_same_text_in_every_way(tmp_path, capfd):
         log = tmp_path / "-".join(["smollm2", *way]).replace("/", "")
         assert main(["run_model.py", "--model", "smollm2-135m", "--dtype", "float32", "--batch-size", "2", "--prompt-len", "40",
                      "--gen-len", "12", "--loops", "1", "--warmup", "0", "--log-file", f"{log}.log",
-                     "--offload-dir", str(tmp_path / "offload"), *way]) == 0
+                     *in_folder(way, tmp_path / "offload")]) == 0
         assert json.loads((tmp_path / f"{log.name}.jsonl").read_text())["output_ids_sha256"] == output_ids_sha256(expected), way
     text = tokenizer.decode(expected[0], skip_special_tokens=True).strip()
     assert text in capfd.readouterr().out
@@ -87,7 +91,7 @@ def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model
     folder = checkpoints("mixtral")
     batch = 4
     done = run_model("--model", folder, "--dtype", "float32", "--batch-size", batch, "--prompt-len", PROMPT, "--gen-len", GEN,
-                     "--loops", 1, "--offload-dir", tmp_path / "offload", *options, launcher=launcher, ranks=2)
+                     "--loops", 1, *in_folder(options, tmp_path / "offload"), launcher=launcher, ranks=2)
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2 and done.record["num_nodes"] == 1
     assert done.record["output_ids_sha256"] == output_ids_sha256(plain_ids(folder, random_ids(0, batch, PROMPT, VOCAB), GEN))

@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
 from typing import Sequence
 
 from zero_inference.config import DTYPES, ENGINES, FIELD_NAMES, NORM_KERNELS, QUANT_BITS, RunConfig
 from zero_inference.errors import RunError, UsageError
+
+FIRST_RANK_SPEAKS_S = 10.0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,8 +120,9 @@ def _guarded(action, verbose: int) -> int:
             traceback.print_exc()
         known = isinstance(error, (UsageError, RunError))
         words = str(error) if known else f"{type(error).__name__}: {error} (--verbose 2 shows where)"
-        if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":  # bad usage is the same on every rank
-            print(f"error: {words}", file=sys.stderr, flush=True)
+        if isinstance(error, UsageError) and os.environ.get("RANK", "0") != "0":
+            time.sleep(FIRST_RANK_SPEAKS_S)  # usually it found the same, and its launcher ends this process meanwhile
+        print(f"error: {words}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print("error: stopped by the user", file=sys.stderr, flush=True)

@@ -77,9 +77,7 @@ class RunConfig:
                              "keep one of the two.")
         if self.use_gds and not self.disk_offload:
             raise UsageError("--use-gds reads weights from NVMe, but --disk-offload was not given: add it or drop --use-gds.")
-        for flag, given in (("--pin-kv-cache", self.pin_kv_cache), ("--async-kv-offload", self.async_kv_offload)):
-            if given and not self.kv_offload:
-                raise UsageError(f"{flag} belongs to --kv-offload, which was not given: add --kv-offload or drop {flag}.")
+        self._validate_companions()
         if self.async_kv_offload and not self.pin_kv_cache:
             raise UsageError("--async-kv-offload needs page-locked memory to copy into: add --pin-kv-cache.")
         if self.prompts and self.dummy:
@@ -87,6 +85,18 @@ class RunConfig:
         if self.prompts and not Path(self.prompts).is_file():
             raise UsageError(f"--prompts {self.prompts}: no such file; give a text file with one prompt a line.")
         return self
+
+    def _validate_companions(self) -> None:
+        """An option that would do nothing without another one is a mistake, not a wish."""
+        default = {field.name: field.default for field in fields(self)}
+        for name, other, other_given in (("pin_kv_cache", "--kv-offload", self.kv_offload),
+                                         ("async_kv_offload", "--kv-offload", self.kv_offload),
+                                         ("offload_dir", "--disk-offload", self.disk_offload),
+                                         ("quant_group_size", "--quant-bits 8 or 4", self.quantized)):
+            if getattr(self, name) != default[name] and not other_given:
+                raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
+        if self.log_file and self.log_dir != default["log_dir"]:
+            raise UsageError(f"--log-file {self.log_file} says where the log goes, and so does --log-dir {self.log_dir}: keep one of the two.")
 
     def _validate_choices(self) -> None:
         for name, allowed in (("engine", ENGINES), ("dtype", DTYPES), ("norm_kernels", NORM_KERNELS),

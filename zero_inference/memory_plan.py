@@ -5,7 +5,6 @@ Weights and caches are exact; activations are an estimate of the largest tensors
 
 from __future__ import annotations
 
-import resource
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,29 +60,24 @@ def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
         host += device
     needs.append(Need("host memory", host * local, available_host_bytes()))
     if on_cuda:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        needs.append(Need("page-locked memory", pinned * local, None if limit == resource.RLIM_INFINITY else limit))
+        needs.append(Need("page-locked memory", pinned * local, available_host_bytes()))  # the driver asks no memlock limit
     if weights.disk:
         needs.append(Need(f"disk ({config.offload_path})", weights.disk * local, _disk_free(config.offload_path)))
     return needs
 
 
 def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Raises UsageError where host memory or the memlock limit cannot even hold what the weights need there.
+    """Raises UsageError where host memory cannot even hold what the weights need there.
 
     Only what is exact is refused; a device that is too small shows itself, and `--dry-run` estimates it.
     """
     weights: Footprint = engine_module(config.engine).footprint(config, spec, ranks, empty_model(spec))
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    needs = [Need("host memory", weights.host * ranks.local_world_size, available_host_bytes())]
-    if limit != resource.RLIM_INFINITY and ranks.device.type == "cuda":
-        needs.append(Need("page-locked memory", weights.pinned * ranks.local_world_size, limit))
-    for need in needs:
-        if not need.fits:
-            changes = changes_that_fit(config, spec, ranks)
-            raise UsageError(f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
-                             f"{need.available / GB:.1f} GiB are there; "
-                             + (f"use one of: {'; '.join(changes)}." if changes else "use --disk-offload, more nodes or memory."))
+    need = Need("host memory", weights.host * ranks.local_world_size, available_host_bytes())
+    if not need.fits:
+        changes = changes_that_fit(config, spec, ranks)
+        raise UsageError(f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
+                         f"{need.available / GB:.1f} GiB are there; "
+                         + (f"use one of: {'; '.join(changes)}." if changes else "use --disk-offload, more nodes or memory."))
 
 
 def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:

@@ -63,7 +63,7 @@ FIELDS = (
     Field("dummy", "", "random weights and random token ids", asked=True),
     Field("model_bytes", "byte", "all parameters at 2 bytes, see utils.model_bytes"),
     Field("cache_bytes", "byte", "KV cache at 2 bytes, see utils.cache_bytes"),
-    Field("hidden_bytes", "byte", "hidden states of the prefill at 2 bytes, see utils.hidden_bytes"),
+    Field("hidden_bytes", "byte", "hidden states of prompt and generated tokens at 2 bytes, see utils.hidden_bytes"),
     Field("weight_bytes", "byte", "weights as the engine stores them, scales included, exact"),
     Field("load_s", "s", "from the engine's start to a model that can generate"),
     Field("cold_total_s", "s", "total latency of the first warm-up loop; null without one"),

@@ -80,8 +80,8 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     except UsageError:
         raise
     except BaseException as error:
-        reason = _explain(error, config)
-        if ranks.is_first:
+        reason = _explain(error, config) + (f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else "")
+        if ranks.claim("failure"):
             append_record(record_path, asked | {"status": "failed", "error": reason})
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
