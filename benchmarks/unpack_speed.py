@@ -1,0 +1,125 @@
+"""The unpack kernel on a CUDA device: bit-equal with the PyTorch reference, and how fast.
+
+    python benchmarks/unpack_speed.py [--out FILE]        (exit code 1 on a mismatch, 2 without device or kernel)
+
+GB/s are 10^9 bytes read (codes, scales, minima) and written (weights) a second, medians of single launches timed by events,
+beside a device-to-device copy of the same weights. The output and its codes are larger than the L2 cache of these devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+SHAPE = (5120, 20480)  # the second MLP matrix of OPT-13B
+REPEATS = 50
+CHECKED_GROUPS = (32, 64, 128, 2, 6, 24, 96)  # the last four: too small for a vector, or no power of two
+CHECKED_ROWS = (0, 1, 3, 33, 4099)  # groups
+OFFSETS = (0, 1)  # elements by which tensors are moved off their alignment
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurements as JSON")
+    args = parser.parse_args()
+    import torch
+
+    from zero_inference.extension import load_extension, why_unavailable
+
+    if not load_extension():
+        print(f"no unpack kernel: {why_unavailable()}", file=sys.stderr)
+        return 2
+    checked, wrong = check()
+    for case in wrong:
+        print(f"MISMATCH {case}", file=sys.stderr)
+    print(f"{checked - len(wrong)} of {checked} cases bit-equal with the reference")
+    if wrong:
+        return 1
+    record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE, "repeats": REPEATS,
+              "checked": checked, "cases": measure()}
+    print(f"{record['device']}, weights {SHAPE[0]} x {SHAPE[1]}\n")
+    print("| dtype | bits | group | median ms | GB/s | of a copy's | PyTorch ms |")
+    print("|---|---|---|---|---|---|---|")
+    for case in record["cases"]:
+        print(f"| {case['dtype']} | {case['bits']} | {case['group_size']} | {case['median_ms']:.4f} | {case['gbps']:.0f} "
+              f"| {case['gbps'] / case['copy_gbps']:.1%} | {case['reference_ms']:.3f} |")
+    if args.out:
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def check() -> tuple[int, list[str]]:
+    """(cases, those that differ) over dtypes, bits, group sizes, odd numbers of groups, and unaligned tensors."""
+    import torch
+
+    from zero_inference.offload.quantization import dequantize_reference
+
+    generator = torch.Generator("cuda").manual_seed(5)
+    checked, wrong = 0, []
+    odd = [(8, 5), (8, 7)]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for bits, group_size in [(bits, size) for bits in (8, 4) for size in CHECKED_GROUPS] + odd:
+            for groups in CHECKED_ROWS:
+                for offset in OFFSETS:
+                    numel = groups * group_size
+                    codes = torch.randint(0, 256, (numel * bits // 8 + offset,), dtype=torch.uint8, device="cuda",
+                                          generator=generator)[offset:]
+                    scale = (torch.rand(groups, device="cuda", generator=generator) * 0.01).to(dtype)
+                    minimum = torch.randn(groups, device="cuda", generator=generator).to(dtype)
+                    memory = torch.full((numel + offset + 8,), 7.0, dtype=dtype, device="cuda")
+                    expected = torch.empty(numel, dtype=dtype, device="cuda")
+                    torch.ops.zero_inference.unpack_groups(codes, scale, minimum, bits, group_size, memory[offset:offset + numel])
+                    dequantize_reference(codes, scale, minimum, bits, group_size, expected)
+                    around = torch.cat([memory[:offset], memory[offset + numel:]])
+                    checked += 1
+                    if not torch.equal(memory[offset:offset + numel], expected) or not bool((around == 7).all()):
+                        wrong.append(f"{dtype} {bits} bits, group size {group_size}, {groups} groups, offset {offset}")
+    return checked, wrong
+
+
+def measure() -> list[dict]:
+    """One record a case: median_ms and gbps of the kernel, copy_gbps of a copy of the weights, reference_ms of PyTorch."""
+    import torch
+
+    from zero_inference.offload.quantization import GroupQuantization, dequantize_reference, quantize
+
+    cases = []
+    for dtype in (torch.float16, torch.bfloat16):
+        weight = torch.randn(SHAPE, device="cuda", generator=torch.Generator("cuda").manual_seed(6)).to(dtype)
+        out = torch.empty_like(weight)
+        copy_ms = median_ms(lambda: out.copy_(weight))
+        for bits in (4, 8):
+            for group_size in (32, 64, 128):
+                scheme = GroupQuantization(bits, group_size)
+                packed = quantize(weight, scheme)
+                moved = scheme.stored_bytes(weight.numel(), dtype) + out.nbytes
+                median = median_ms(lambda: torch.ops.zero_inference.unpack_groups(*packed, bits, group_size, out))
+                reference = median_ms(lambda: dequantize_reference(*packed, bits, group_size, out), repeats=5)
+                cases.append({"dtype": str(dtype).removeprefix("torch."), "bits": bits, "group_size": group_size,
+                              "median_ms": median, "gbps": moved / median / 1e6, "copy_gbps": 2 * out.nbytes / copy_ms / 1e6,
+                              "reference_ms": reference})
+    return cases
+
+
+def median_ms(work, repeats: int = REPEATS) -> float:
+    """Median milliseconds of one call of `work` on the current stream, after three that are not counted."""
+    import torch
+
+    for _ in range(3):
+        work()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, stop in pairs:
+        start.record()
+        work()
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in pairs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+// zero_inference::unpack_groups: int8 / int4 groups back to float16, bfloat16 or float32.
+//
+//   out[i] = round(code[i] * scale[i / group_size] + minimum[i / group_size])
+//
+// Product and sum are rounded to float32 one after the other and the sum once to the output type: the same bits as
+// `dequantize_reference` in zero_inference/offload/quantization.py. Code i lies at bit `bits * i` of the little-endian codes,
+// so of an int4 pair the even element has the low nibble.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;           // loads in flight a thread: the latency of HBM wants several
+constexpr int kBlocksOfAnSm = 32;    // four waves of full occupancy; what is left goes round the grid-stride loop
+
+template <typename T>
+struct Output;
+
+template <>
+struct Output<__half> {
+  static constexpr int kVector = 8;  // elements of a 16-byte store
+  static __device__ float load(__half value) { return __half2float(value); }
+  static __device__ __half round(float value) { return __float2half_rn(value); }
+  static __device__ uint32_t word(const float* values) {
+    const __half2 pair = __floats2half2_rn(values[0], values[1]);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+
+template <>
+struct Output<__nv_bfloat16> {
+  static constexpr int kVector = 8;
+  static __device__ float load(__nv_bfloat16 value) { return __bfloat162float(value); }
+  static __device__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
+  static __device__ uint32_t word(const float* values) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(values[0], values[1]);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+
+template <>
+struct Output<float> {
+  static constexpr int kVector = 4;
+  static __device__ float load(float value) { return value; }
+  static __device__ float round(float value) { return value; }
+  static __device__ uint32_t word(const float* values) { return __float_as_uint(values[0]); }
+};
+
+template <int kBytes>
+struct CodeWord;
+template <>
+struct CodeWord<2> { using type = unsigned short; };
+template <>
+struct CodeWord<4> { using type = unsigned int; };
+template <>
+struct CodeWord<8> { using type = unsigned long long; };
+
+// The codes of one 16-byte store.
+template <typename T, int kBits>
+using Codes = typename CodeWord<Output<T>::kVector * kBits / 8>::type;
+
+__device__ __forceinline__ float restore(uint32_t code, float scale, float minimum) {
+  return __fadd_rn(__fmul_rn(static_cast<float>(code), scale), minimum);
+}
+
+// One 16-byte store a vector. Neighbouring threads have neighbouring vectors, in the loads and in the stores; a vector never
+// crosses a group. `shift` is log2(vectors_in_group), or negative where that is no power of two.
+template <typename T, int kBits>
+__global__ void __launch_bounds__(kThreads)
+unpack_vectors(const Codes<T, kBits>* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
+               uint4* __restrict__ out, int64_t vectors, int64_t vectors_in_group, int shift) {
+  constexpr int kVector = Output<T>::kVector;
+  constexpr int kWordElements = kVector / 4;
+  constexpr int64_t kTile = kThreads * kUnroll;
+  for (int64_t first = blockIdx.x * kTile + threadIdx.x; first < vectors; first += gridDim.x * kTile) {
+    Codes<T, kBits> packed[kUnroll] = {};
+    float scales[kUnroll] = {};
+    float minima[kUnroll] = {};
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      const int64_t vector = first + step * kThreads;
+      if (vector < vectors) {
+        const int64_t group = shift >= 0 ? vector >> shift : vector / vectors_in_group;
+        packed[step] = __ldcs(codes + vector);  // read once: leave the cache to what is written
+        scales[step] = Output<T>::load(scale[group]);
+        minima[step] = Output<T>::load(minimum[group]);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kUnroll; ++step) {
+      const int64_t vector = first + step * kThreads;
+      if (vector < vectors) {
+        float values[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const uint32_t code = static_cast<uint32_t>(packed[step] >> (kBits * i)) & ((1u << kBits) - 1);
+          values[i] = restore(code, scales[step], minima[step]);
+        }
+        out[vector] = make_uint4(Output<T>::word(values), Output<T>::word(values + kWordElements),
+                                 Output<T>::word(values + 2 * kWordElements), Output<T>::word(values + 3 * kWordElements));
+      }
+    }
+  }
+}
+
+// One byte of codes a thread: for groups that no vector fits, and tensors that are not aligned.
+template <typename T, int kBits>
+__global__ void __launch_bounds__(kThreads)
+unpack_bytes(const uint8_t* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
+             T* __restrict__ out, int64_t bytes, int64_t group_size) {
+  constexpr int kInByte = 8 / kBits;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < bytes; index += stride) {
+    const uint32_t packed = codes[index];
+    const int64_t group = index * kInByte / group_size;
+    const float group_scale = Output<T>::load(scale[group]);
+    const float group_minimum = Output<T>::load(minimum[group]);
+#pragma unroll
+    for (int i = 0; i < kInByte; ++i) {
+      const uint32_t code = (packed >> (kBits * i)) & ((1u << kBits) - 1);
+      out[index * kInByte + i] = Output<T>::round(restore(code, group_scale, group_minimum));
+    }
+  }
+}
+
+bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+int log2_or_negative(int64_t value) {
+  int shift = 0;
+  while ((int64_t{1} << shift) < value) ++shift;
+  return (int64_t{1} << shift) == value ? shift : -1;
+}
+
+template <typename T, int kBits>
+void launch(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t group_size, const Tensor& out) {
+  constexpr int kVector = Output<T>::kVector;
+  const int32_t device = out.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* current = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
+  const cudaStream_t stream = static_cast<cudaStream_t>(current);
+  int processors = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  const auto blocks = [processors](int64_t work, int64_t work_of_block) {
+    const int64_t wanted = (work + work_of_block - 1) / work_of_block;
+    return static_cast<unsigned int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksOfAnSm));
+  };
+
+  const int64_t numel = out.numel();
+  const T* scales = static_cast<const T*>(scale.const_data_ptr());
+  const T* minima = static_cast<const T*>(minimum.const_data_ptr());
+  if (group_size % kVector == 0 && aligned(out.const_data_ptr(), sizeof(uint4)) &&
+      aligned(codes.const_data_ptr(), sizeof(Codes<T, kBits>))) {
+    const int64_t vectors = numel / kVector;
+    const unsigned int grid = blocks(vectors, kThreads * kUnroll);
+    unpack_vectors<T, kBits><<<grid, kThreads, 0, stream>>>(
+        static_cast<const Codes<T, kBits>*>(codes.const_data_ptr()), scales, minima, static_cast<uint4*>(out.mutable_data_ptr()),
+        vectors, group_size / kVector, log2_or_negative(group_size / kVector));
+  } else {
+    const int64_t bytes = numel * kBits / 8;
+    const unsigned int grid = blocks(bytes, kThreads);
+    unpack_bytes<T, kBits><<<grid, kThreads, 0, stream>>>(
+        static_cast<const uint8_t*>(codes.const_data_ptr()), scales, minima, static_cast<T*>(out.mutable_data_ptr()),
+        bytes, group_size);
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& out) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == out.get_device_index(), "unpack_groups: ", name,
+                  " must be on CUDA device ", out.get_device_index(), " like out, found ",
+                  tensor.is_cuda() ? "CUDA device " : "a device that is not CUDA, index ", tensor.get_device_index());
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "unpack_groups: ", name, " must be ", torch::headeronly::toString(dtype),
+                  ", found ", torch::headeronly::toString(tensor.scalar_type()));
+  STD_TORCH_CHECK(tensor.numel() == numel, "unpack_groups: ", name, " must have ", numel, " elements, found ", tensor.numel());
+  STD_TORCH_CHECK(tensor.is_contiguous(), "unpack_groups: ", name, " must be contiguous, found strides that are not");
+}
+
+void unpack_groups(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
+                   const Tensor& out) {
+  const ScalarType dtype = out.scalar_type();
+  const int64_t numel = out.numel();
+  STD_TORCH_CHECK(bits == 8 || bits == 4, "unpack_groups: bits must be 8 or 4, found ", bits);
+  STD_TORCH_CHECK(group_size > 0 && (bits == 8 || group_size % 2 == 0), "unpack_groups: group_size must be positive, and even ",
+                  "for 4 bits, found ", group_size, " for ", bits, " bits");
+  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
+                  "unpack_groups: out must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(numel % group_size == 0, "unpack_groups: out must hold whole groups of ", group_size, ", found ", numel,
+                  " elements");
+  check_tensor("out", out, dtype, numel, out);
+  check_tensor("codes", codes, ScalarType::Byte, numel * bits / 8, out);
+  check_tensor("scale", scale, dtype, numel / group_size, out);
+  check_tensor("minimum", minimum, dtype, numel / group_size, out);
+  if (numel == 0) return;
+
+  const auto by_bits = [&](auto zero) {
+    using T = decltype(zero);
+    bits == 8 ? launch<T, 8>(codes, scale, minimum, group_size, out) : launch<T, 4>(codes, scale, minimum, group_size, out);
+  };
+  if (dtype == ScalarType::Half) {
+    by_bits(__half{});
+  } else if (dtype == ScalarType::BFloat16) {
+    by_bits(__nv_bfloat16{});
+  } else {
+    by_bits(float{});
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
+  library.def("unpack_groups(Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("unpack_groups", TORCH_BOX(&unpack_groups)); }

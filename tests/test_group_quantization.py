@@ -1,0 +1,195 @@
+"""Quantization in groups: exact packing, a bound on the error, no worse than DeepSpeed's, and refusals that say why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_inference.offload import quantization
+from zero_inference.offload.quantization import GroupQuantization, dequantize, dequantize_reference, quantize
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+ROUNDING = {torch.float16: 2.0 ** -11, torch.bfloat16: 2.0 ** -8, torch.float32: 2.0 ** -24}  # relative, of a number to its dtype
+
+
+def weights(*shape: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+def restored(weight: torch.Tensor, scheme: GroupQuantization) -> torch.Tensor:
+    out = torch.full_like(weight, float("nan"))
+    dequantize(*quantize(weight, scheme), scheme.bits, scheme.group_size, out)
+    return out
+
+
+def norm_error(found: torch.Tensor, weight: torch.Tensor) -> float:
+    return float((found.double() - weight.double()).norm() / weight.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_by_hand(dtype):
+    # group 1: minimum -1, scale 0.5, codes 0 15 2 7; group 2: minimum 0, scale 2, codes 15 1 0 3
+    weight = torch.tensor([[-1.0, 6.5, 0.0, 2.5], [30.0, 2.0, 0.0, 6.0]], dtype=dtype)
+    codes, scale, minimum = quantize(weight, GroupQuantization(4, 4))
+    assert codes.tolist() == [0xF0, 0x72, 0x1F, 0x30]  # the even element in the low nibble
+    assert scale.tolist() == [0.5, 2.0] and minimum.tolist() == [-1.0, 0.0]
+    assert codes.dtype == torch.uint8 and scale.dtype == minimum.dtype == dtype
+    assert torch.equal(restored(weight, GroupQuantization(4, 4)), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_by_hand(dtype):
+    weight = torch.tensor([[0.0, 63.75, 0.25, 32.0], [-2.0, 253.0, 0.0, 126.0]], dtype=dtype)
+    codes, scale, minimum = quantize(weight, GroupQuantization(8, 4))
+    assert codes.tolist() == [0, 255, 1, 128, 0, 255, 2, 128]
+    assert scale.tolist() == [0.25, 1.0] and minimum.tolist() == [0.0, -2.0]
+    assert torch.equal(restored(weight, GroupQuantization(8, 4)), weight)
+
+
+def test_the_sum_is_rounded_once_and_the_product_on_its_own():
+    # 255 * 0.1 in float32 is 25.5 exactly after rounding, with a fused multiply-add it is not
+    scale, minimum = torch.tensor([0.1]), torch.tensor([-25.5])
+    out = torch.empty(1, 1)
+    dequantize(torch.tensor([255], dtype=torch.uint8), scale, minimum, 8, 1, out)
+    assert out.item() == 0.0 and 255 * scale.double().item() - 25.5 != 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (4, 64), (4, 6)])
+def test_error_of_each_group_is_bounded(bits, group_size, dtype):
+    """The extremes alone give every element half a step, or at the top what rounding the scale takes off `largest` steps; the
+    fit may only lower a group's squared error. On top comes the rounding of the result."""
+    scheme = GroupQuantization(bits, group_size)
+    for offset in (0.0, 0.5):
+        weight = weights(33, 2 * group_size, dtype=dtype) + offset
+        groups = weight.double().view(-1, group_size)
+        spread = groups.amax(1) - groups.amin(1)
+        rounding = ROUNDING[dtype]
+        step = torch.maximum(spread / scheme.largest_code * (1 + rounding) / 2, spread * rounding)
+        bound = step + rounding * (groups.abs().amax(1) + step) + 1e-7
+        error = restored(weight, scheme).double().view(-1, group_size) - groups
+        assert bool((error.square().mean(1).sqrt() <= bound).all())
+        assert offset or error.abs().max() > 0
+
+
+@pytest.mark.parametrize("bits, dtype, gain", [(4, torch.bfloat16, 0.05), (4, torch.float16, 0.05), (8, torch.float32, 0.05),
+                                               (8, torch.bfloat16, 0.0)])  # there it drowns in the rounding of the minimum
+def test_the_fit_is_never_worse_than_the_extremes(bits, dtype, gain):
+    weight = weights(40, 128, dtype=dtype)
+    scheme = GroupQuantization(bits, 32)
+    groups = weight.float().view(-1, 32)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    step = ((high - low) / scheme.largest_code).to(dtype).float()
+    plain = (((groups - low) / step).round().clamp(0, scheme.largest_code) * step + low).to(dtype).float()
+    found = restored(weight, scheme).float().view(-1, 32)
+    before, after = (plain - groups).square().sum(1), (found - groups).square().sum(1)
+    assert bool((after <= before).all()) and float(after.sum()) <= (1 - gain) * float(before.sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_constant_groups_are_exact(bits, dtype):
+    weight = torch.tensor([0.0, -3.0, 0.1, 6e-8, 60000.0]).to(dtype)[:, None].repeat(1, 16)
+    codes, scale, minimum = quantize(weight, GroupQuantization(bits, 8))
+    assert not codes.any() and not scale.any() and torch.equal(minimum.view(5, 2)[:, 0], weight[:, 0])
+    assert torch.equal(restored(weight, GroupQuantization(bits, 8)), weight)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_range_below_the_steps_of_float16_scales_survives(bits):
+    weight = (torch.arange(16)[None] * 2.0 ** -20).half()
+    scheme = GroupQuantization(bits, 16)
+    _, scale, _ = quantize(weight, scheme)
+    assert float((restored(weight, scheme) - weight).abs().max()) <= float(scale.float().max()) / 2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_chunks_change_nothing(bits, monkeypatch):
+    weight = weights(7, 96, dtype=torch.float16)
+    scheme = GroupQuantization(bits, 24)
+    whole, out = quantize(weight, scheme), restored(weight, scheme)
+    for chunk in (1, 50, 24 * 27):
+        monkeypatch.setattr(quantization, "CHUNK_NUMEL", chunk)
+        assert all(torch.equal(*pair) for pair in zip(whole, quantize(weight, scheme)))
+        assert torch.equal(restored(weight, scheme), out)
+
+
+def test_fused_experts_and_strided_weights_are_quantized_as_they_read():
+    experts = weights(3, 10, 64, dtype=torch.bfloat16)
+    scheme = GroupQuantization(4, 32)
+    assert scheme.can_quantize(experts)
+    found = restored(experts, scheme)
+    assert found.shape == experts.shape
+    assert torch.equal(found[1], restored(experts[1], scheme))
+    turned = experts.transpose(1, 2).contiguous().transpose(1, 2)
+    assert all(torch.equal(*pair) for pair in zip(quantize(turned, scheme), quantize(experts, scheme)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_empty_weight_stays_empty(bits):
+    assert restored(torch.empty(0, 64), GroupQuantization(bits, 32)).shape == (0, 64)
+
+
+def test_sizes():
+    scheme = GroupQuantization(4, 32)
+    codes, scale, minimum = quantize(weights(6, 64, dtype=torch.float16), scheme)
+    assert scheme.packed_bytes(384) == codes.numel() == 192
+    assert scheme.stored_bytes(384, torch.float16) == sum(t.numel() * t.element_size() for t in (codes, scale, minimum)) == 240
+    assert GroupQuantization(8, 32).packed_bytes(384) == 384
+    with pytest.raises(ValueError, match="100 elements .* groups of 32"):
+        scheme.packed_bytes(100)
+
+
+@pytest.mark.parametrize("bits, group_size", [(3, 32), (16, 32), (4, 7), (8, 0), (4, -2)])
+def test_schemes_that_cannot_be(bits, group_size):
+    with pytest.raises(ValueError, match=str(group_size if bits in (4, 8) else bits)):
+        GroupQuantization(bits, group_size)
+
+
+def test_what_cannot_be_quantized():
+    scheme = GroupQuantization(8, 32)
+    for unfit in (torch.zeros(64), torch.zeros(4, 40), torch.zeros(4, 64, dtype=torch.int8),
+                  torch.zeros(4, 64, dtype=torch.float64)):
+        assert not scheme.can_quantize(unfit)
+        with pytest.raises(ValueError, match="group size 32"):
+            quantize(unfit, scheme)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        weight = weights(4, 64, dtype=torch.bfloat16)
+        weight[2, 5] = value
+        with pytest.raises(ValueError, match="NaN"):
+            quantize(weight, scheme)
+    with pytest.raises(ValueError, match="range"):
+        quantize(torch.tensor([[3e38, -3e38] * 16]), scheme)
+
+
+def test_unpacking_refuses_what_does_not_fit():
+    scheme = GroupQuantization(8, 32)
+    codes, scale, minimum = quantize(weights(4, 64, dtype=torch.float16), scheme)
+    out = torch.empty(4, 64, dtype=torch.float16)
+    for arguments, message in (((codes[:-1], scale, minimum, 8, 32, out), "codes .* 256 elements"),
+                               ((codes.view(torch.int8), scale, minimum, 8, 32, out), "uint8.*int8"),
+                               ((codes, scale.float(), minimum, 8, 32, out), "scale .*float16.*float32"),
+                               ((codes, scale, minimum.repeat(2)[::2], 8, 32, out), "minimum .*contiguous"),
+                               ((codes, scale, minimum, 8, 32, out.t()), "out .*contiguous"),
+                               ((codes, scale, minimum, 8, 48, out), "groups of 48"),
+                               ((codes, scale, minimum, 5, 32, out), "bits"),
+                               ((codes, scale, minimum, 8, 32, out.double()), "out .*float64")):
+        with pytest.raises(ValueError, match=message):
+            dequantize_reference(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from zero_inference.engines.ds_quantization import quantize_parameter
+
+    weight = weights(64, 256, dtype=dtype)
+    parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    quantize_parameter(parameter, {"num_bits": bits, "group_size": group_size, "group_dim": 1, "symmetric": False})
+    packed, scale, minimum = parameter.deconcat(parameter)
+    theirs = parameter.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum)
+    ours = restored(weight, GroupQuantization(bits, group_size))
+    assert norm_error(ours, weight) <= norm_error(theirs, weight)
+    assert norm_error(ours, weight) < {8: 0.008, 4: 0.11}[bits]

@@ -1,0 +1,167 @@
+"""Our CUDA operators (`torch.ops.zero_inference`): one library of all sources in csrc, compiled at first use on a machine.
+
+The sources keep to torch's stable ABI of version 2.11. A build that cannot be made costs speed, never a run: whoever uses an
+operator has a way in PyTorch that gives the same.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable
+
+import torch
+
+SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
+OURS = "zero-inference/extensions"
+DEFINES = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]  # USE_CUDA: the stable headers' CUDA declarations
+
+_reason: str | None = "not asked for yet"
+_tried = False
+
+
+def load_extension(progress_message: Callable[[str], None] | None = None) -> bool:
+    """Make `torch.ops.zero_inference` available, compiling it if this is the first time here; later calls only answer.
+
+    False without a CUDA device, with ZERO_INFERENCE_BUILD_CUDA=0, and where the build fails, which is told once.
+
+    Args:
+        progress_message: gets the line that says what takes a minute, and the warning that it failed; stderr if None.
+    """
+    global _tried, _reason
+    if not _tried:
+        _tried = True
+        _reason = _load(progress_message or (lambda line: print(line, file=sys.stderr, flush=True)))
+    return _reason is None
+
+
+def why_unavailable() -> str | None:
+    """Why the last `load_extension` said False, in a few words; None where it said True."""
+    return _reason
+
+
+def source_folder() -> Path:
+    """csrc, inside an installed package or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "csrc" if (package / "csrc").is_dir() else package.parent / "csrc"
+
+
+def sources() -> list[Path]:
+    """All files to compile. Their names differ, because torch names the objects after them and not after their folders."""
+    return sorted(path for path in source_folder().rglob("*") if path.suffix in (".cu", ".cpp"))
+
+
+def _load(say: Callable[[str], None]) -> str | None:
+    """None if the operators are there, else why they are not."""
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "no CUDA device"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    try:
+        architectures = _architectures()
+        name = _library_name(architectures)
+        folder = _cache_folder() / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "zero-inference.lock", "w") as lock:  # ends with its holder, unlike torch's own mark
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "lock").unlink(missing_ok=True)
+            if not (folder / "complete").exists():
+                _check_compiler()
+                say("compiling the CUDA kernels (once on this machine, about a minute) ...")
+                _build(name, folder, architectures)
+                (folder / "complete").touch()
+            else:
+                torch.ops.load_library(str(folder / f"{name}.so"))
+    except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
+        reason = _in_one_line(error)
+        say(f"warning: the CUDA kernels could not be compiled, the slower PyTorch unpacking is used: {reason}")
+        return reason
+    return None
+
+
+def _check_compiler() -> None:
+    """Raises RuntimeError where a build need not be tried."""
+    from torch.utils import cpp_extension
+
+    if not sources():
+        raise RuntimeError(f"no sources in {source_folder()}")
+    if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
+        raise RuntimeError(f"nvcc of CUDA {torch.version.cuda} was not found (looked on PATH, in CUDA_HOME and /usr/local/cuda)")
+
+
+def _build(name: str, folder: Path, architectures: str) -> None:
+    """Compile, link and load; raises whatever went wrong."""
+    from torch.utils import cpp_extension
+
+    # ninja may lie beside the interpreter of an environment that is not activated
+    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    with _environment(PATH=path, TORCH_CUDA_ARCH_LIST=architectures):
+        cpp_extension.load(name, [str(file) for file in sources()], extra_cflags=["-O3", *DEFINES],
+                           extra_cuda_cflags=["-O3", *DEFINES], build_directory=str(folder), is_python_module=False)
+
+
+def _architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST if it is set and serves the devices that are here, else a list of those devices."""
+    devices = sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    entries = [entry for entry in re.split(r"[;, ]+", given) if entry]
+    if entries and all(any(_serves(entry, device) for entry in entries) for device in devices):
+        return ";".join(entries)
+    return ";".join(f"{major}.{minor}" for major, minor in devices)
+
+
+def _serves(entry: str, device: tuple[int, int]) -> bool:
+    """Whether code for `entry` ("8.0", "8.0+PTX", "9.0a") runs on a device of this capability; unknown names do not."""
+    parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
+    if parts is None:
+        return False
+    version = int(parts[1]), int(parts[2])
+    if parts[3]:
+        return version == device
+    return version <= device and (parts[4] is not None or version[0] == device[0])
+
+
+def _library_name(architectures: str) -> str:
+    """Named after all that the library depends on, so that a changed source or torch makes a new one beside the old."""
+    digest = hashlib.sha256()
+    folder = source_folder()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+    for part in (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES):
+        digest.update(f"{part}\0".encode())
+    return f"zero_inference_{digest.hexdigest()[:16]}"
+
+
+def _cache_folder() -> Path:
+    """TORCH_EXTENSIONS_DIR where the user chose one (DeepSpeed's engine sets it to a folder in ours), else our cache."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given and OURS not in given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / OURS
+
+
+@contextmanager
+def _environment(**changes: str):
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _in_one_line(error: Exception) -> str:
+    """The line of a compiler's or linker's output that names the error, else the first line there is."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    telling = [line for line in lines[1:] if re.search(r"\berror\b|cannot find|cannot open|undefined symbol|not found", line)]
+    return (telling or lines)[0][:300]
