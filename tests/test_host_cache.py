@@ -27,7 +27,7 @@ def test_keys_and_values_are_those_of_a_dynamic_cache(family):
             torch.testing.assert_close(*logits)
     assert ours.get_seq_length() == 11
     for layer, other in zip(ours.layers, theirs.layers):
-        keys, values = (host.permute(1, 2, 0, 3) for host in layer.host)
+        keys, values = (host.permute(1, 2, 0, 3) for host in layer.kept)
         torch.testing.assert_close(keys, other.keys)
         torch.testing.assert_close(values, other.values)
 
@@ -38,10 +38,10 @@ def test_memory_is_exact_and_kept_over_a_reset():
     ids = torch.arange(3, 9).reshape(2, 3)
     with torch.no_grad():
         first = model(ids, past_key_values=cache).logits
-        place = [layer.host[0].data_ptr() for layer in cache.layers]
+        place = [layer.kept[0].data_ptr() for layer in cache.layers]
         cache.reset()
         again = model(ids, past_key_values=cache).logits
-    assert torch.equal(first, again) and place == [layer.host[0].data_ptr() for layer in cache.layers]
+    assert torch.equal(first, again) and place == [layer.kept[0].data_ptr() for layer in cache.layers]
     assert cache.nbytes() == 3 * 2 * 10 * 2 * 2 * 8 * 4  # layers, K and V, positions, batch, kv heads, head_dim, bytes
 
 

@@ -61,11 +61,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--quant-bits", type=int, choices=QUANT_BITS, help="bits of a stored weight (default: %(default)s)")
     engine.add_argument("--quant-group-size", type=int, metavar="N", help="weights sharing a scale (default: %(default)s)")
     engine.add_argument("--norm-kernels", choices=NORM_KERNELS, help="our CUDA norm kernels (default: %(default)s)")
-    engine.add_argument("--gpu-memory", type=float, metavar="GIB", help="stream engine: device memory for resident layers")
+    engine.add_argument("--gpu-memory", type=float, metavar="GIB", help="stream engine: device memory for resident layers (default: what is free)")
+    engine.add_argument("--ring-depth", type=int, metavar="N", help="stream engine: layers on their way at once (default: as many as keep the link busy)")
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", metavar="FILE", help="(default: a name made of the options, in --log-dir)")
     output.add_argument("--log-dir", metavar="DIR", help="(default: %(default)s)")
+    output.add_argument("--trace", metavar="FILE", help="stream engine: Chrome trace of the last loop's copies and layers")
     output.add_argument("--verbose", type=int, choices=(0, 1, 2), help="0 quiet, 2 with tracebacks (default: %(default)s)")
     output.add_argument("--dry-run", action="store_true", help="show the configuration, the sizes and whether they fit; load nothing")
     output.add_argument("--local-rank", type=int, help="set by the deepspeed launcher")
@@ -97,6 +99,7 @@ def console_main(argv: list[str] | None = None) -> int:
     """Entry point of the `zero-inference` command."""
     argv = sys.argv if argv is None else argv
     from zero_inference import report
+    from zero_inference.link import command as link
 
     parser = _Parser(prog="zero-inference", description="Measure and compare generation from models bigger than the GPU.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -104,9 +107,13 @@ def console_main(argv: list[str] | None = None) -> int:
     add_run_arguments(run_parser)
     report_parser = commands.add_parser("report", help="one table of all runs in a log folder")
     report.add_arguments(report_parser)
+    link_parser = commands.add_parser("link", help="measure what the link, the disk and the device of this machine can do")
+    link.add_arguments(link_parser)
     args = parser.parse_args(argv[1:])
     if args.command == "run":
         return _guarded(lambda: run_command(args, argv), args.verbose)
+    if args.command == "link":
+        return _guarded(lambda: link.main(args), 1)
     return _guarded(lambda: report.main(args), 1)
 
 

@@ -6,7 +6,7 @@ Importing this module imports neither torch nor transformers, so that `--help` a
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from zero_inference.errors import UsageError
@@ -47,6 +47,8 @@ class RunConfig:
     pin_memory: bool | None = None
     norm_kernels: str = "auto"
     gpu_memory: float | None = None
+    ring_depth: int | None = None
+    trace: str | None = None
     ds_config: str | None = None
     log_file: str | None = None
     log_dir: str = "logs"
@@ -65,11 +67,11 @@ class RunConfig:
 
     @property
     def offload(self) -> str:
-        """Where the weights wait: 'cpu', 'disk' or 'gpu' (the device)."""
+        """Where the weights wait: 'cpu', 'disk' or 'gpu' (the device). `validate` turns cpu_offload on for the stream engine."""
         return "cpu" if self.cpu_offload else "disk" if self.disk_offload else "gpu"
 
     def validate(self) -> RunConfig:
-        """Return self, or raise UsageError that says what was asked, what was found and what to change."""
+        """Return the configuration with what it implies, or raise UsageError: what was asked, found, and has to change."""
         self._validate_choices()
         self._validate_engine()
         if self.cpu_offload and self.disk_offload:
@@ -84,7 +86,7 @@ class RunConfig:
             raise UsageError("--prompts needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
         if self.prompts and not Path(self.prompts).is_file():
             raise UsageError(f"--prompts {self.prompts}: no such file; give a text file with one prompt a line.")
-        return self
+        return replace(self, cpu_offload=True) if self.engine == "stream" else self
 
     def _validate_companions(self) -> None:
         """An option that would do nothing without another one is a mistake, not a wish."""
@@ -113,26 +115,30 @@ class RunConfig:
             raise UsageError(f"--gpu-memory {self.gpu_memory}: must be 0 or more GiB.")
 
     def _validate_engine(self) -> None:
-        if self.engine == "stream":
-            raise UsageError("--engine stream is not in this version; --engine deepspeed --cpu-offload runs the same model.")
         if self.norm_kernels == "cuda":
             raise UsageError("--norm-kernels cuda: this version has no compiled norm kernels; use auto or off.")
-        if self.gpu_memory is not None:
-            raise UsageError(f"--gpu-memory belongs to --engine stream, not to --engine {self.engine}: drop it.")
+        if self.ring_depth is not None and self.ring_depth < 2:
+            raise UsageError(f"--ring-depth {self.ring_depth}: a layer has to compute while the next one comes: use 2 or more.")
+        for name in ("gpu_memory", "ring_depth", "trace"):
+            if getattr(self, name) is not None and self.engine != "stream":
+                raise UsageError(f"{_flag(name)} belongs to --engine stream, not to --engine {self.engine}: drop it.")
         if self.ds_config is not None and self.engine != "deepspeed":
             raise UsageError(f"--ds-config configures DeepSpeed, but --engine is {self.engine}: drop one of the two.")
+        if self.engine == "stream" and self.disk_offload:
+            raise UsageError("--engine stream keeps weights in host memory, not on disk: drop --disk-offload, "
+                             "or use --engine deepspeed.")
         if self.engine == "resident" and (self.cpu_offload or self.disk_offload):
             raise UsageError("--engine resident keeps every weight on the device: drop the offload, "
                              "or use --engine deepspeed.")
-        if self.engine != "deepspeed":
+        if self.engine in ("accelerate", "resident"):
             if self.quantized:
                 raise UsageError(f"--quant-bits {self.quant_bits} is not done by --engine {self.engine}: "
-                                 "use --engine deepspeed.")
-            if self.use_gds:
-                raise UsageError(f"--use-gds is not done by --engine {self.engine}: use --engine deepspeed.")
+                                 "use --engine deepspeed or stream.")
             if self.pin_memory:
-                raise UsageError(f"--pin-memory 1 is not done by --engine {self.engine}: use --engine deepspeed.")
-        elif self.pin_memory and self.offload == "gpu":
+                raise UsageError(f"--pin-memory 1 is not done by --engine {self.engine}: use --engine deepspeed or stream.")
+        if self.use_gds and self.engine != "deepspeed":
+            raise UsageError(f"--use-gds is not done by --engine {self.engine}: use --engine deepspeed.")
+        if self.pin_memory and self.engine == "deepspeed" and self.offload == "gpu":
             raise UsageError("--pin-memory 1 is about weights in host memory: add --cpu-offload or --disk-offload.")
         if self.engine == "accelerate" and self.offload == "gpu":
             raise UsageError("--engine accelerate is here for its offload: add --cpu-offload or --disk-offload, "

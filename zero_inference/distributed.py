@@ -36,6 +36,10 @@ class Ranks:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
 
+    def minimum(self, value: float) -> float:
+        """The least `value` of all ranks."""
+        return -self.maximum([-value])[0]
+
     def total(self, value: int) -> int:
         """Sum of `value` over all ranks."""
         if self.world_size == 1:
@@ -102,6 +106,11 @@ def start_process_group(ranks: Ranks) -> None:
         dist.init_process_group(**where, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(**where, timeout=datetime.timedelta(minutes=30))
+
+
+def new_group(ranks: Ranks):
+    """A process group of all ranks with its own communicator, whose order of calls is nobody else's; None for one rank."""
+    return dist.new_group() if ranks.world_size > 1 else None
 
 
 def stop_process_group() -> None:

@@ -91,6 +91,8 @@ def _one_loop(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, ranks: Ranks
     extra = {"past_key_values": make_cache()} if make_cache else {}
     ranks.barrier()
     clock.start()
+    if loaded.timeline is not None:
+        loaded.timeline.restart()
     output = loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings,
                                    stopping_criteria=StoppingCriteriaList([clock]), **extra)
     times = ranks.maximum(clock.seconds())

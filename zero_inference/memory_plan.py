@@ -17,10 +17,11 @@ from zero_inference.engines import engine_module
 from zero_inference.engines.base import Footprint
 from zero_inference.environment import available_host_bytes
 from zero_inference.errors import UsageError
+from zero_inference.models.sizes import activation_bytes, kv_cache_bytes
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_cache import SLOTS
-from zero_inference.utils import GB, cache_bytes
+from zero_inference.utils import GB
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
     weights: Footprint = engine_module(config.engine).footprint(config, spec, ranks, model)
     local = ranks.local_world_size
     batch = config.batch_size // ranks.world_size or 1
-    kv = cache_bytes(spec.config, batch, config.prompt_len + config.gen_len) // 2 * spec.dtype.itemsize
+    kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len)
     layers = spec.text_config.num_hidden_layers
     device = weights.device + activation_bytes(spec, batch, config.prompt_len)
     host, pinned = weights.host, weights.pinned
@@ -78,14 +79,6 @@ def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         raise UsageError(f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
                          f"{need.available / GB:.1f} GiB are there; "
                          + (f"use one of: {'; '.join(changes)}." if changes else "use --disk-offload, more nodes or memory."))
-
-
-def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:
-    """Estimate: six hidden states and three MLP inner states of the prompt, and two rows of float32 logits a sequence."""
-    config = spec.text_config
-    h = config.hidden_size
-    inner = next((v for k in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, k, None), int)), 4 * h)
-    return batch * prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize + 2 * batch * config.vocab_size * 4
 
 
 def changes_that_fit(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[str]:

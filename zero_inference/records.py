@@ -80,7 +80,9 @@ FIELDS = (
     Field("output_ids_sha256", "", "fingerprint of the generated ids, see output_ids_sha256"),
     Field("transfers", "byte", "bytes moved per decode step, counted",
           parts=("host_to_device_bytes_per_step", "disk_read_bytes_per_step")),
-    Field("limit", "", "what the machine allows: the link in GB/s (1e9), the decode time it bounds, the share reached",
+    Field("limit", "", "what the machine allows: measured rates (GB/s of 1e9, TFLOP/s), the least time of a step by each, "
+          "which one binds, the decode time it bounds, the share reached; beside it `link_use` (seconds: what the first rank's link "
+          "did in the decode steps) where the engine observes it",
           parts=("link_gbps", "floor_decode_s", "fraction_of_limit")),
     Field("ds_config", "", "DeepSpeed's config as resolved; null for other engines"),
     Field("environment", "", "machine and versions, see environment.describe_environment"),

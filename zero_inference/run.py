@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 
-from zero_inference import generation, memory_plan
+from zero_inference import generation, limits, memory_plan
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import LoadedModel
 from zero_inference.environment import describe_environment
 from zero_inference.errors import RunError, UsageError
-from zero_inference.link.copy import host_to_device_gbps
-from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models import prompts
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
-from zero_inference.offload.host_cache import HostKVCache, check_layer_types
+from zero_inference.offload.host_cache import HostKVCache
+from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, other_layer_types
 from zero_inference.progress import Progress
 from zero_inference.records import append_record, output_ids_sha256
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
@@ -42,7 +41,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         UsageError: it cannot work; nothing was loaded or written.
         RunError: it failed on the way; a record with status 'failed' was written.
     """
-    config.validate()
+    config = config.validate()
     _quiet_libraries(config.verbose)
     ranks = detect_ranks(local_rank)
     _check_launch(config, ranks)
@@ -72,6 +71,8 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     log_path = _log_path(config, ranks)
     record_path = _record_path(log_path)
     _check_writable(log_path)
+    if config.trace and not os.access(Path(config.trace).absolute().parent, os.W_OK):
+        raise UsageError(f"--trace {config.trace}: its folder is not there or cannot be written to; choose another.")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a stopped run leaves its record
     if note:
         progress.say(note)
@@ -111,25 +112,27 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
         if loaded.facts.get("not_quantized"):
             _warn_not_quantized(loaded, progress)
-        link = _measure_limits(config, ranks)
+        rates = limits.measure_rates(config, spec, ranks)
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
         measurement = generation.measure(
             loaded, ids[share], config.gen_len, config.loops, config.warmup, ranks, _cache_maker(config, spec, loaded),
             before_measuring=lambda: _reset_peak(ranks), progress=progress.update)
-        measured = _results(config, spec, ranks, loaded, measurement, link) | {"model_bytes": full_bytes, "load_s": load_s}
+        measured = _results(config, spec, ranks, loaded, measurement, rates) | {"model_bytes": full_bytes, "load_s": load_s}
+        if config.trace and ranks.is_first:
+            loaded.timeline.write_chrome_trace(Path(config.trace))
         return measured, measurement, dict(loaded.facts)
     finally:
         loaded.close()
 
 
 def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
-             link: dict[str, float | None]) -> dict[str, Any]:
+             rates: limits.Rates) -> dict[str, Any]:
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     last = measurement.loops[-1]
     moved = {name: None if getattr(last, name) is None else ranks.total(int(getattr(last, name)))
              for name in ("host_to_device_bytes_per_step", "device_to_host_bytes_per_step", "disk_read_bytes_per_step")}
-    floor = _floor_step_s(moved, link, ranks.device.type)
+    work = limits.least_work(config, spec, ranks, loaded.weight_bytes)
     peak_gpu = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
     peaks = ranks.maximum([float(peak_gpu or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
     return {
@@ -150,43 +153,20 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "output_ids_sha256": output_ids_sha256(measurement.output_ids),
         "transfers": moved,
         "decode_weights_gbps": loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
-        "limit": link | {"floor_decode_s": floor * steps if floor and steps else None,
-                         "fraction_of_limit": floor * steps / decode_s if floor and steps else None},
+        "limit": limits.decode_limits(rates, moved, work, ranks.device.type == "cuda", steps, decode_s),
+        "link_use": limits.link_use_of(loaded),
         "device": str(ranks.device.type),
     }
 
 
-def _floor_step_s(moved: dict[str, int | None], link: dict[str, float | None], device_type: str) -> float | None:
-    """Least time of a decode step: what crosses the link over its rate, what is read from disk over its; the longer.
-
-    A CPU has no link to cross: there only the disk bounds a step.
-    """
-    bounds = [("disk_read_bytes_per_step", "disk_gbps")]
-    if device_type == "cuda":
-        bounds.append(("host_to_device_bytes_per_step", "link_gbps"))
-    times = [moved[name] / (link[rate] * 1e9) for name, rate in bounds if moved[name] and link.get(rate)]
-    return max(times, default=None)
-
-
-def _measure_limits(config: RunConfig, ranks: Ranks) -> dict[str, float | None]:
-    """Rates of this process' link (all ranks at once, added up) and of the offload disk, in GB/s of 1e9 bytes."""
-    ranks.barrier()
-    one = host_to_device_gbps(ranks.device, pinned=True)
-    link = ranks.total(int(one * 1e6)) / 1e6
-    disk = None
-    if config.disk_offload:
-        if ranks.is_first:
-            disk = disk_read_gbps(config.offload_path)
-        disk = (ranks.total(int((disk or 0) * 1e6)) / 1e6) or None
-    return {"link_gbps": link, "link_kind": "host to device, pinned" if ranks.device.type == "cuda" else "host memory copy",
-            "disk_gbps": disk}
-
-
 def _cache_maker(config: RunConfig, spec: ModelSpec, loaded: LoadedModel):
-    if not config.kv_offload:
+    length = config.prompt_len + config.gen_len
+    if config.kv_offload:
+        cache = HostKVCache(spec.config, length, config.pin_kv_cache, config.async_kv_offload, loaded.transfers)
+    elif loaded.preallocated_cache and not other_layer_types(spec.config):
+        cache = DeviceKVCache(spec.config, length)
+    else:
         return None
-    cache = HostKVCache(spec.config, config.prompt_len + config.gen_len, config.pin_kv_cache, config.async_kv_offload,
-                        loaded.transfers)
 
     def make():
         cache.reset()
@@ -240,7 +220,7 @@ def _asked(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) ->
 
 
 def _pinned(config: RunConfig, ranks: Ranks) -> bool:
-    if config.engine != "deepspeed" or config.offload == "gpu":
+    if config.engine not in ("deepspeed", "stream") or config.offload == "gpu":
         return False
     return ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory
 
@@ -279,16 +259,14 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
         hidden = len(measurement.output_ids) - SHOWN_TEXTS
         print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
     print(block.rstrip("\n"))
-    limit = measured["limit"]
-    if limit["fraction_of_limit"] is not None:
-        moved = measured["transfers"]
-        link_part = (f"decode moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step ({limit['link_kind']}: "
-                     f"{limit['link_gbps']:.1f} GB/s)") if measured["device"] == "cuda" else "decode"
-        disk = f", reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB from disk ({limit['disk_gbps']:.2f} GB/s)" if limit["disk_gbps"] else ""
-        print(f"{link_part}{disk} and runs at {limit['fraction_of_limit']:.1%} of that limit")
-    elif measured["transfers"]["host_to_device_bytes_per_step"]:
-        print(f"decode fetches {measured['transfers']['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is "
-              f"no link to cross (a copy in host memory runs at {limit['link_gbps']:.1f} GB/s)")
+    limit, moved = measured["limit"], measured["transfers"]
+    if limit["bound_by"]:
+        print(limits.in_words(limit, moved))
+    idle = measured["link_use"] and limits.idle_in_words(measured["link_use"])
+    if idle:
+        print(idle)
+    if measured["device"] == "cpu" and moved["host_to_device_bytes_per_step"]:
+        print(f"decode fetches {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is no link to cross")
     if "quantized_fraction" in facts:
         print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")
     print(f"log: {log_path}\nrecord: {record_path}", flush=True)
@@ -330,8 +308,7 @@ def _explain(error: BaseException, config: RunConfig) -> str:
 
 def _warn_not_quantized(loaded: LoadedModel, progress: Progress) -> None:
     names = loaded.facts["not_quantized"]
-    progress.say(f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized, because DeepSpeed "
-                 f"quantizes nn.Linear and nn.Embedding only: {', '.join(names[:3])}"
+    progress.say(f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: {', '.join(names[:3])}"
                  + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else ""))
 
 

@@ -6,6 +6,7 @@ from importlib import import_module
 
 _ENGINES = {
     "deepspeed": "zero_inference.engines.deepspeed",
+    "stream": "zero_inference.engines.stream",
     "accelerate": "zero_inference.engines.accelerate",
     "resident": "zero_inference.engines.resident",
 }

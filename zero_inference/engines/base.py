@@ -14,6 +14,7 @@ from typing import Any, Callable
 
 import torch
 
+from zero_inference.offload.timeline import Timeline
 from zero_inference.offload.transfers import Transfers
 
 
@@ -37,6 +38,8 @@ class LoadedModel:
         transfers: counters that rise while the model runs.
         facts: further record fields, such as `ds_config` or `quantized_fraction`.
         close: releases what the engine holds (files, patches); safe to call twice.
+        timeline: when layers were copied and computed, of an engine that keeps it.
+        preallocated_cache: the engine is made for a KV cache that takes no memory while the model runs.
     """
 
     model: Any
@@ -46,6 +49,8 @@ class LoadedModel:
     transfers: Transfers = field(default_factory=Transfers)
     facts: dict[str, Any] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
+    timeline: Timeline | None = None
+    preallocated_cache: bool = False
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:

@@ -9,26 +9,15 @@ the last layer of a step prefetches the first of the next. Without a device the 
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from zero_inference.errors import RunError, UsageError
 from zero_inference.offload.host_memory import host_empty
+from zero_inference.offload.kv_cache import PreallocatedCache, PreallocatedLayer, check_layer_types, key_value_layers
 from zero_inference.offload.transfers import Transfers
 
 SLOTS = 2
-KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-def check_layer_types(config) -> None:
-    """Raises UsageError where a model keeps other state than keys and values."""
-    text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds - KEY_VALUE_LAYERS:
-        raise UsageError(f"--kv-offload keeps keys and values, but {text.model_type} has layers of type "
-                         f"{', '.join(sorted(kinds))}: drop --kv-offload.")
-
-
-class HostKVCache(Cache):
+class HostKVCache(PreallocatedCache):
     """Preallocated KV cache in host memory.
 
     Args:
@@ -44,69 +33,31 @@ class HostKVCache(Cache):
 
     def __init__(self, config, max_length: int, pinned: bool, asynchronous: bool, transfers: Transfers):
         check_layer_types(config)
-        text = config.get_text_config(decoder=True)
-        shared = getattr(text, "num_kv_shared_layers", 0) or 0
-        self._pool = _DeviceSlots(text.num_hidden_layers - shared, pinned, asynchronous, transfers)
-        super().__init__(layers=[_HostLayer(self._pool, index, max_length) for index in range(text.num_hidden_layers - shared)])
-
-    def nbytes(self) -> int:
-        """Bytes of host memory the cache holds."""
-        return sum(layer.nbytes() for layer in self.layers)
+        layers = key_value_layers(config)
+        self._pool = _DeviceSlots(layers, pinned, asynchronous, transfers)
+        super().__init__(layers=[_HostLayer(self._pool, index, max_length) for index in range(layers)])
 
     def reset(self) -> None:
-        """Forget all tokens and keep the memory."""
         self._pool.wait()
-        for layer in self.layers:
-            layer.reset()
+        super().reset()
 
 
-class _HostLayer(CacheLayerMixin):
-    """Keys and values of one layer. transformers sees a full-attention layer: sliding windows are left to its masks."""
-
-    is_sliding = False
+class _HostLayer(PreallocatedLayer):
+    """Keys and values of one layer, [positions, batch, heads, head_dim] in host memory."""
 
     def __init__(self, pool: _DeviceSlots, index: int, max_length: int):
-        super().__init__()
-        self.pool, self.index, self.max_length = pool, index, max_length
-        self.length = 0
-        self.host: tuple[torch.Tensor, torch.Tensor] | None = None
+        super().__init__(max_length)
+        self.pool, self.index = pool, index
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.host = tuple(
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.kept = tuple(
             host_empty((self.max_length, states.shape[0], states.shape[1], states.shape[3]), states.dtype, self.pool.pinned)
             for states in (key_states, value_states))
-        self.pool.prepare(self.host, self.device)
-        self.is_initialized = True
+        self.pool.prepare(self.kept, self.device)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Append key and value states [batch, heads, new, head_dim]; return all so far, [batch, heads, length, head_dim]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[2]
-        if end > self.max_length:
-            raise RunError(f"the KV cache holds {self.max_length} positions and was given {end}.")
-        new = tuple(states.permute(2, 0, 1, 3) for states in (key_states, value_states))
-        start, self.length = self.length, end  # first, for the pool may fetch this very layer for the next step
-        kept = self.pool.append(self, new, start, end)
-        return tuple(states.permute(1, 2, 0, 3) for states in kept)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return self.max_length
-
-    get_max_cache_shape = get_max_length
-
-    def reset(self) -> None:
-        self.length = 0
-
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.host) if self.host else 0
+    def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
+        kept = self.pool.append(self, tuple(new.permute(2, 0, 1, 3) for new in states), start, end)
+        return tuple(part.permute(1, 2, 0, 3) for part in kept)
 
 
 class _DeviceSlots:
@@ -134,9 +85,9 @@ class _DeviceSlots:
         """Store `new` [new, batch, heads, head_dim] at positions start..end and return everything up to `end`."""
         self.layers[layer.index] = layer
         if layer.device.type != "cuda":
-            for host, states in zip(layer.host, new):
+            for host, states in zip(layer.kept, new):
                 host[start:end].copy_(states)
-            return tuple(host[:end] for host in layer.host)
+            return tuple(host[:end] for host in layer.kept)
         compute = torch.cuda.current_stream(layer.device)
         if start == 0:
             self._write(layer, new, start, end, compute)
@@ -156,7 +107,7 @@ class _DeviceSlots:
 
     def _views(self, layer: _HostLayer, slot_index: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         return tuple(slot[: host.numel()].view(host.shape)[:end]
-                     for slot, host in zip(self.slots[slot_index], layer.host))
+                     for slot, host in zip(self.slots[slot_index], layer.kept))
 
     def _fetch(self, layer: _HostLayer, length: int, compute: torch.cuda.Stream) -> None:
         """Copy the first `length` positions of `layer` into the slot that is next, once what is queued is done with it.
@@ -169,7 +120,7 @@ class _DeviceSlots:
         self.fetch_stream.wait_event(slot_free)
         self.fetch_stream.wait_stream(self.write_stream)  # it reads new tokens out of the slot, and feeds the host copy
         with torch.cuda.stream(self.fetch_stream):
-            for slot, host in zip(self._views(layer, slot_index, length), layer.host):
+            for slot, host in zip(self._views(layer, slot_index, length), layer.kept):
                 slot.copy_(host[:length], non_blocking=True)
                 self.transfers.host_to_device_bytes += slot.numel() * slot.element_size()
             done = torch.cuda.Event()
@@ -180,7 +131,7 @@ class _DeviceSlots:
         """Copy new positions to the host, behind what computes them."""
         self.write_stream.wait_stream(compute)
         with torch.cuda.stream(self.write_stream):
-            for host, states in zip(layer.host, new):
+            for host, states in zip(layer.kept, new):
                 packed = states.contiguous()
                 packed.record_stream(self.write_stream)
                 states.record_stream(self.write_stream)

@@ -1,0 +1,318 @@
+"""The measured ceilings, what the link is read to be, and `zero-inference link`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, free_port
+
+from zero_inference.distributed import Ranks
+from zero_inference.errors import RunError
+from zero_inference.link import command, compute, copy, system
+from zero_inference.link.disk import disk_read_gbps
+from zero_inference.link.system import GpuLink, Host, warnings_for
+
+CPU = torch.device("cpu")
+GIB = 2**30
+HOST = Host(numa_nodes=(0,), memlock_bytes=None, memory_bytes=64 * GIB, memory_available_bytes=60 * GIB)
+GPU = GpuLink("NVIDIA H200", "0000:1b:00.0", generation=5, generation_max=5, width=16, width_max=16, numa_node=0, source="nvml")
+UUID = "GPU-8f2c0e6a-1d0b-4c0f-9c59-0d6c8a3a1b77"
+# the second GPU sits in a x8 slot and idles, the third is a virtual one that knows nothing
+SMI = f"""{UUID}, 00000000:1B:00.0, 5, 5, 16, 16
+GPU-11111111-2222-3333-4444-555555555555, 00000000:C1:00.0, 1, 4, 8, 16
+GPU-66666666-7777-8888-9999-000000000000, 00000002:00:00.0, [N/A], [N/A], [Not Supported], [N/A]
+"""
+
+
+def own_copy_gbps() -> float:
+    """The best of five copies of 256 MiB by plain bytes, without torch."""
+    source, target = bytearray(b"\7") * copy.BLOCK_BYTES, bytearray(b"\1") * copy.BLOCK_BYTES
+    best = 0.0
+    for _ in range(5):
+        start = time.perf_counter()
+        memoryview(target)[:] = source
+        best = max(best, copy.BLOCK_BYTES / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+def test_the_copy_rate_is_that_of_an_independent_copy():
+    for _ in range(3):  # other processes share this machine's memory
+        measured = copy.host_to_device_gbps(CPU, pinned=True, seconds=0.3)
+        if 0.5 < measured / own_copy_gbps() < 2:
+            return
+    pytest.fail(f"{measured:.1f} GB/s by torch, {own_copy_gbps():.1f} GB/s by bytes")
+
+
+def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
+    two = [CPU, CPU]
+    for rate in (copy.device_to_host_gbps(CPU, seconds=0.1), copy.both_directions_gbps(CPU, seconds=0.1),
+                 copy.several_devices_gbps(two, seconds=0.1), compute.device_copy_gbps(CPU, seconds=0.1)):
+        assert 0.1 < rate < 2000
+    disk = disk_read_gbps(tmp_path, file_bytes=64 << 20)
+    assert disk is None or 0.01 < disk < 500
+    assert copy.kind_of(CPU) == "host memory copy" and copy.kind_of(torch.device("cuda")) == "host link"
+
+
+def test_two_copies_at_once_count_the_bytes_of_both(monkeypatch):
+    monkeypatch.setattr(copy, "BLOCK_BYTES", 1 << 20)
+    pairs = [(torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), value, dtype=torch.uint8)) for value in (3, 9)]
+    moved, spent = copy._HostRound(pairs)()
+    assert moved == 2 << 20 and spent > 0
+    assert pairs[0][0].eq(3).all() and pairs[1][0].eq(9).all()
+
+
+def test_matmul_counts_two_operations_a_product():
+    size = 384
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    for _ in range(3):
+        measured = compute.matmul_tflops(CPU, torch.float32, size=size, seconds=0.2)
+        spent = []
+        for _ in range(20):
+            start = time.perf_counter()
+            left @ right
+            spent.append(time.perf_counter() - start)
+        if 1 / 3 < measured / (2 * size**3 / sorted(spent)[10] / 1e12) < 3:
+            return
+    pytest.fail(f"{measured} TFLOP/s is not what {sorted(spent)[10]} s a product are")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_and_its_link():
+    device = torch.device("cuda", 0)
+    pinned, pageable = (copy.host_to_device_gbps(device, pinned) for pinned in (True, False))
+    up, both = copy.device_to_host_gbps(device), copy.both_directions_gbps(device)
+    assert pageable < 1.2 * pinned and 0.8 * min(pinned, up) < both < 1.2 * (pinned + up)
+    assert copy.several_devices_gbps([device]) == pytest.approx(pinned, rel=0.2)
+    assert compute.device_copy_gbps(device) > pinned
+    assert compute.matmul_tflops(device, torch.float16) > 1
+    properties = torch.cuda.get_device_properties(device)
+    gpu = copy.while_copying(device, lambda: system.read_gpu_link(str(properties.uuid), properties.name))
+    if gpu.limit_gbps is not None:
+        assert pinned < gpu.limit_gbps
+
+
+@pytest.mark.parametrize("text, cpus", [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5\n", {5}), ("\n", set()), ("", set())])
+def test_cpulists(text, cpus):
+    assert system.parse_cpulist(text) == cpus
+
+
+def test_numa_nodes_are_those_of_the_cpus(tmp_path):
+    for node, cpus in {0: "0-3,8-11", 1: "4-7,12-15", 10: "\n"}.items():
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    assert system.numa_nodes({1, 9}, str(tmp_path)) == [0]
+    assert system.numa_nodes({3, 4}, str(tmp_path)) == [0, 1]
+    assert system.numa_nodes({3, 4}, str(tmp_path / "elsewhere")) == []
+
+
+def test_the_csv_of_nvidia_smi():
+    gpus = system.parse_smi_csv(SMI)
+    assert gpus[UUID] == {"pci_id": "0000:1b:00.0", "generation": 5, "generation_max": 5, "width": 16, "width_max": 16}
+    second, third = list(gpus.values())[1:]
+    assert (second["generation"], second["generation_max"], second["width"], second["width_max"]) == (1, 4, 8, 16)
+    assert third == {"pci_id": "0002:00:00.0", "generation": None, "generation_max": None, "width": None, "width_max": None}
+    assert system.parse_smi_csv("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n\n") == {}
+
+
+@pytest.mark.parametrize("text, generation", [
+    ("2.5 GT/s PCIe\n", 1), ("5.0 GT/s PCIe", 2), ("8.0 GT/s PCIe", 3), ("16.0 GT/s PCIe", 4), ("32.0 GT/s PCIe", 5),
+    ("64.0 GT/s PCIe", 6), ("8 GT/s", 3), ("Unknown", None), ("", None)])
+def test_the_link_speed_of_sysfs(text, generation):
+    assert system.parse_link_speed(text) == generation
+
+
+@pytest.mark.parametrize("generation, width, gbps", [
+    (1, 16, 4.0), (2, 8, 4.0), (3, 16, 15.754), (4, 16, 31.508), (5, 16, 63.015), (5, 8, 31.508), (6, 16, 118.0),
+    (7, 16, None), (None, 16, None), (4, None, None)])
+def test_what_generation_and_width_carry(generation, width, gbps):
+    assert system.link_gbps(generation, width) == (None if gbps is None else pytest.approx(gbps, abs=5e-4))
+
+
+def fake_sysfs(root: Path, **files: str) -> str:
+    folder = root / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text + "\n")
+    return str(root)
+
+
+def fake_nvml(monkeypatch, **answers):
+    """A pynvml that knows one GPU; an answer of None is an error."""
+    class NVMLError(Exception):
+        pass
+
+    def answer(name):
+        def ask(handle):
+            if answers[name] is None:
+                raise NVMLError("Not Supported")
+            return answers[name]
+        return ask
+
+    def by_uuid(uuid):
+        if uuid != UUID:
+            raise NVMLError("Not Found")
+        return "handle"
+
+    names = {"CurrPcieLinkGeneration": "generation", "MaxPcieLinkGeneration": "generation_max", "CurrPcieLinkWidth": "width",
+             "MaxPcieLinkWidth": "width_max"}
+    fake = types.SimpleNamespace(
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetHandleByUUID=by_uuid,
+        nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId="00000000:1B:00.0"),
+        **{f"nvmlDeviceGet{name}": answer(key) for name, key in names.items()})
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+
+
+def test_a_link_told_by_nvml_and_what_the_gpu_alone_could_do(monkeypatch, tmp_path):
+    fake_nvml(monkeypatch, generation=4, generation_max=4, width=8, width_max=8)  # the slot's maximum
+    root = fake_sysfs(tmp_path, max_link_speed="32.0 GT/s PCIe", max_link_width="16", numa_node="1")
+    assert system.read_gpu_link(UUID.removeprefix("GPU-"), "A GPU", root) == GpuLink(
+        "A GPU", "0000:1b:00.0", generation=4, generation_max=5, width=8, width_max=16, numa_node=1, source="nvml")
+
+
+def test_sysfs_of_a_virtual_machine_adds_nothing(monkeypatch, tmp_path):
+    fake_nvml(monkeypatch, generation=None, generation_max=5, width=16, width_max=16)
+    root = fake_sysfs(tmp_path, max_link_speed="Unknown", max_link_width="255", numa_node="-1")
+    assert system.read_gpu_link(UUID, "A GPU", root) == GpuLink(
+        "A GPU", "0000:1b:00.0", generation=None, generation_max=5, width=16, width_max=16, numa_node=None, source="nvml")
+
+
+def test_a_link_told_by_nvidia_smi(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not importable
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{SMI}END\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    gpu = system.read_gpu_link(UUID, "A GPU", str(tmp_path))
+    assert (gpu.source, gpu.generation, gpu.width_max, gpu.numa_node) == ("nvidia-smi", 5, 16, None)
+    assert system.read_gpu_link("GPU-unknown", "A GPU", str(tmp_path)) == GpuLink("A GPU")
+
+
+def test_a_link_that_nobody_tells_about(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpu = system.read_gpu_link(UUID, "A GPU", str(tmp_path))
+    assert gpu == GpuLink("A GPU") and gpu.limit_gbps is None and warnings_for(gpu, HOST, 3.0) == []
+
+
+def test_a_good_link_warns_of_nothing():
+    assert warnings_for(GPU, HOST, pinned_gbps=55.5) == warnings_for(None, HOST) == []
+    assert warnings_for(GPU, replace(HOST, numa_nodes=())) == warnings_for(replace(GPU, numa_node=None), HOST) == []
+    assert warnings_for(GPU, replace(HOST, numa_nodes=(0, 1), memlock_bytes=HOST.memory_bytes)) == []
+
+
+@pytest.mark.parametrize("gpu, host, pinned, words", [
+    (replace(GPU, width=8), HOST, 27.0, ["8 of 16", "2 times"]),
+    (replace(GPU, generation=3), HOST, 13.0, ["generation 3", "could do 5", "idle"]),
+    (replace(GPU, numa_node=1), HOST, 55.5, ["NUMA node 1", "--cpunodebind=1 --membind=1"]),
+    (GPU, HOST, 31.0, ["31.0 GB/s", "49%", "63.0 GB/s", "generation 5 x16"]),
+    (GPU, replace(HOST, memlock_bytes=8 << 20), 55.5, ["8.00 MiB", "60.0 GiB", "may be refused", "libaio"]),
+    (None, replace(HOST, memlock_bytes=2 * GIB), None, ["2.0 GiB", "ulimit -l"]),
+], ids=["lanes", "generation", "numa", "rate", "memlock", "memlock without a GPU"])
+def test_each_warning(gpu, host, pinned, words):
+    (line,) = warnings_for(gpu, host, pinned)
+    assert all(word in line for word in words), line
+
+
+def test_all_is_wrong_at_once():
+    gpu = replace(GPU, width=8, generation=4, numa_node=1)
+    assert len(warnings_for(gpu, replace(HOST, memlock_bytes=1 << 16), pinned_gbps=3.0)) == 5
+
+
+def test_the_report_of_two_gpus(monkeypatch, capsys):
+    """The words around the numbers; the GPUs' own calls are stand-ins here."""
+    ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
+    monkeypatch.setattr("zero_inference.distributed.detect_ranks", lambda local_rank: ranks)
+    for name, value in (("device_count", 2), ("set_device", None), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+    def refused(device):
+        raise RunError("0.25 GiB of host memory could not be page-locked")
+
+    monkeypatch.setattr(copy, "host_to_device_gbps", lambda device, pinned: 40.0 if pinned else 6.5)
+    monkeypatch.setattr(copy, "device_to_host_gbps", refused)
+    monkeypatch.setattr(copy, "both_directions_gbps", lambda device: 70.25)
+    monkeypatch.setattr(copy, "several_devices_gbps", lambda devices: 40.0 * len(devices))
+    monkeypatch.setattr(compute, "device_copy_gbps", lambda device: 3900.0)
+    monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
+    monkeypatch.setattr(command, "_gpu_links", lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)])
+    monkeypatch.setattr(system, "read_host", lambda: HOST)
+    args = argparse.Namespace(disk=None, json=True, local_rank=None)
+    assert command.main(args) == 0
+    report = json.loads(capsys.readouterr().out)
+    ceilings = report["ceilings"]
+    assert ceilings["all_devices_gbps"]["value"] == 80 and ceilings["host_to_device_pageable_gbps"]["all_ranks"] == 6.5
+    assert ceilings["device_to_host_pinned_gbps"]["value"] is ceilings["device_to_host_pinned_gbps"]["all_ranks"] is None
+    assert [gpu["limit_gbps"] for gpu in report["gpus"]] == pytest.approx([63.0, 31.5], abs=0.1)
+    failed, slow, lanes = report["warnings"]
+    assert "page-locked" in failed and "GPU 0000:1b:00.0" in slow and "63%" in slow and "GPU 0000:c1:00.0" in lanes
+    args.json = False
+    assert command.main(args) == 0
+    shown = capsys.readouterr()
+    assert "host to all 2 GPUs at once" in shown.out and "3900" in shown.out and "70.2" in shown.out
+    assert "generation 5 of 5, lanes 8 of 16, 31.5 GB/s before packet headers; NUMA node ? (told by nvml)" in shown.out
+    assert shown.err.count("warning: ") == 3
+
+
+def link(*options, launcher=(), **changes) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *launcher, "-m", "zero_inference", "link", *map(str, options)], capture_output=True,
+                          text=True, timeout=180, cwd=ROOT, env={**os.environ, **changes})
+
+
+def test_json_of_one_process(tmp_path):
+    done = link("--json", "--disk", tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["device"], report["world_size"], report["gpus"]) == ("cpu", 1, [])
+    ceilings = report["ceilings"]
+    assert set(ceilings) == {"host_memory_copy_gbps", "host_memory_two_copies_gbps", "device_copy_gbps", "matmul_bfloat16_tflops",
+                             "matmul_float32_tflops", "disk_read_gbps"}
+    for name, each in ceilings.items():
+        if name == "disk_read_gbps" and each["value"] is None:  # a file system without O_DIRECT
+            assert any("O_DIRECT" in line for line in report["warnings"])
+            continue
+        assert each["value"] > 0 and each["all_ranks"] == pytest.approx(each["value"], abs=1e-6) and each["bounds"]
+        assert each["unit"] == ("TFLOP/s" if name.endswith("tflops") else "GB/s")
+    assert "host memory copy" in ceilings["host_memory_copy_gbps"]["what"]
+    assert report["host"]["memory_available_bytes"] <= report["host"]["memory_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_ranks_measure_at_once_and_the_first_prints_the_sum():
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    done = link("--json", launcher=launcher, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # one object, so one rank printed
+    assert report["world_size"] == 2 and len(report["numa_nodes_of_ranks"]) == 2
+    assert all(each["all_ranks"] > each["value"] > 0 for each in report["ceilings"].values())
+    assert len(set(report["warnings"])) == len(report["warnings"])
+
+
+def test_the_table_of_one_process():
+    done = link(CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    for words in ("host memory copy", "GB/s", "TFLOP/s", "bounds decode with weights on the device", "no GPU", "NUMA nodes"):
+        assert words in done.stdout, done.stdout
+    assert "warning" not in done.stdout
+
+
+def test_a_folder_that_is_not_there_is_bad_usage(tmp_path):
+    done = link("--disk", tmp_path / "gone")
+    assert done.returncode == 2 and "gone: there is no such folder" in done.stderr and done.stdout == ""
+
+
+def test_help_and_bad_usage_load_no_torch():
+    for options in (["--help"], ["--disk", "/gone"]):
+        done = subprocess.run([sys.executable, "-X", "importtime", "-m", "zero_inference", "link", *options], capture_output=True,
+                              text=True, cwd=ROOT)
+        assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

@@ -1,0 +1,128 @@
+"""What this machine allows a decode step to take: measured rates, counted bytes and operations, and the share reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.distributed import Ranks
+from zero_inference.engines.base import LoadedModel
+from zero_inference.link.compute import device_copy_gbps, matmul_tflops
+from zero_inference.link.copy import host_to_device_gbps
+from zero_inference.link.disk import disk_read_gbps
+from zero_inference.models.sizes import kv_cache_bytes
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured in this process. `link_gbps` and `disk_gbps` add up all ranks at once, the others are one device's.
+
+    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. None: does not apply.
+    """
+
+    link_gbps: float
+    link_kind: str
+    device_copy_gbps: float
+    matmul_tflops: float
+    disk_gbps: float | None
+
+
+@dataclass(frozen=True)
+class LeastWork:
+    """What one device cannot avoid in a decode step: bytes of its memory, and floating-point operations."""
+
+    device_bytes: int
+    flops: int
+
+
+def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Rates:
+    """About a second. All ranks copy at the same time, as they do while they run."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)  # an engine may still be filling its buffers
+    ranks.barrier()
+    on_gpu = ranks.device.type == "cuda"
+    one = host_to_device_gbps(ranks.device, pinned=True, seconds=0.4)
+    link = ranks.total(int(one * 1e6)) / 1e6
+    disk = None
+    if config.disk_offload:
+        if ranks.is_first:
+            disk = disk_read_gbps(config.offload_path)
+        disk = (ranks.total(int((disk or 0) * 1e6)) / 1e6) or None
+    return Rates(link_gbps=link, link_kind="host to device, pinned" if on_gpu else "host memory copy",
+                 device_copy_gbps=device_copy_gbps(ranks.device) if on_gpu else 2 * one,
+                 matmul_tflops=matmul_tflops(ranks.device, spec.dtype, seconds=0.1), disk_gbps=disk)
+
+
+def least_work(config: RunConfig, spec: ModelSpec, ranks: Ranks, weight_bytes: int) -> LeastWork:
+    """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
+
+    Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing.
+    """
+    model = empty_model(spec)
+    total = sum(p.numel() for p in model.parameters())
+    active = total - _idle_parameters(model, spec)
+    batch = config.batch_size // ranks.world_size
+    kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len // 2)
+    return LeastWork(device_bytes=weight_bytes * active // total + kv, flops=2 * active * batch)
+
+
+def decode_limits(rates: Rates, moved: dict[str, int | None], work: LeastWork, on_gpu: bool, steps: int, decode_s: float) -> dict[str, Any]:
+    """The record's `limit`: the rates, the least time of a step by each of them, which one binds, and the share reached.
+
+    Args:
+        moved: bytes that crossed link and disk in a step, counted over all ranks.
+    """
+    floors = {"device_memory": work.device_bytes / (rates.device_copy_gbps * 1e9), "matmul": work.flops / (rates.matmul_tflops * 1e12)}
+    if on_gpu and moved["host_to_device_bytes_per_step"]:
+        floors["link"] = moved["host_to_device_bytes_per_step"] / (rates.link_gbps * 1e9)
+    if rates.disk_gbps and moved["disk_read_bytes_per_step"]:
+        floors["disk"] = moved["disk_read_bytes_per_step"] / (rates.disk_gbps * 1e9)
+    bound_by = max(floors, key=floors.get)
+    floor = floors[bound_by] * steps
+    return vars(rates) | {"floor_step_s": floors, "bound_by": bound_by if steps else None, "floor_decode_s": floor if steps else None,
+                          "fraction_of_limit": floor / decode_s if steps else None}
+
+
+def in_words(limit: dict[str, Any], moved: dict[str, int | None]) -> str:
+    """One line: what bounds a decode step here, and how near the run came."""
+    what = {"link": lambda: f"moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB to the device a step ({limit['link_kind']}: "
+                            f"{limit['link_gbps']:.1f} GB/s)",
+            "disk": lambda: f"reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB a step from disk ({limit['disk_gbps']:.2f} GB/s)",
+            "device_memory": lambda: f"is bound by device memory (copies at {limit['device_copy_gbps']:.1f} GB/s)",
+            "matmul": lambda: f"is bound by matrix products ({limit['matmul_tflops']:.2f} TFLOP/s)"}[limit["bound_by"]]()
+    return f"decode {what} and runs at {limit['fraction_of_limit']:.1%} of that limit"
+
+
+def idle_in_words(link_use: dict[str, float]) -> str | None:
+    """Where the rest of the link's time went, or None if there is hardly any."""
+    causes = {"slot_wait_s": "waiting for a free slot: the device computes longer than a layer copies",
+              "host_late_s": "host late: it asked too late for the next layer", "step_start_s": "start of a step: the host prepares the token"}
+    total = link_use["busy_s"] + sum(link_use[name] for name in causes)
+    worst = max(causes, key=lambda name: link_use[name])
+    if not total or link_use[worst] < 0.02 * total:
+        return None
+    return f"the link stood idle {1 - link_use['busy_s'] / total:.1%} of the time, mostly {causes[worst]}"
+
+
+def link_use_of(loaded: LoadedModel) -> dict[str, float] | None:
+    use = loaded.timeline.link_use() if loaded.timeline is not None else None
+    return None if use is None else vars(use) | {"gbps_while_busy": use.copied_bytes / use.busy_s / 1e9 if use.busy_s else None}
+
+
+def _idle_parameters(model, spec: ModelSpec) -> int:
+    """Parameters that a token of one sequence does not touch: rows of an embedding, experts that are not chosen."""
+    head = model.get_output_embeddings()
+    idle = sum(module.weight.numel() for module in model.modules()
+               if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight))
+    config = spec.text_config
+    experts = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0)
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    if experts:
+        idle += sum(p.numel() * (experts - chosen) // experts for name, p in model.named_parameters()
+                    if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2))
+    return idle

@@ -1,0 +1,67 @@
+"""What the device itself can do: the rate of its memory and of its matrix units, measured in this process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+CUDA_BLOCK_BYTES = 1 << 30  # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
+CPU_BLOCK_BYTES = 512 << 20  # above the last-level cache of nearly every server
+SECONDS = 0.2
+
+
+def device_copy_gbps(device: torch.device, seconds: float = SECONDS) -> float:
+    """Median GB/s (1e9 bytes) of copies inside the memory of `device`, bytes read and bytes written both counted.
+
+    Blocks are 1 GiB on CUDA (less where less than 4 GiB are free) and 512 MiB on a CPU, so that caches hold little of them.
+    """
+    nbytes = CPU_BLOCK_BYTES
+    if device.type == "cuda":
+        nbytes = min(CUDA_BLOCK_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.full((nbytes,), 3, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / _median_s(device, lambda: target.copy_(source), seconds) / 1e9
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = SECONDS) -> float:
+    """Median TFLOP/s (1e12) of [size, size] x [size, size] in `dtype`, 2 size^3 operations each.
+
+    Args:
+        size: 8192 on CUDA and 1024 on a CPU where not given.
+    """
+    size = size or (8192 if device.type == "cuda" else 1024)
+    # random values: zeros draw less power, and a GPU at its power limit then clocks higher than any model would see
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    product = torch.empty(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _median_s(device, lambda: torch.mm(left, right, out=product), seconds) / 1e12
+
+
+def _median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
+    """Median duration of `action` in seconds, of at least three; two before them are not counted."""
+    timed = _cuda_seconds if device.type == "cuda" else _host_seconds
+    for _ in range(2):
+        timed(device, action)
+    spent: list[float] = []
+    stop = time.perf_counter() + seconds
+    while len(spent) < 3 or time.perf_counter() < stop:
+        spent.append(timed(device, action))
+    return statistics.median(spent)
+
+
+def _cuda_seconds(device: torch.device, action: Callable[[], object]) -> float:
+    with torch.cuda.device(device):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _host_seconds(device: torch.device, action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

@@ -1,0 +1,74 @@
+"""Streams and events of a device, and what stands for them on a CPU, where everything happens at once.
+
+The ring is written against these, so that a CPU-only machine runs the same schedule as a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+
+
+class HostEvent:
+    """A moment on the host clock, with the methods of `torch.cuda.Event` that are used here."""
+
+    def __init__(self) -> None:
+        self.time_s: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.time_s = time.perf_counter()
+
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Milliseconds from this event to `later`."""
+        return (later.time_s - self.time_s) * 1e3
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: what was asked of a CPU is done."""
+
+
+class HostStream:
+    """The order of calls on a CPU."""
+
+    def wait_event(self, event: HostEvent) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class DeviceStreams:
+    """Makes streams and events for `device`.
+
+    Events of a GPU keep the time, which costs nothing on the device: they tell afterwards where the link stood idle.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+
+    def stream(self):
+        return torch.cuda.Stream(self.device) if self.on_gpu else HostStream()
+
+    def current(self):
+        """The stream on which the model computes."""
+        return torch.cuda.current_stream(self.device) if self.on_gpu else HostStream()
+
+    def event(self):
+        return torch.cuda.Event(enable_timing=True) if self.on_gpu else HostEvent()
+
+    def recorded(self, stream):
+        """A new event behind everything that `stream` was given so far."""
+        event = self.event()
+        event.record(stream)
+        return event
+
+    def on(self, stream):
+        """Context in which work goes to `stream`."""
+        return torch.cuda.stream(stream) if self.on_gpu else contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)

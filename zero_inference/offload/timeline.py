@@ -1,0 +1,130 @@
+"""When each layer was copied and computed, so that a run can say where the link stood idle and why."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_inference.offload.streams import DeviceStreams
+
+KEPT = 8192  # copies and layers; older ones are forgotten, so that a long generation does not grow
+
+
+@dataclass
+class Copy:
+    """One layer's copy to the device; events of the copy stream, and the one that the slot waited for.
+
+    Attributes:
+        forward: which call of the model it was asked in, 0 for the prefill.
+        first: the first that was asked for in this call.
+    """
+
+    layer: int
+    nbytes: int
+    slot_free: Any
+    start: Any
+    end: Any
+    forward: int
+    first: bool
+
+
+@dataclass
+class LayerSpan:
+    """One layer's computation."""
+
+    layer: int
+    start: Any
+    end: Any = None
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """How the link of this rank spent the decode steps, in seconds; the four add up to the time from first to last copy.
+
+    Attributes:
+        busy_s: copying.
+        slot_wait_s: every slot was full or in use: the computation holds the link up, more would not help.
+        host_late_s: a slot was free, but the host had not yet asked for the copy.
+        step_start_s: the same at the first copy of a step: token selection and the preparation of the next step.
+        copied_bytes: bytes of this rank in `busy_s`.
+    """
+
+    busy_s: float
+    slot_wait_s: float
+    host_late_s: float
+    step_start_s: float
+    copied_bytes: int
+
+
+class Timeline:
+    """Events of the latest generation. Recording one costs a microsecond of the host and nothing on the device."""
+
+    def __init__(self, streams: DeviceStreams):
+        self.streams = streams
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything: a generation begins."""
+        self.copies: deque[Copy] = deque(maxlen=KEPT)
+        self.layers: deque[LayerSpan] = deque(maxlen=KEPT)
+        self.origin = self.streams.recorded(self.streams.current())
+        self.forward = -1
+        self.asked = 0  # copies in this call of the model
+
+    def forward_begins(self) -> None:
+        self.forward += 1
+        self.asked = 0
+
+    def fetched(self, layer: int, nbytes: int, slot_free: Any, start: Any, end: Any) -> None:
+        self.copies.append(Copy(layer, nbytes, slot_free, start, end, self.forward, first=self.asked == 0))
+        self.asked += 1
+
+    def layer_begins(self, layer: int) -> None:
+        self.layers.append(LayerSpan(layer, self.streams.recorded(self.streams.current())))
+
+    def layer_ends(self) -> None:
+        self.layers[-1].end = self.streams.recorded(self.streams.current())
+
+    def link_use(self) -> LinkUse | None:
+        """What the link did in the decode steps; None before the second one."""
+        decode = [copy for copy in self.copies if copy.forward >= 1]
+        if len(decode) < 2:
+            return None
+        self.streams.synchronize()
+        busy = slot_wait = host_late = step_start = 0.0
+        for before, copy in zip(decode, decode[1:]):
+            busy += self._between(copy.start, copy.end)
+            gap = max(0.0, self._between(before.end, copy.start))
+            waited = min(gap, max(0.0, self._between(before.end, copy.slot_free))) if copy.slot_free is not None else 0.0
+            slot_wait += waited
+            if copy.first:
+                step_start += gap - waited
+            else:
+                host_late += gap - waited
+        return LinkUse(busy, slot_wait, host_late, step_start, sum(copy.nbytes for copy in decode[1:]))
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """Write what is kept as a Chrome trace: copies on one row, layers on another. Times in microseconds.
+
+        Format: Trace Event Format, complete events ("ph": "X"); chrome://tracing and Perfetto read it.
+        """
+        self.streams.synchronize()
+        events: list[dict] = [{"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+                              for row, name in ((0, "host to device copies"), (1, "decoder layers"))]
+        for copy in self.copies:
+            seconds = self._between(copy.start, copy.end)
+            events.append(self._span(0, f"copy layer {copy.layer}", copy.start, copy.end) | {"args": {
+                "bytes": copy.nbytes, "GB/s": round(copy.nbytes / seconds / 1e9, 2) if seconds else None, "token": copy.forward}})
+        events += [self._span(1, f"layer {span.layer}", span.start, span.end) for span in self.layers if span.end is not None]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _span(self, row: int, name: str, start: Any, end: Any) -> dict:
+        return {"ph": "X", "pid": 0, "tid": row, "name": name, "ts": self._between(self.origin, start) * 1e6,
+                "dur": self._between(start, end) * 1e6}
+
+    @staticmethod
+    def _between(earlier: Any, later: Any) -> float:
+        return earlier.elapsed_time(later) / 1e3
