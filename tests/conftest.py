@@ -28,6 +28,8 @@ FAMILIES = {
                     tie_word_embeddings=False),
     "qwen3": dict(model_type="qwen3", hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=False),
+    "gpt_neox": dict(model_type="gpt_neox", hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+                     max_position_embeddings=128, tie_word_embeddings=False),
 }
 
 

@@ -37,7 +37,10 @@ def refused(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.parametrize("options, words", [
     (["--cpu-offload", "--disk-offload"], ["--cpu-offload", "--disk-offload", "keep one"]),
-    (["--engine", "stream"], ["stream", "deepspeed"]),
+    (["--engine", "stream", "--disk-offload"], ["stream", "--disk-offload", "--engine deepspeed"]),
+    (["--engine", "stream", "--ring-depth", "1"], ["--ring-depth 1", "2 or more"]),
+    (["--trace", "trace.json"], ["--engine stream"]),
+    (["--engine", "stream", "--trace", "nowhere/trace.json"], ["nowhere/trace.json", "folder"]),
     (["--norm-kernels", "cuda"], ["auto or off"]),
     (["--gpu-memory", "4"], ["--engine stream"]),
     (["--use-gds"], ["--disk-offload"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from zero_inference.models.spec import resolve_model
 BOUND = {8: 0.02, 4: 0.15}
 # Rounding to 4 bits costs each random matrix 5.5% at groups of 8, 6.5% at 16 and 7.9% at 32, and the errors of embedding,
 # layers and head add up; q_norm and k_norm lift those of a random Qwen3. smollm2's weights came rounded in groups of 32.
-GROUP = {"llama": 16, "mixtral": 16, "qwen3": 8}
+GROUP = {"llama": 16, "mixtral": 16, "qwen3": 8, "gpt_neox": 16}
 
 
 def logits_of(config: RunConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -48,6 +50,9 @@ def test_logits_stay_close(family, bits, checkpoints):
     found, facts = logits_of(config, ids)
     error = relative_error(found, exact)
     assert 0 < error < BOUND[bits], error
+    streamed, stream_facts = logits_of(replace(config, engine="stream").validate(), ids)
+    assert 0 < relative_error(streamed, exact) < BOUND[bits]
+    assert not any("experts" in name for name in stream_facts["not_quantized"])
     if family == "mixtral":
         assert facts["quantized_fraction"] < 0.5 and any("experts" in name for name in facts["not_quantized"])
     else:

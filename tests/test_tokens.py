@@ -23,6 +23,8 @@ WAYS = {
     "accelerate-disk-kv": ["--engine", "accelerate", "--disk-offload", "--kv-offload"],
     "resident": ["--engine", "resident"],
     "resident-kv": ["--engine", "resident", "--kv-offload"],
+    "stream": ["--engine", "stream"],
+    "stream-kv": ["--engine", "stream", "--kv-offload"],
 }
 REFERENCE: dict = {}
 
@@ -75,7 +77,7 @@ def test_smollm2_writes_the_same_text_in_every_way(tmp_path, capfd):
     tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
     expected = plain_ids(folder, text_ids(tokenizer, read_prompts(None, 2), 40), 12)
     for way in ([], ["--cpu-offload", "--kv-offload"], ["--disk-offload"], ["--engine", "accelerate", "--cpu-offload"],
-                ["--engine", "resident"]):
+                ["--engine", "resident"], ["--engine", "stream"]):
         log = tmp_path / "-".join(["smollm2", *way]).replace("/", "")
         assert main(["run_model.py", "--model", "smollm2-135m", "--dtype", "float32", "--batch-size", "2", "--prompt-len", "40",
                      "--gen-len", "12", "--loops", "1", "--warmup", "0", "--log-file", f"{log}.log",

@@ -86,6 +86,8 @@ class RunConfig:
             raise UsageError("--prompts needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
         if self.prompts and not Path(self.prompts).is_file():
             raise UsageError(f"--prompts {self.prompts}: no such file; give a text file with one prompt a line.")
+        if self.trace and not os.access(Path(self.trace).absolute().parent, os.W_OK):
+            raise UsageError(f"--trace {self.trace}: its folder is not there or cannot be written to; choose another.")
         return replace(self, cpu_offload=True) if self.engine == "stream" else self
 
     def _validate_companions(self) -> None:

@@ -56,15 +56,6 @@ class Ranks:
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts).cpu()
 
-    def claim(self, what: str) -> bool:
-        """True for the one rank that asks first, without waiting for the others: they may be stuck or gone."""
-        if self.world_size == 1:
-            return True
-        try:
-            return dist.distributed_c10d._get_default_store().add(f"zero_inference/{what}", 1) == 1
-        except (RuntimeError, ValueError):  # the store went down with the rank that kept it: better said twice than never
-            return True
-
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()

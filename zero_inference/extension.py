@@ -98,8 +98,8 @@ def _build(name: str, folder: Path, architectures: str) -> None:
     """Compile, link and load; raises whatever went wrong."""
     from torch.utils import cpp_extension
 
-    # ninja may lie beside the interpreter of an environment that is not activated
-    path = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+    # ninja lies beside the interpreter of an environment that need not be activated
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with _environment(PATH=path, TORCH_CUDA_ARCH_LIST=architectures):
         cpp_extension.load(name, [str(file) for file in sources()], extra_cflags=["-O3", *DEFINES],
                            extra_cuda_cflags=["-O3", *DEFINES], build_directory=str(folder), is_python_module=False)

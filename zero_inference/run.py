@@ -29,6 +29,7 @@ from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, ot
 from zero_inference.progress import Progress
 from zero_inference.records import append_record, output_ids_sha256
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
+from zero_inference.watch import STOPPED, PeerWatch
 
 LOG_PREFIX = {"deepspeed": "ds"}
 SHOWN_TEXTS = 3
@@ -60,8 +61,11 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             return
         ids, tokenizer, note = _prompt_ids(config, spec)
         _measured_run(config, spec, ranks, ids, tokenizer, note, argv)
-    finally:
-        stop_process_group()
+    except BaseException:
+        if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
+            stop_process_group()
+        raise
+    stop_process_group()
 
 
 def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, tokenizer, note: str | None,
@@ -71,25 +75,35 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     log_path = _log_path(config, ranks)
     record_path = _record_path(log_path)
     _check_writable(log_path)
-    if config.trace and not os.access(Path(config.trace).absolute().parent, os.W_OK):
-        raise UsageError(f"--trace {config.trace}: its folder is not there or cannot be written to; choose another.")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a stopped run leaves its record
     if note:
         progress.say(note)
+
+    def record_failure(reason: str) -> str:
+        reason += f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
+        if watch.claims_failure():
+            append_record(record_path, asked | {"status": "failed", "error": reason})
+        return reason
+
+    watch = PeerWatch(ranks, record_failure).start()
     try:
         measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress)
+        ranks.barrier()
     except UsageError:
+        watch.stop(failed=True)
         raise
     except BaseException as error:
-        reason = _explain(error, config) + (f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else "")
-        if ranks.claim("failure"):
-            append_record(record_path, asked | {"status": "failed", "error": reason})
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        reason = record_failure(_explain(error, config))
+        watch.stop(failed=True)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, SystemExit):
+            print(f"error: {reason}.", file=sys.stderr, flush=True)
             raise
         raise RunError(reason) from error
     finally:
         progress.close()
-    ranks.barrier()
+    watch.stop()
     if not ranks.is_first:
         return
     block = write_benchmark_log(
@@ -296,13 +310,15 @@ def _explain(error: BaseException, config: RunConfig) -> str:
     """What went wrong in one or two lines."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        return "stopped by the user" if isinstance(error, KeyboardInterrupt) else "stopped by a signal"
+        return "stopped by the user" if isinstance(error, KeyboardInterrupt) else STOPPED
     if isinstance(error, torch.OutOfMemoryError):
         return (f"the device is out of memory ({text[:120]}); lower --batch-size or --prompt-len, add --kv-offload, "
                 "or see what fits with --dry-run.")
     if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
         return (f"memory is out at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
                 "lower --batch-size, or see what fits with --dry-run.")
+    if any(sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "Connection refused", "NCCL")):
+        return f"another rank ended or cannot be reached; its output says why ({text[:120]})"
     return text[:400] if isinstance(error, RunError) else f"{type(error).__name__}: {text[:400]}"
 
 

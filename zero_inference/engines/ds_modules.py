@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import os
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -67,9 +67,20 @@ def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -
         if speak and not list(folder.glob(f"{builder.name}/*.so")):
             print(f"compiling DeepSpeed's {builder.name} module (once on this machine, one to three minutes) ...",
                   file=sys.stderr, flush=True)
-        with open(folder / "zero-inference.lock", "w") as lock, redirect_stdout(sys.stderr):
+        with open(folder / "zero-inference.lock", "w") as lock, redirect_stdout(sys.stderr), _own_programs_first():
             fcntl.flock(lock, fcntl.LOCK_EX)
             if OURS in str(folder):
                 for mark in folder.glob("*/lock"):
                     mark.unlink(missing_ok=True)
             builder.load(verbose=False)
+
+
+@contextmanager
+def _own_programs_first():
+    """One ninja for one folder: another version does not trust the log of the first and compiles everything again."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from zero_inference.errors import RunError
 from zero_inference.models.dummy import fill_dummy
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.models.spec import ModelSpec
+from zero_inference.offload.host_memory import return_free_memory
 
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
@@ -55,22 +57,23 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress
 
 def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:
     folder = spec.checkpoint_folder()
-    with ExitStack() as files:
-        tensors = _open_lazily(folder, files)
-        _resolve_ties(model, tensors)
-        groups = _group_by_layer(tensors)
-        convert = _converter(model, spec.dtype)
-        adopted: set[int] = set()
-        for group in groups:
-            _check_readable(group)
-            convert({key: tensor for key, (tensor, _) in group.items()}, folder)
-            for name, parameter in model.named_parameters():
-                if parameter.device.type != "meta" and id(parameter) not in adopted:
-                    parameter.requires_grad_(False)
-                    size = parameter.numel() * parameter.element_size()
-                    adopt(name, parameter)
-                    adopted.add(id(parameter))
-                    progress(size)
+    where = _keys(folder)
+    _resolve_ties(model, where)
+    convert = _converter(model, spec.dtype)
+    adopted: set[int] = set()
+    for group in _group_by_layer(where):
+        _check_readable(group)
+        with _opened(group) as tensors:  # and closed behind it: pages of a mapped file count as memory of the process
+            convert(tensors, folder)
+        del tensors
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "meta" and id(parameter) not in adopted:
+                parameter.requires_grad_(False)
+                size = parameter.numel() * parameter.element_size()
+                adopt(name, parameter)
+                adopted.add(id(parameter))
+                progress(size)
+        return_free_memory()
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
@@ -78,17 +81,19 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
                        "or a shard is missing.")
 
 
-def _resolve_ties(model, tensors: dict[str, tuple[Any, Path]]) -> None:
+def _resolve_ties(model, where: dict[str, Path]) -> None:
     """Where a checkpoint holds both sides of a tie: one of two equal tensors is enough, two different ones are not tied."""
     for names in unique_parameter_names(model).values():
         # in the order of the model, whose first name is the one that the others are tied to
-        present = [key for name in names for key in tensors if key == name or name.endswith("." + key)]
+        present = [key for name in names for key in where if key == name or name.endswith("." + key)]
         if len(names) < 2 or len(present) < 2:
             continue
-        first, *others = (tensors[key][0][:] for key in present)
-        if all(torch.equal(first, other) for other in others):
+        with _opened({key: where[key] for key in present}) as tensors:
+            first, *others = (tensors[key][:] for key in present)
+            equal = all(torch.equal(first, other) for other in others)
+        if equal:
             for key in present[1:]:
-                del tensors[key]
+                del where[key]
             continue
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
         model.config.tie_word_embeddings = False
@@ -142,37 +147,50 @@ def checkpoint_files(folder: Path) -> list[Path]:
     raise RunError(f"{folder}: neither model.safetensors nor pytorch_model.bin (or their index) is there.")
 
 
-def _open_lazily(folder: Path, files: ExitStack) -> dict[str, tuple[Any, Path]]:
-    """Key -> (tensor that is read when it is used, its file)."""
+def _keys(folder: Path) -> dict[str, Path]:
+    """Key of each tensor of the checkpoint -> its file."""
+    where: dict[str, Path] = {}
+    for path in checkpoint_files(folder):
+        with ExitStack() as files:
+            where.update((key, path) for key in _open(path, files))
+    return where
+
+
+@contextmanager
+def _opened(where: dict[str, Path]) -> Iterator[dict[str, Any]]:
+    """Key -> tensor that is read when it is used."""
+    with ExitStack() as files:
+        opened = {path: _open(path, files) for path in dict.fromkeys(where.values())}
+        yield {key: opened[path][key]() for key, path in where.items()}
+
+
+def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
+    """Key -> what gives its tensor, as long as `files` is open."""
     from safetensors import safe_open
 
-    tensors: dict[str, tuple[Any, Path]] = {}
-    for path in checkpoint_files(folder):
-        try:
-            if path.suffix == ".safetensors":
-                opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-                tensors.update((key, (opened.get_slice(key), path)) for key in opened.keys())
-            else:
-                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                tensors.update((key, (value, path)) for key, value in state.items())
-        except Exception as error:
-            raise RunError(f"{path}: damaged or not a weight file ({str(error).strip().splitlines()[0]}); "
-                           "fetch it again.") from error
-    return tensors
+    try:
+        if path.suffix == ".safetensors":
+            opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+            return {key: partial(opened.get_slice, key) for key in opened.keys()}
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return {key: partial(state.get, key) for key in state}
+    except Exception as error:
+        raise RunError(f"{path}: damaged or not a weight file ({str(error).strip().splitlines()[0]}); "
+                       "fetch it again.") from error
 
 
-def _group_by_layer(tensors: dict[str, tuple[Any, Path]]) -> list[dict[str, tuple[Any, Path]]]:
+def _group_by_layer(where: dict[str, Path]) -> list[dict[str, Path]]:
     """Split by the first number in the key, which is the layer's; what has none comes first."""
     groups: dict[int, dict] = {}
-    for key, value in tensors.items():
+    for key, path in where.items():
         number = re.search(r"(?:^|\.)(\d+)\.", key)
-        groups.setdefault(int(number.group(1)) if number else -1, {})[key] = value
+        groups.setdefault(int(number.group(1)) if number else -1, {})[key] = path
     return [groups[number] for number in sorted(groups)]
 
 
-def _check_readable(group: dict[str, tuple[Any, Path]]) -> None:
+def _check_readable(group: dict[str, Path]) -> None:
     """A file cut short is an error here rather than a bus error in a memory-mapped read."""
-    for path in {path for _, path in group.values()}:
+    for path in set(group.values()):
         if path.suffix == ".safetensors":
             with open(path, "rb") as file:
                 header = int.from_bytes(file.read(8), "little")

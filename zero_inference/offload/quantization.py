@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CHUNK_NUMEL = 1 << 22  # elements worked on at once; about 40 bytes each
+CHUNK_NUMEL = 1 << 19  # elements worked on at once, about 40 bytes each: near the caches on a CPU,
+CUDA_CHUNK_NUMEL = 1 << 22  # and on a device enough to hide the launches
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def quantize(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch.Ten
     codes = torch.empty(scheme.packed_bytes(weight.numel()), dtype=torch.uint8, device=weight.device)
     scale = torch.empty(rows.shape[0], dtype=weight.dtype, device=weight.device)
     minimum = torch.empty_like(scale)
-    for start, stop in _chunks(rows.shape[0], size):
+    for start, stop in _chunks(rows.shape[0], size, weight.device):
         chunk = _quantize_rows(rows[start:stop], scheme.largest_code)
         codes[scheme.packed_bytes(start * size):scheme.packed_bytes(stop * size)] = _pack(chunk.codes, scheme.bits)
         scale[start:stop] = chunk.scale.view(-1)
@@ -119,7 +120,7 @@ def dequantize_reference(codes: torch.Tensor, scale: torch.Tensor, minimum: torc
     _check_unpack(codes, scale, minimum, bits, group_size, out)
     rows = out.detach().view(-1, group_size)
     packed = codes.view(-1, group_size * bits // 8)
-    for start, stop in _chunks(rows.shape[0], group_size):
+    for start, stop in _chunks(rows.shape[0], group_size, out.device):
         values = _unpack(packed[start:stop], bits)
         values.mul_(scale[start:stop, None].float()).add_(minimum[start:stop, None].float())
         rows[start:stop] = values
@@ -187,9 +188,9 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return values
 
 
-def _chunks(groups: int, group_size: int):
-    """(start, stop) of consecutive groups, CHUNK_NUMEL elements at a time."""
-    step = max(1, CHUNK_NUMEL // group_size)
+def _chunks(groups: int, group_size: int, device: torch.device):
+    """(start, stop) of consecutive groups, as many at a time as suit `device`."""
+    step = max(1, (CUDA_CHUNK_NUMEL if device.type == "cuda" else CHUNK_NUMEL) // group_size)
     for start in range(0, groups, step):
         yield start, min(groups, start + step)
 

@@ -1,0 +1,341 @@
+"""The stream engine gives the ids of plain transformers however its layers are placed, and stays within its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from conftest import FAMILIES, ROOT, VOCAB, build_model, free_port, plain_ids
+
+from zero_inference import generation
+from zero_inference.config import RunConfig
+from zero_inference.distributed import detect_ranks, start_process_group
+from zero_inference.engines import engine_module
+from zero_inference.errors import UsageError
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
+from zero_inference.offload.kv_cache import DeviceKVCache
+from zero_inference.offload.layout import LayerLayout
+from zero_inference.offload.residency import decide_residency
+from zero_inference.records import output_ids_sha256
+
+BATCH, PROMPT, GEN = 2, 9, 8
+LONGER = {
+    "llama-7-layers": dict(FAMILIES["llama"], num_hidden_layers=7),
+    "experts-in-every-other-layer": dict(
+        model_type="qwen2_moe", hidden_size=64, intermediate_size=192, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+        decoder_sparse_step=2, max_position_embeddings=128, tie_word_embeddings=False),
+    "sliding-windows": dict(
+        model_type="gemma2", hidden_size=64, intermediate_size=192, num_hidden_layers=5, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, sliding_window=8, query_pre_attn_scalar=16, max_position_embeddings=128),
+}
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    """name -> (folder, ids of plain transformers)."""
+    made = {}
+
+    def get(name: str):
+        if name not in made:
+            FAMILIES[name] = LONGER[name]
+            try:
+                folder = tmp_path_factory.mktemp(name) / "model"
+                build_model(name).save_pretrained(folder)
+            finally:
+                del FAMILIES[name]
+            made[name] = folder, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN)
+        return made[name]
+
+    return get
+
+
+def load(folder, **options):
+    config = RunConfig(**{"model": str(folder), "engine": "stream", "dtype": "float32", "batch_size": BATCH, "prompt_len": PROMPT,
+                          "gen_len": GEN, **options}).validate()
+    ranks, spec = detect_ranks(), resolve_model(config, "cpu")
+    start_process_group(ranks)
+    engine = engine_module(config.engine)
+    engine.check(config, spec, ranks)
+    return engine.load(config, spec, ranks), spec, ranks
+
+
+def generate(loaded, spec, ranks, gen_len=GEN, loops=2):
+    cache = DeviceKVCache(spec.config, PROMPT + gen_len)
+
+    def make():
+        cache.reset()
+        return cache
+
+    return generation.measure(loaded, random_ids(0, BATCH, PROMPT, VOCAB), gen_len, loops, 0, ranks, make)
+
+
+@pytest.mark.parametrize("name", LONGER)
+@pytest.mark.parametrize("depth", [2, 3, 4, 5])
+def test_any_ring_depth(name, depth, longer):
+    folder, expected = longer(name)
+    loaded, spec, ranks = load(folder, ring_depth=depth)
+    layers = loaded.facts["stream"]["streamed_layers"]
+    assert loaded.facts["stream"]["ring_depth"] == min(depth, layers) and layers % depth != 0 or layers == depth
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    loaded.close()
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_any_number_of_resident_layers(bits, longer):
+    folder, expected = longer("llama-7-layers")
+    seen, first = set(), None
+    for kept in range(8):
+        loaded, spec, ranks = load(folder, quant_bits=bits, quant_group_size=32 if bits == 8 else 64,
+                                   gpu_memory=kept * (190 if bits == 16 else 60.2) * 1024 / 2**30)
+        seen.add(loaded.facts["stream"]["resident_layers"])
+        ids = generate(loaded, spec, ranks).output_ids
+        first = ids if first is None else first
+        assert torch.equal(ids, expected if bits == 16 else first)
+        moved = generate(loaded, spec, ranks, loops=1).loops[0].host_to_device_bytes_per_step
+        assert moved == loaded.facts["stream"]["streamed_layers"] * loaded.facts["stream"]["slot_bytes"]
+        loaded.close()
+    assert seen == set(range(8))
+
+
+def test_a_forward_that_broke_off_leaves_the_next_one_right(longer):
+    folder, expected = longer("llama-7-layers")
+    loaded, spec, ranks = load(folder, ring_depth=3)
+
+    def broken(*args):
+        raise RuntimeError("as a full device would")
+
+    hook = loaded.model.model.layers[4].mlp.register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="full device"):
+        loaded.model(random_ids(0, BATCH, PROMPT, VOCAB))
+    hook.remove()
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    loaded.close()
+
+
+def test_logits_are_bit_equal_to_the_resident_engine(checkpoints):
+    for family in FAMILIES:
+        for dtype in ("float32", "bfloat16"):
+            logits = []
+            for engine in ("resident", "stream"):
+                loaded, _, _ = load(checkpoints(family), engine=engine, dtype=dtype)
+                with torch.no_grad():
+                    logits.append(loaded.model(random_ids(3, BATCH, PROMPT, VOCAB)).logits)
+                loaded.close()
+            assert torch.equal(*logits), (family, dtype)
+
+
+def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
+    FAMILIES["long"] = dict(FAMILIES["llama"], max_position_embeddings=1100)
+    try:
+        build_model("long").save_pretrained(tmp_path / "model")
+    finally:
+        del FAMILIES["long"]
+    loaded, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001, quant_bits=8, quant_group_size=32)
+    generate(loaded, spec, ranks, gen_len=1001, loops=1)
+    before = psutil.Process().memory_info().rss
+    again = generate(loaded, spec, ranks, gen_len=1001, loops=1)
+    assert psutil.Process().memory_info().rss - before < 8 << 20
+    fast = generate(loaded, spec, ranks, gen_len=31, loops=1)
+    assert torch.equal(again.output_ids[:, :31], fast.output_ids)
+    assert len(set(again.output_ids.flatten().tolist())) > 20
+    loaded.close()
+    exact, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001)
+    expected = plain_ids(tmp_path / "model", random_ids(0, BATCH, PROMPT, VOCAB), 1001)
+    assert torch.equal(generate(exact, spec, ranks, gen_len=1001, loops=1).output_ids, expected)
+    exact.close()
+
+
+@pytest.mark.parametrize("options", [[], ["--quant-bits", "8", "--quant-group-size", "32"], ["--gpu-memory", "0.0006"],
+                                     ["--kv-offload", "--ring-depth", "2"]], ids=lambda o: "-".join(o) or "plain")
+def test_two_ranks_hold_half_of_each_layer_and_give_the_same_ids(options, checkpoints, run_model):
+    folder = checkpoints("mixtral")
+    both = [run_model("--model", folder, "--engine", "stream", "--dtype", "float32", "--batch-size", 4, "--prompt-len", PROMPT,
+                      "--gen-len", GEN, "--loops", 1, *options, launcher="torchrun", ranks=ranks) for ranks in (1, 2)]
+    assert [done.code for done in both] == [0, 0], both[1].stderr
+    one, two = (done.record for done in both)
+    assert one["output_ids_sha256"] == two["output_ids_sha256"]
+    if "--quant-bits" not in options:
+        assert two["output_ids_sha256"] == output_ids_sha256(plain_ids(folder, random_ids(0, 4, PROMPT, VOCAB), GEN))
+    assert two["weight_bytes"] == one["weight_bytes"] and two["world_size"] == 2
+    assert one["stream"]["resident_layers"] == two["stream"]["resident_layers"] == (1 if "--gpu-memory" in options else 0)
+    if "--kv-offload" not in options:  # padding to the number of ranks aside, no byte crosses twice
+        moved = [record["transfers"]["host_to_device_bytes_per_step"] for record in (one, two)]
+        assert moved[0] <= moved[1] <= moved[0] + 3 * 512
+
+
+def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, tmp_path):
+    done = run_model("--model", checkpoints("qwen3"), "--engine", "stream", "--dtype", "float32", "--batch-size", 2, "--prompt-len", 8,
+                     "--gen-len", 6, "--loops", 2, "--ring-depth", 2, "--trace", tmp_path / "trace.json")
+    assert done.code == 0, done.stderr
+    record = done.record
+    assert record["cpu_offload"] and record["engine"] == "stream" and record["ds_config"] is None
+    use, steps = record["link_use"], 5
+    copies = steps * 3 - 1  # the first of the window only opens it
+    assert use["copied_bytes"] == copies * record["stream"]["slot_bytes"]
+    assert use["busy_s"] > 0 and min(use.values()) >= 0
+    assert use["busy_s"] + use["slot_wait_s"] + use["host_late_s"] + use["step_start_s"] <= record["loops"][-1]["total_s"]
+    limit = record["limit"]
+    assert limit["bound_by"] in ("device_memory", "matmul") and 0 < limit["fraction_of_limit"] < 1
+    assert limit["floor_decode_s"] == pytest.approx(steps * max(limit["floor_step_s"].values()))
+    assert "of that limit" in done.stdout
+    spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    names = [span["name"] for span in spans]
+    assert names.count("layer 1") == 6 and names.count("copy layer 1") == 6
+    assert all(span["dur"] >= 0 for span in spans)
+
+
+def test_loading_takes_little_more_than_the_weights(tmp_path):
+    """Peak of the process while it reads a checkpoint of 256 MB in several files, against what it stores."""
+    program = tmp_path / "load.py"
+    program.write_text(f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch
+from conftest import FAMILIES, build_model
+from test_stream import load
+FAMILIES["wide"] = dict(FAMILIES["llama"], hidden_size=512, intermediate_size=2048, num_hidden_layers=32, num_key_value_heads=8)
+build_model("wide", "bfloat16").save_pretrained("model", max_shard_size="60MB")
+FAMILIES["tiny"] = FAMILIES["llama"]
+build_model("tiny", "bfloat16").save_pretrained("tiny")
+bits, group = int(sys.argv[1]), 64 if sys.argv[1] == "16" else 32
+load("tiny", dtype="bfloat16")[0].close()
+
+def memory(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
+
+from zero_inference.offload.host_memory import return_free_memory
+return_free_memory()
+open("/proc/self/clear_refs", "w").write("5")  # start the peak anew
+before = memory("VmRSS")
+loaded, _, _ = load("model", dtype="bfloat16", ring_depth=2, quant_bits=bits, quant_group_size=group)
+stream = loaded.facts["stream"]
+on_device = stream["ring_depth"] * stream["slot_bytes"] + stream["workspace_bytes"]
+print((memory("VmHWM") - before - on_device) / loaded.weight_bytes, loaded.weight_bytes)
+""")
+    for bits, bound in ((16, 1.1), (8, 1.25)):  # 20 MB of quantizer are a tenth of these weights
+        done = subprocess.run([sys.executable, str(program), str(bits)], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        ratio, stored = map(float, done.stdout.split()[-2:])
+        assert stored > 100e6 and ratio < bound, (bits, ratio)
+
+
+def layouts_of(*sizes, workspace=0):
+    return [LayerLayout(nbytes=size, stored_bytes=size, workspace_bytes=workspace) for size in sizes]
+
+
+def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
+    gib = 1 << 30
+    plan = decide_residency(layouts_of(*[gib] * 8), 0, None, 4, 2)
+    assert plan.resident == [1, 3, 5, 7] and plan.streamed == [0, 2, 4, 6] and plan.depth == 2
+    everything = decide_residency(layouts_of(*[gib] * 8), gib, 9 * gib, None, None)
+    assert everything.streamed == [] and everything.depth == 0 and everything.device_bytes == 9 * gib
+    tight = decide_residency(layouts_of(*[gib] * 8), 0, 5 * gib, None, None)
+    assert tight.resident_bytes + tight.depth * tight.slot_bytes <= 5 * gib and tight.depth >= 2
+    for room, wanted in ((1.5, "2 slots"), (0.5, "slots")):
+        with pytest.raises(UsageError, match=wanted):
+            decide_residency(layouts_of(*[gib] * 8), 0, int(room * gib), None, None)
+    with pytest.raises(UsageError, match="--gpu-memory 6.*--gpu-memory 3.0 or less"):
+        decide_residency(layouts_of(*[gib] * 8), 0, 6 * gib, 6, 3)
+
+
+def test_a_group_size_that_does_not_divide_is_refused(checkpoints):
+    with pytest.raises(UsageError, match="--quant-group-size 48.*use --quant-group-size 64"):
+        load(checkpoints("llama"), quant_bits=4, quant_group_size=48)
+
+
+def test_tied_weights_stay_tied_and_on_the_device(checkpoints):
+    loaded, _, _ = load(checkpoints("opt"))
+    model = loaded.model
+    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
+    assert loaded.weight_bytes == 4 * sum(p.numel() for p in build_model("opt").parameters())
+    loaded.close()
+
+
+def test_host_memory_that_is_refused_is_a_clear_error(run_model):
+    import resource
+
+    limit = 5 << 30
+    done = run_model("--model", "opt-1.3b", "--dummy", "--dtype", "bfloat16", "--engine", "stream", "--prompt-len", 8, "--gen-len", 2,
+                     preexec=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+    assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "memory" in done.stderr and done.record["status"] == "failed"
+
+
+@pytest.mark.parametrize("launcher, victim", [("torchrun", "1"), ("torchrun", "0"), ("deepspeed", "1")])
+def test_a_rank_that_dies_ends_the_others_soon_and_in_words(launcher, victim, checkpoints, tmp_path):
+    command = {"torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()],
+               "deepspeed": [os.path.join(os.path.dirname(sys.executable), "deepspeed"), "--num_accelerators", "2", "--master_port",
+                             free_port()]}[launcher]
+    output = tmp_path / "output"
+    with open(output, "w") as sink:
+        process = subprocess.Popen(
+            [*command, str(ROOT / "run_model.py"), "--model", str(checkpoints("opt")), "--engine", "stream", "--dtype", "float32",
+             "--batch-size", "2", "--prompt-len", "8", "--gen-len", "100", "--loops", "100000", "--log-file", str(tmp_path / "run.log")],
+            stdout=sink, stderr=subprocess.STDOUT,
+            env={**os.environ, "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]})
+    try:
+        ranks = wait_for_ranks(process, output)
+        started = process_tree(process)
+        time.sleep(2)
+        ranks[victim].send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+    finally:
+        process.kill()
+    psutil.wait_procs(started, timeout=5)
+    assert process.returncode != 0 and not [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    errors = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
+    assert errors and ("another rank ended" in errors[0] or "stopped by a signal" in errors[0]), output.read_text()
+    records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [record["status"] for record in records] == ["failed"]
+
+
+def test_a_rank_that_falls_silent_is_given_up(checkpoints, tmp_path):
+    """No launcher to help: rank 1 is stopped, not ended, so its connections stay open and only its silence tells."""
+    common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    command = [sys.executable, str(ROOT / "run_model.py"), "--model", str(checkpoints("opt")), "--engine", "stream", "--dtype", "float32",
+               "--batch-size", "2", "--prompt-len", "8", "--gen-len", "100", "--loops", "100000", "--log-file", str(tmp_path / "run.log")]
+    first, second = (subprocess.Popen(command, env=dict(common, RANK=rank, LOCAL_RANK=rank), stderr=subprocess.PIPE, text=True)
+                     for rank in "01")
+    try:
+        for line in first.stderr:
+            if line.startswith("loaded "):
+                break
+        time.sleep(2)
+        second.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        _, rest = first.communicate(timeout=40)
+        assert first.returncode == 1 and time.monotonic() - stopped < 30
+        assert "rank 1 has said nothing" in rest
+    finally:
+        second.kill()
+        first.kill()
+
+
+def process_tree(process) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def wait_for_ranks(process, output) -> dict[str, psutil.Process]:
+    """RANK -> process, once the first has loaded."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, output.read_text()
+        if "\nloaded " in "\n" + output.read_text():
+            found = {}
+            for one in process_tree(process):
+                words, environment = one.cmdline(), one.environ()
+                if str(ROOT / "run_model.py") in words and "RANK" in environment and not any("launch" in w or "distributed.run" in w for w in words):
+                    found[environment["RANK"]] = one
+            if len(found) == 2:
+                return found
+        time.sleep(0.2)
+    raise AssertionError(output.read_text())

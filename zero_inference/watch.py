@@ -1,0 +1,128 @@
+"""A rank that dies must not leave the others waiting: each tells the others that it lives, and ends when one falls silent.
+
+A rank that waits for another sits inside a collective or a device call, where Python runs no signal handler and raises no
+error. So this is a thread of its own. It ends the process in two cases, after a few seconds in which the main thread may do so
+itself: another rank was silent for too long, or the launcher asked this process to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Callable
+
+import torch.distributed as dist
+
+from zero_inference.distributed import Ranks
+
+BEAT_S = 1.0
+SILENT_S = 15.0
+GRACE_S = 5.0
+STOPPED = "stopped by a signal (of several ranks, the launcher stops all when one ends: its output says why)"
+DONE, FAILED = "done", "failed"  # instead of a beat: the last word of a rank
+
+
+class PeerWatch:
+    """Watches the other ranks of a run from a thread, between `start` and `stop`. With one rank it does nothing.
+
+    Args:
+        report: called with the reason before the process ends, to leave a record.
+
+    Attributes:
+        store: this run's key-value store, None with one rank.
+    """
+
+    def __init__(self, ranks: Ranks, report: Callable[[str], None]):
+        self.ranks, self.report = ranks, report
+        self.stopping = threading.Event()
+        self.store: dist.TCPStore | None = None
+        self.thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
+
+    def start(self) -> PeerWatch:
+        if self.ranks.world_size > 1:
+            self.wake, self.woken = os.pipe()  # the signal's number arrives here even while the main thread is stuck
+            for end in (self.wake, self.woken):
+                os.set_blocking(end, False)
+            signal.set_wakeup_fd(self.woken, warn_on_full_buffer=False)
+            self.store = _own_connection()
+            self.thread.start()
+        return self
+
+    def stop(self, failed: bool = False) -> None:
+        """Say the last word to the others: silence means nothing from here on, and failure ends them too."""
+        if self.store is not None and not self.stopping.is_set():
+            self.stopping.set()
+            self.thread.join(2 * BEAT_S)
+            signal.set_wakeup_fd(-1)
+            with contextlib.suppress(Exception):  # the others are gone already
+                self.store.set(_key(self.ranks.rank), FAILED if failed else DONE)
+
+    def claims_failure(self) -> bool:
+        """True for the one rank that asks first, so that a run that fails on several leaves one record."""
+        if self.store is None:
+            return True
+        try:
+            return self.store.add("zero_inference/failure", 1) == 1
+        except Exception:  # the store went down with the rank that kept it: better said twice than never
+            return True
+
+    def _run(self) -> None:
+        beats: dict[int, tuple[bytes, float]] = {}
+        count = 0
+        while not self.stopping.wait(BEAT_S):
+            count += 1
+            try:
+                self.store.set(_key(self.ranks.rank), str(count))
+                lost = self._lost_peer(beats)
+            except Exception:  # RuntimeError or DistNetworkError
+                lost = "the first rank or the launcher is gone"
+            if lost:
+                self._give_up(f"{lost}; the output of that rank says why, if anything does")
+            if self._told_to_stop():
+                self._give_up(STOPPED)
+
+    def _lost_peer(self, beats: dict[int, tuple[bytes, float]]) -> str | None:
+        now = time.monotonic()
+        for rank in range(self.ranks.world_size):
+            if rank == self.ranks.rank:
+                continue
+            beat = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b""
+            if beat == DONE.encode():
+                continue
+            if beat == FAILED.encode():
+                return f"rank {rank} failed"
+            if rank not in beats or beats[rank][0] != beat:
+                beats[rank] = beat, now
+            elif now - beats[rank][1] > SILENT_S:
+                return f"rank {rank} has said nothing for {SILENT_S:.0f} s"
+        return None
+
+    def _told_to_stop(self) -> bool:
+        try:
+            numbers = os.read(self.wake, 64)
+        except BlockingIOError:
+            return False
+        return signal.SIGTERM in numbers
+
+    def _give_up(self, reason: str) -> None:
+        """End the process, unless the main thread does it first."""
+        if self.stopping.wait(GRACE_S):
+            return
+        self.report(reason)
+        print(f"error: rank {self.ranks.rank} of {self.ranks.world_size}: {reason}.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _key(rank: int) -> str:
+    return f"zero_inference/alive/{rank}"
+
+
+def _own_connection():
+    """A connection to the run's store that this thread need not share with the collectives."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                         timeout=datetime.timedelta(seconds=SILENT_S))
