@@ -24,6 +24,7 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.offload.kv_cache import DeviceKVCache
 from zero_inference.offload.layout import LayerLayout
 from zero_inference.offload.residency import decide_residency
+from zero_inference.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.records import output_ids_sha256
 
 BATCH, PROMPT, GEN = 2, 9, 8
@@ -191,6 +192,26 @@ def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, t
     names = [span["name"] for span in spans]
     assert names.count("layer 1") == 6 and names.count("copy layer 1") == 6
     assert all(span["dur"] >= 0 for span in spans)
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
+def test_a_trace_of_any_engine_shows_the_layers(engine, checkpoints, run_model, tmp_path):
+    done = run_model("--model", checkpoints("llama"), "--engine", engine, "--cpu-offload", "--dtype", "float32", "--prompt-len", 8,
+                     "--gen-len", 6, "--loops", 1, "--warmup", 0, "--trace", tmp_path / "trace.json")
+    assert done.code == 0, done.stderr
+    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert names.count("layer 0") == names.count("layer 2") == TRACED_TOKENS
+    assert done.record["link_use"] is None, "a CPU has no link"
+
+
+def test_link_use_of_a_trace_counts_overlapping_copies_once():
+    def copy(ts, dur):
+        return {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": ts, "dur": dur, "args": {"bytes": 1000}}
+
+    layers = [{"cat": "user_annotation", "name": "layer 0", "ts": ts, "dur": 1} for ts in (0, 100, 200)]
+    use = link_use_in(layers + [copy(50, 10), copy(100, 50), copy(120, 50), copy(200, 30)])
+    assert use["busy_s"] == pytest.approx(100e-6) and use["idle_s"] == pytest.approx(30e-6) and use["copied_bytes"] == 3000
+    assert link_use_in(layers) is None and link_use_in([copy(0, 1)]) is None
 
 
 def test_loading_takes_little_more_than_the_weights(tmp_path):

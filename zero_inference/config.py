@@ -121,7 +121,7 @@ class RunConfig:
             raise UsageError("--norm-kernels cuda: this version has no compiled norm kernels; use auto or off.")
         if self.ring_depth is not None and self.ring_depth < 2:
             raise UsageError(f"--ring-depth {self.ring_depth}: a layer has to compute while the next one comes: use 2 or more.")
-        for name in ("gpu_memory", "ring_depth", "trace"):
+        for name in ("gpu_memory", "ring_depth"):
             if getattr(self, name) is not None and self.engine != "stream":
                 raise UsageError(f"{_flag(name)} belongs to --engine stream, not to --engine {self.engine}: drop it.")
         if self.ds_config is not None and self.engine != "deepspeed":

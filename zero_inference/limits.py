@@ -100,6 +100,9 @@ def in_words(limit: dict[str, Any], moved: dict[str, int | None]) -> str:
 
 def idle_in_words(link_use: dict[str, float]) -> str | None:
     """Where the rest of the link's time went, or None if there is hardly any."""
+    if "idle_s" in link_use:
+        total = link_use["busy_s"] + link_use["idle_s"]
+        return f"in the trace the link stood idle {link_use['idle_s'] / total:.1%} of the time" if total else None
     causes = {"slot_wait_s": "waiting for a free slot: the device computes longer than a layer copies",
               "host_late_s": "host late: it asked too late for the next layer", "step_start_s": "start of a step: the host prepares the token"}
     total = link_use["busy_s"] + sum(link_use[name] for name in causes)

@@ -87,15 +87,17 @@ def changes_that_fit(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[s
     if config.engine == "deepspeed" and config.offload == "gpu":
         candidates.append(("--cpu-offload", {"cpu_offload": True}))
     if config.engine == "resident":
-        candidates.append(("--engine deepspeed --cpu-offload", {"engine": "deepspeed", "cpu_offload": True}))
-    if config.engine == "deepspeed":
+        candidates.append(("--engine stream", {"engine": "stream"}))
+    if config.engine in ("deepspeed", "stream"):
         candidates += [(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
     if not config.kv_offload:
         candidates.append(("--kv-offload", {"kv_offload": True}))
     if config.pin_memory is not False and config.offload != "gpu" and ranks.device.type == "cuda":
         candidates.append(("--pin-memory 0", {"pin_memory": False}))
     if config.cpu_offload:
-        candidates.append(("--disk-offload instead of --cpu-offload", {"cpu_offload": False, "disk_offload": True}))
+        words = "--engine deepspeed --disk-offload" if config.engine == "stream" else "--disk-offload instead of --cpu-offload"
+        engine = "deepspeed" if config.engine == "stream" else config.engine
+        candidates.append((words, {"engine": engine, "cpu_offload": False, "disk_offload": True, "gpu_memory": None, "ring_depth": None}))
     fitting = []
     for words, change in candidates:
         try:

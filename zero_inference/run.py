@@ -19,13 +19,15 @@ from zero_inference import generation, limits, memory_plan
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
-from zero_inference.engines.base import LoadedModel
+from zero_inference.engines.base import LoadedModel, parameter_bytes
 from zero_inference.environment import describe_environment
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models import prompts
+from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.offload.host_cache import HostKVCache
 from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, other_layer_types
+from zero_inference.profiling import trace_generation
 from zero_inference.progress import Progress
 from zero_inference.records import append_record, output_ids_sha256
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
@@ -93,6 +95,8 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
         watch.stop(failed=True)
         raise
     except BaseException as error:
+        if ranks.world_size > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it while this is being said
         reason = record_failure(_explain(error, config))
         watch.stop(failed=True)
         if isinstance(error, KeyboardInterrupt):
@@ -117,7 +121,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
 def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress):
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
-    advance = progress.loading(full_bytes // 2 * spec.dtype.itemsize)
+    advance = progress.loading(parameter_bytes(empty_model(spec)))
     with redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         loaded = engine_module(config.engine).load(config, spec, ranks, advance)
     try:
@@ -128,12 +132,13 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
             _warn_not_quantized(loaded, progress)
         rates = limits.measure_rates(config, spec, ranks)
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
+        caches = _cache_maker(config, spec, loaded)
         measurement = generation.measure(
-            loaded, ids[share], config.gen_len, config.loops, config.warmup, ranks, _cache_maker(config, spec, loaded),
+            loaded, ids[share], config.gen_len, config.loops, config.warmup, ranks, caches,
             before_measuring=lambda: _reset_peak(ranks), progress=progress.update)
         measured = _results(config, spec, ranks, loaded, measurement, rates) | {"model_bytes": full_bytes, "load_s": load_s}
-        if config.trace and ranks.is_first:
-            loaded.timeline.write_chrome_trace(Path(config.trace))
+        if config.trace:
+            measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
         return measured, measurement, dict(loaded.facts)
     finally:
         loaded.close()
@@ -171,6 +176,16 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "link_use": limits.link_use_of(loaded),
         "device": str(ranks.device.type),
     }
+
+
+def _write_trace(config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache) -> dict[str, float] | None:
+    """The last loop of an engine that watches itself; else a short generation more, under a profiler."""
+    path = Path(config.trace) if ranks.is_first else None
+    if loaded.timeline is None:
+        return trace_generation(loaded, ids, config.gen_len, make_cache, path)
+    if path is not None:
+        loaded.timeline.write_chrome_trace(path)
+    return None
 
 
 def _cache_maker(config: RunConfig, spec: ModelSpec, loaded: LoadedModel):
@@ -276,10 +291,9 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
     limit, moved = measured["limit"], measured["transfers"]
     if limit["bound_by"]:
         print(limits.in_words(limit, moved))
-    idle = measured["link_use"] and limits.idle_in_words(measured["link_use"])
-    if idle:
-        print(idle)
-    if measured["device"] == "cpu" and moved["host_to_device_bytes_per_step"]:
+    if measured["device"] == "cuda" and measured["link_use"]:
+        print(limits.idle_in_words(measured["link_use"]) or "the link was hardly ever idle")
+    elif measured["device"] == "cpu" and moved["host_to_device_bytes_per_step"]:
         print(f"decode fetches {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is no link to cross")
     if "quantized_fraction" in facts:
         print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")

@@ -20,6 +20,8 @@ from zero_inference.offload.streams import DeviceStreams
 from zero_inference.offload.timeline import Timeline
 from zero_inference.offload.transfers import Transfers
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
 
 @dataclass
 class _Fetch:
@@ -116,7 +118,7 @@ class LayerRing:
             self.gather_stream.wait_event(copied)
             with self.streams.on(self.gather_stream):
                 # NCCL gathers in place; gloo wants its input apart
-                dist.all_gather_into_tensor(run, mine if run.is_cuda else mine.clone(), group=self.group)
+                _all_gather(run, mine if run.is_cuda else mine.clone(), group=self.group)
             full = self.streams.recorded(self.gather_stream)
         self.timeline.fetched(layer, share.numel(), self.free[slot], start, copied)
         self.pending.append(_Fetch(layer, slot, full))
