@@ -147,6 +147,8 @@ def expand(args: argparse.Namespace, extra: list[str]) -> list[Case]:
         choice = dict(zip((axis.option for axis in AXES), values))
         if choice["quant-bits"] == 16:
             choice["quant-group-size"] = None  # has no meaning there, so it makes no second case
+        if choice["engine"] == "stream" and choice["offload"] == "gpu":
+            choice["offload"] = "cpu"  # where that engine always keeps what does not fit the device, and records it
         cases[Case(tuple(choice.items()), args.dummy, args.launcher, tuple(extra))] = None
     return list(cases)
 

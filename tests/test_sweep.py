@@ -157,6 +157,11 @@ def test_group_size_makes_no_second_case_where_nothing_is_quantized(program):
     assert len(listed) == 3
 
 
+def test_the_stream_engine_keeps_weights_in_host_memory_either_way(program):
+    listed = sweep(program, "--list", "--engine", "stream", "--offload", "gpu", "cpu").stdout.splitlines()
+    assert len(listed) == 1 and "--cpu-offload" in listed[0]
+
+
 def test_list_prints_runnable_commands_and_runs_nothing(program):
     done = sweep(program, "--list", "--batch-size", 2, 5, "--", "--loops=1")
     assert done.returncode == 0 and not (program.parent / "logs").exists()
