@@ -88,12 +88,13 @@ def decode_limits(rates: Rates, moved: dict[str, int | None], work: LeastWork, o
                           "fraction_of_limit": floor / decode_s if steps else None}
 
 
-def in_words(limit: dict[str, Any], moved: dict[str, int | None]) -> str:
+def in_words(limit: dict[str, Any], moved: dict[str, int | None], on_gpu: bool) -> str:
     """One line: what bounds a decode step here, and how near the run came."""
+    memory = "device memory" if on_gpu else "this machine's memory"
     what = {"link": lambda: f"moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB to the device a step ({limit['link_kind']}: "
                             f"{limit['link_gbps']:.1f} GB/s)",
             "disk": lambda: f"reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB a step from disk ({limit['disk_gbps']:.2f} GB/s)",
-            "device_memory": lambda: f"is bound by device memory (copies at {limit['device_copy_gbps']:.1f} GB/s)",
+            "device_memory": lambda: f"is bound by {memory} (copies at {limit['device_copy_gbps']:.1f} GB/s)",
             "matmul": lambda: f"is bound by matrix products ({limit['matmul_tflops']:.2f} TFLOP/s)"}[limit["bound_by"]]()
     return f"decode {what} and runs at {limit['fraction_of_limit']:.1%} of that limit"
 

@@ -290,7 +290,7 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
     print(block.rstrip("\n"))
     limit, moved = measured["limit"], measured["transfers"]
     if limit["bound_by"]:
-        print(limits.in_words(limit, moved))
+        print(limits.in_words(limit, moved, measured["device"] == "cuda"))
     if measured["device"] == "cuda" and measured["link_use"]:
         print(limits.idle_in_words(measured["link_use"]) or "the link was hardly ever idle")
     elif measured["device"] == "cpu" and moved["host_to_device_bytes_per_step"]:
