@@ -62,7 +62,8 @@ def longer(tmp_path_factory):
 def load(folder, **options):
     config = RunConfig(**{"model": str(folder), "engine": "stream", "dtype": "float32", "batch_size": BATCH, "prompt_len": PROMPT,
                           "gen_len": GEN, **options}).validate()
-    ranks, spec = detect_ranks(), resolve_model(config, "cpu")
+    ranks = detect_ranks()
+    spec = resolve_model(config, ranks.device.type)
     start_process_group(ranks)
     engine = engine_module(config.engine)
     engine.check(config, spec, ranks)
@@ -83,7 +84,7 @@ def generate(loaded, spec, ranks, gen_len=GEN, loops=2):
 @pytest.mark.parametrize("depth", [2, 3, 4, 5])
 def test_any_ring_depth(name, depth, longer):
     folder, expected = longer(name)
-    loaded, spec, ranks = load(folder, ring_depth=depth)
+    loaded, spec, ranks = load(folder, ring_depth=depth, gpu_memory=0)
     layers = loaded.facts["stream"]["streamed_layers"]
     assert loaded.facts["stream"]["ring_depth"] == min(depth, layers) and layers % depth != 0 or layers == depth
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
@@ -109,14 +110,14 @@ def test_any_number_of_resident_layers(bits, longer):
 
 def test_a_forward_that_broke_off_leaves_the_next_one_right(longer):
     folder, expected = longer("llama-7-layers")
-    loaded, spec, ranks = load(folder, ring_depth=3)
+    loaded, spec, ranks = load(folder, ring_depth=3, gpu_memory=0)
 
     def broken(*args):
         raise RuntimeError("as a full device would")
 
     hook = loaded.model.model.layers[4].mlp.register_forward_pre_hook(broken)
     with pytest.raises(RuntimeError, match="full device"):
-        loaded.model(random_ids(0, BATCH, PROMPT, VOCAB))
+        loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device))
     hook.remove()
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
     loaded.close()
@@ -124,12 +125,12 @@ def test_a_forward_that_broke_off_leaves_the_next_one_right(longer):
 
 def test_logits_are_bit_equal_to_the_resident_engine(checkpoints):
     for family in FAMILIES:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32", "bfloat16", *(["float16"] if torch.cuda.is_available() else [])):
             logits = []
             for engine in ("resident", "stream"):
                 loaded, _, _ = load(checkpoints(family), engine=engine, dtype=dtype)
                 with torch.no_grad():
-                    logits.append(loaded.model(random_ids(3, BATCH, PROMPT, VOCAB)).logits)
+                    logits.append(loaded.model(random_ids(3, BATCH, PROMPT, VOCAB).to(loaded.device)).logits)
                 loaded.close()
             assert torch.equal(*logits), (family, dtype)
 
@@ -140,16 +141,17 @@ def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
         build_model("long").save_pretrained(tmp_path / "model")
     finally:
         del FAMILIES["long"]
-    loaded, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001, quant_bits=8, quant_group_size=32)
+    loaded, spec, ranks = load(tmp_path / "model", ring_depth=2, gpu_memory=0, gen_len=1001, quant_bits=8, quant_group_size=32)
     generate(loaded, spec, ranks, gen_len=1001, loops=1)
-    before = psutil.Process().memory_info().rss
+    before = psutil.Process().memory_info().rss, torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     again = generate(loaded, spec, ranks, gen_len=1001, loops=1)
-    assert psutil.Process().memory_info().rss - before < 8 << 20
+    after = psutil.Process().memory_info().rss, torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    assert after[0] - before[0] < 8 << 20 and after[1] - before[1] < 4 << 20
     fast = generate(loaded, spec, ranks, gen_len=31, loops=1)
     assert torch.equal(again.output_ids[:, :31], fast.output_ids)
     assert len(set(again.output_ids.flatten().tolist())) > 20
     loaded.close()
-    exact, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001)
+    exact, spec, ranks = load(tmp_path / "model", ring_depth=2, gpu_memory=0, gen_len=1001)
     expected = plain_ids(tmp_path / "model", random_ids(0, BATCH, PROMPT, VOCAB), 1001)
     assert torch.equal(generate(exact, spec, ranks, gen_len=1001, loops=1).output_ids, expected)
     exact.close()
@@ -175,7 +177,7 @@ def test_two_ranks_hold_half_of_each_layer_and_give_the_same_ids(options, checkp
 
 def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, tmp_path):
     done = run_model("--model", checkpoints("qwen3"), "--engine", "stream", "--dtype", "float32", "--batch-size", 2, "--prompt-len", 8,
-                     "--gen-len", 6, "--loops", 2, "--ring-depth", 2, "--trace", tmp_path / "trace.json")
+                     "--gen-len", 6, "--loops", 2, "--ring-depth", 2, "--gpu-memory", 0, "--trace", tmp_path / "trace.json")
     assert done.code == 0, done.stderr
     record = done.record
     assert record["cpu_offload"] and record["engine"] == "stream" and record["ds_config"] is None
