@@ -193,3 +193,14 @@ def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype, monkeypatch
     ours = restored(weight, GroupQuantization(bits, group_size))
     assert norm_error(ours, weight) <= norm_error(theirs, weight)
     assert norm_error(ours, weight) < {8: 0.008, 4: 0.11}[bits]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
+def test_the_kernel_gives_the_bits_of_the_reference():
+    from benchmarks.unpack_speed import check
+
+    from zero_inference.extension import load_extension, why_unavailable
+
+    assert load_extension(), why_unavailable()
+    checked, wrong = check()
+    assert checked > 100 and not wrong, wrong[:5]

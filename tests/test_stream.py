@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,12 +20,14 @@ from zero_inference import generation
 from zero_inference.config import RunConfig
 from zero_inference.distributed import detect_ranks, start_process_group
 from zero_inference.engines import engine_module
-from zero_inference.errors import UsageError
+from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.offload.kv_cache import DeviceKVCache
 from zero_inference.offload.layout import LayerLayout
 from zero_inference.offload.residency import decide_residency
+from zero_inference.offload.streams import DeviceStreams
+from zero_inference.offload.timeline import Copy, LayerSpan, Timeline
 from zero_inference.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.records import output_ids_sha256
 
@@ -60,8 +64,10 @@ def longer(tmp_path_factory):
 
 
 def load(folder, **options):
-    config = RunConfig(**{"model": str(folder), "engine": "stream", "dtype": "float32", "batch_size": BATCH, "prompt_len": PROMPT,
-                          "gen_len": GEN, **options}).validate()
+    chosen = {"model": str(folder), "engine": "stream", "dtype": "float32", "batch_size": BATCH, "prompt_len": PROMPT, "gen_len": GEN}
+    if options.get("engine", "stream") == "stream":
+        chosen["gpu_memory"] = 0  # on a GPU small models would stay there
+    config = RunConfig(**chosen | options).validate()
     ranks = detect_ranks()
     spec = resolve_model(config, ranks.device.type)
     start_process_group(ranks)
@@ -84,7 +90,7 @@ def generate(loaded, spec, ranks, gen_len=GEN, loops=2):
 @pytest.mark.parametrize("depth", [2, 3, 4, 5])
 def test_any_ring_depth(name, depth, longer):
     folder, expected = longer(name)
-    loaded, spec, ranks = load(folder, ring_depth=depth, gpu_memory=0)
+    loaded, spec, ranks = load(folder, ring_depth=depth)
     layers = loaded.facts["stream"]["streamed_layers"]
     assert loaded.facts["stream"]["ring_depth"] == min(depth, layers) and layers % depth != 0 or layers == depth
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
@@ -110,7 +116,7 @@ def test_any_number_of_resident_layers(bits, longer):
 
 def test_a_forward_that_broke_off_leaves_the_next_one_right(longer):
     folder, expected = longer("llama-7-layers")
-    loaded, spec, ranks = load(folder, ring_depth=3, gpu_memory=0)
+    loaded, spec, ranks = load(folder, ring_depth=3)
 
     def broken(*args):
         raise RuntimeError("as a full device would")
@@ -141,7 +147,7 @@ def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
         build_model("long").save_pretrained(tmp_path / "model")
     finally:
         del FAMILIES["long"]
-    loaded, spec, ranks = load(tmp_path / "model", ring_depth=2, gpu_memory=0, gen_len=1001, quant_bits=8, quant_group_size=32)
+    loaded, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001, quant_bits=8, quant_group_size=32)
     generate(loaded, spec, ranks, gen_len=1001, loops=1)
     before = psutil.Process().memory_info().rss, torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     again = generate(loaded, spec, ranks, gen_len=1001, loops=1)
@@ -151,7 +157,7 @@ def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
     assert torch.equal(again.output_ids[:, :31], fast.output_ids)
     assert len(set(again.output_ids.flatten().tolist())) > 20
     loaded.close()
-    exact, spec, ranks = load(tmp_path / "model", ring_depth=2, gpu_memory=0, gen_len=1001)
+    exact, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001)
     expected = plain_ids(tmp_path / "model", random_ids(0, BATCH, PROMPT, VOCAB), 1001)
     assert torch.equal(generate(exact, spec, ranks, gen_len=1001, loops=1).output_ids, expected)
     exact.close()
@@ -161,6 +167,7 @@ def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
                                      ["--kv-offload", "--ring-depth", "2"]], ids=lambda o: "-".join(o) or "plain")
 def test_two_ranks_hold_half_of_each_layer_and_give_the_same_ids(options, checkpoints, run_model):
     folder = checkpoints("mixtral")
+    options = options if "--gpu-memory" in options else [*options, "--gpu-memory", "0"]
     both = [run_model("--model", folder, "--engine", "stream", "--dtype", "float32", "--batch-size", 4, "--prompt-len", PROMPT,
                       "--gen-len", GEN, "--loops", 1, *options, launcher="torchrun", ranks=ranks) for ranks in (1, 2)]
     assert [done.code for done in both] == [0, 0], both[1].stderr
@@ -169,7 +176,7 @@ def test_two_ranks_hold_half_of_each_layer_and_give_the_same_ids(options, checkp
     if "--quant-bits" not in options:
         assert two["output_ids_sha256"] == output_ids_sha256(plain_ids(folder, random_ids(0, 4, PROMPT, VOCAB), GEN))
     assert two["weight_bytes"] == one["weight_bytes"] and two["world_size"] == 2
-    assert one["stream"]["resident_layers"] == two["stream"]["resident_layers"] == (1 if "--gpu-memory" in options else 0)
+    assert one["stream"]["resident_layers"] == two["stream"]["resident_layers"] == (0 if options[-1] == "0" else 1)
     if "--kv-offload" not in options:  # padding to the number of ranks aside, no byte crosses twice
         moved = [record["transfers"]["host_to_device_bytes_per_step"] for record in (one, two)]
         assert moved[0] <= moved[1] <= moved[0] + 3 * 512
@@ -187,7 +194,7 @@ def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, t
     assert use["busy_s"] > 0 and min(use.values()) >= 0
     assert use["busy_s"] + use["slot_wait_s"] + use["host_late_s"] + use["step_start_s"] <= record["loops"][-1]["total_s"]
     limit = record["limit"]
-    assert limit["bound_by"] in ("device_memory", "matmul") and 0 < limit["fraction_of_limit"] < 1
+    assert limit["bound_by"] in ("device_memory", "matmul", "link") and 0 < limit["fraction_of_limit"] < 1
     assert limit["floor_decode_s"] == pytest.approx(steps * max(limit["floor_step_s"].values()))
     assert "of that limit" in done.stdout
     spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
@@ -263,11 +270,69 @@ def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     assert everything.streamed == [] and everything.depth == 0 and everything.device_bytes == 9 * gib
     tight = decide_residency(layouts_of(*[gib] * 8), 0, 5 * gib, None, None)
     assert tight.resident_bytes + tight.depth * tight.slot_bytes <= 5 * gib and tight.depth >= 2
-    for room, wanted in ((1.5, "2 slots"), (0.5, "slots")):
-        with pytest.raises(UsageError, match=wanted):
-            decide_residency(layouts_of(*[gib] * 8), 0, int(room * gib), None, None)
-    with pytest.raises(UsageError, match="--gpu-memory 6.*--gpu-memory 3.0 or less"):
-        decide_residency(layouts_of(*[gib] * 8), 0, 6 * gib, 6, 3)
+    eight = layouts_of(*[gib] * 8)
+    with pytest.raises(DoesNotFit, match="2 slots of 1.00 GiB.*quantize"):
+        decide_residency(eight, 0, int(1.5 * gib), None, None)
+    with pytest.raises(DoesNotFit, match="--gpu-memory 4.9 or less"):
+        decide_residency(eight, 0, 6 * gib, 6, None)
+    with pytest.raises(DoesNotFit, match="--ring-depth 4 or less"):
+        decide_residency(eight, 0, 6 * gib, 2, 5)
+    squeezed = decide_residency(eight, 0, 6 * gib, 3, None)
+    assert len(squeezed.resident) == 3 and squeezed.depth == 3, "an automatic ring makes room for what was asked to stay"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_fit_and_their_advice_works(seed):
+    draw = random.Random(seed)
+    for _ in range(100):
+        layouts = layouts_of(*[draw.randint(1, 40) << 26 for _ in range(draw.randint(2, 24))], workspace=draw.choice([0, 1 << 27]))
+        room, depth = draw.randint(1 << 28, 40 << 30), draw.choice([None, None, 2, 3, 9])
+        wanted = draw.choice([None, 0, draw.randint(0, 300) / 10])
+        try:
+            plan = decide_residency(layouts, 0, room, wanted, depth)
+        except DoesNotFit as error:
+            advice = dict(re.findall(r"--(gpu-memory|ring-depth) ([0-9.]*[0-9])", str(error).partition("for them:")[2]))
+            if not advice:
+                assert 2 * max(layout.nbytes for layout in layouts) + layouts[0].workspace_bytes > room
+                continue
+            gib = float(advice["gpu-memory"]) if "gpu-memory" in advice else wanted
+            plan = decide_residency(layouts, 0, room, gib, int(advice.get("ring-depth", depth or 0)) or None)
+        assert plan.device_bytes <= room and len(plan.resident) + len(plan.streamed) == len(layouts)
+
+
+def test_the_ring_covers_as_much_time_over_several_links():
+    layouts = layouts_of(*[630 << 20] * 40)
+    for ranks in (1, 2, 4):
+        ahead = decide_residency(layouts, 0, None, 0, None, ranks).depth - 1
+        assert 0.05 <= ahead * (630 << 20) / ranks / 55e9 < 0.065
+
+
+class Moment:
+    """An event at a known time in milliseconds."""
+
+    def __init__(self, at: float):
+        self.at = at
+
+    def elapsed_time(self, later) -> float:
+        return later.at - self.at
+
+
+def test_idle_time_goes_to_who_caused_it():
+    timeline = Timeline(DeviceStreams(torch.device("cpu")))
+    timeline.forward = 1
+
+    def copy(start, end, free=None, span=None, first=False):
+        timeline.copies.append(Copy(0, 10, free and Moment(free), span and LayerSpan(*span), Moment(start), Moment(end), 1, first))
+
+    copy(0, 10)
+    copy(15, 20, free=15, span=(3, Moment(8)))  # its slot's layer computed from 8 to 15: the device
+    copy(60, 70, free=60, span=(0, Moment(55)))  # the first layer of a step began at 55 only: start of a step, then 5 ms of computing
+    copy(90, 95, free=60, span=(1, Moment(60)))  # free since long: the host did not ask
+    use = timeline.link_use()
+    assert (use.busy_s, use.slot_wait_s, use.step_start_s, use.host_late_s) == pytest.approx((0.020, 0.010, 0.035, 0.020))
+    assert use.copied_bytes == 30
+
+
 
 
 def test_a_group_size_that_does_not_divide_is_refused(checkpoints):

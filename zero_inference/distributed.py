@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: a prefill can take long, and a rank that is gone is noticed elsewhere
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -96,12 +98,20 @@ def start_process_group(ranks: Ranks) -> None:
     if ranks.world_size == 1:
         dist.init_process_group(**where, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(**where, timeout=datetime.timedelta(minutes=30))
+        dist.init_process_group(**where, timeout=TIMEOUT)
 
 
 def new_group(ranks: Ranks):
-    """A process group of all ranks with its own communicator, whose order of calls is nobody else's; None for one rank."""
-    return dist.new_group() if ranks.world_size > 1 else None
+    """A process group of all ranks with its own communicator, whose order of calls is nobody else's; None for one rank.
+
+    Both communicators are there when it returns, with the device memory that NCCL takes for them.
+    """
+    if ranks.world_size == 1:
+        return None
+    group = dist.new_group(timeout=TIMEOUT)
+    for communicator in (None, group):
+        dist.barrier(group=communicator)
+    return group
 
 
 def stop_process_group() -> None:

@@ -5,5 +5,9 @@ class UsageError(Exception):
     """Bad usage, or a configuration that cannot work: exit code 2, before anything is loaded."""
 
 
+class DoesNotFit(UsageError):
+    """The device has no room for what was asked; `--dry-run` goes on and says what would fit."""
+
+
 class RunError(Exception):
     """A run that was asked for correctly and failed: exit code 1."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -22,13 +22,14 @@ from zero_inference.models.spec import ModelSpec
 class Rates:
     """Measured in this process. `link_gbps` and `disk_gbps` add up all ranks at once, the others are one device's.
 
-    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. None: does not apply.
+    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. None: does not apply, or
+    the device had no room left to measure it.
     """
 
     link_gbps: float
     link_kind: str
-    device_copy_gbps: float
-    matmul_tflops: float
+    device_copy_gbps: float | None
+    matmul_tflops: float | None
     disk_gbps: float | None
 
 
@@ -54,21 +55,29 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Rates:
             disk = disk_read_gbps(config.offload_path)
         disk = (ranks.total(int((disk or 0) * 1e6)) / 1e6) or None
     return Rates(link_gbps=link, link_kind="host to device, pinned" if on_gpu else "host memory copy",
-                 device_copy_gbps=device_copy_gbps(ranks.device) if on_gpu else 2 * one,
-                 matmul_tflops=matmul_tflops(ranks.device, spec.dtype, seconds=0.1), disk_gbps=disk)
+                 device_copy_gbps=_if_there_is_room(lambda: device_copy_gbps(ranks.device)) if on_gpu else 2 * one,
+                 matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1)), disk_gbps=disk)
+
+
+def _if_there_is_room(measure: Callable[[], float]) -> float | None:
+    try:
+        return measure()
+    except torch.OutOfMemoryError:  # what was measured for the model itself still stands
+        return None
 
 
 def least_work(config: RunConfig, spec: ModelSpec, ranks: Ranks, weight_bytes: int) -> LeastWork:
     """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
 
-    Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing.
+    Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. What is idle is
+    taken off at its size in the model's dtype, which an engine may not exceed: the bound errs to the low side.
     """
     model = empty_model(spec)
-    total = sum(p.numel() for p in model.parameters())
-    active = total - _idle_parameters(model, spec)
+    idle = _idle_parameters(model, spec)
+    active = sum(p.numel() for p in model.parameters()) - idle
     batch = config.batch_size // ranks.world_size
     kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len // 2)
-    return LeastWork(device_bytes=weight_bytes * active // total + kv, flops=2 * active * batch)
+    return LeastWork(device_bytes=max(0, weight_bytes - idle * spec.dtype.itemsize) + kv, flops=2 * active * batch)
 
 
 def decode_limits(rates: Rates, moved: dict[str, int | None], work: LeastWork, on_gpu: bool, steps: int, decode_s: float) -> dict[str, Any]:
@@ -77,15 +86,19 @@ def decode_limits(rates: Rates, moved: dict[str, int | None], work: LeastWork, o
     Args:
         moved: bytes that crossed link and disk in a step, counted over all ranks.
     """
-    floors = {"device_memory": work.device_bytes / (rates.device_copy_gbps * 1e9), "matmul": work.flops / (rates.matmul_tflops * 1e12)}
+    floors = {}
+    if rates.device_copy_gbps:
+        floors["device_memory"] = work.device_bytes / (rates.device_copy_gbps * 1e9)
+    if rates.matmul_tflops:
+        floors["matmul"] = work.flops / (rates.matmul_tflops * 1e12)
     if on_gpu and moved["host_to_device_bytes_per_step"]:
         floors["link"] = moved["host_to_device_bytes_per_step"] / (rates.link_gbps * 1e9)
     if rates.disk_gbps and moved["disk_read_bytes_per_step"]:
         floors["disk"] = moved["disk_read_bytes_per_step"] / (rates.disk_gbps * 1e9)
-    bound_by = max(floors, key=floors.get)
-    floor = floors[bound_by] * steps
-    return vars(rates) | {"floor_step_s": floors, "bound_by": bound_by if steps else None, "floor_decode_s": floor if steps else None,
-                          "fraction_of_limit": floor / decode_s if steps else None}
+    bound_by = max(floors, key=floors.get, default=None)
+    floor = floors.get(bound_by, 0.0) * steps or None
+    return vars(rates) | {"floor_step_s": floors, "bound_by": bound_by if floor else None, "floor_decode_s": floor,
+                          "fraction_of_limit": floor / decode_s if floor else None}
 
 
 def in_words(limit: dict[str, Any], moved: dict[str, int | None], on_gpu: bool) -> str:
@@ -105,7 +118,8 @@ def idle_in_words(link_use: dict[str, float]) -> str | None:
         total = link_use["busy_s"] + link_use["idle_s"]
         return f"in the trace the link stood idle {link_use['idle_s'] / total:.1%} of the time" if total else None
     causes = {"slot_wait_s": "waiting for a free slot: the device computes longer than a layer copies",
-              "host_late_s": "host late: it asked too late for the next layer", "step_start_s": "start of a step: the host prepares the token"}
+              "step_start_s": "at the start of a step, while the host prepares it: a larger --ring-depth bridges that",
+              "host_late_s": "host late: it asked too late for the next layer"}
     total = link_use["busy_s"] + sum(link_use[name] for name in causes)
     worst = max(causes, key=lambda name: link_use[name])
     if not total or link_use[worst] < 0.02 * total:

@@ -98,20 +98,21 @@ def changes_that_fit(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[s
         words = "--engine deepspeed --disk-offload" if config.engine == "stream" else "--disk-offload instead of --cpu-offload"
         engine = "deepspeed" if config.engine == "stream" else config.engine
         candidates.append((words, {"engine": engine, "cpu_offload": False, "disk_offload": True, "gpu_memory": None, "ring_depth": None}))
-    fitting = []
-    for words, change in candidates:
-        try:
-            if all(need.fits for need in plan_memory(replace(config, **change).validate(), spec, ranks)):
-                fitting.append(words)
-        except UsageError:
-            continue
+    fitting = [words for words, change in candidates if _fits(config, change, spec, ranks)]
     batch = config.batch_size // 2
     while batch >= ranks.world_size:  # the largest that fits
-        if all(need.fits for need in plan_memory(replace(config, batch_size=batch), spec, ranks)):
+        if _fits(config, {"batch_size": batch}, spec, ranks):
             fitting.append(f"--batch-size {batch}")
             break
         batch //= 2
     return fitting
+
+
+def _fits(config: RunConfig, change: dict, spec: ModelSpec, ranks: Ranks) -> bool:
+    try:
+        return all(need.fits for need in plan_memory(replace(config, **change).validate(), spec, ranks))
+    except UsageError:
+        return False
 
 
 def describe(needs: list[Need]) -> str:

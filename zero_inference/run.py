@@ -21,7 +21,7 @@ from zero_inference.distributed import Ranks, detect_ranks, start_process_group,
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import LoadedModel, parameter_bytes
 from zero_inference.environment import describe_environment
-from zero_inference.errors import RunError, UsageError
+from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.models import prompts
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
@@ -55,12 +55,15 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     if not config.dry_run:
         start_process_group(ranks)
     try:
-        engine_module(config.engine).check(config, spec, ranks)
-        if not config.dry_run:
-            memory_plan.refuse_hopeless(config, spec, ranks)
+        try:
+            engine_module(config.engine).check(config, spec, ranks)
+        except DoesNotFit:
+            if not config.dry_run:
+                raise
         if config.dry_run:
             _print_plan(config, spec, ranks)
             return
+        memory_plan.refuse_hopeless(config, spec, ranks)
         ids, tokenizer, note = _prompt_ids(config, spec)
         _measured_run(config, spec, ranks, ids, tokenizer, note, argv)
     except BaseException:
@@ -87,7 +90,8 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
             append_record(record_path, asked | {"status": "failed", "error": reason})
         return reason
 
-    watch = PeerWatch(ranks, record_failure).start()
+    watch = PeerWatch(ranks, record_failure)
+    watch.start()
     try:
         measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress)
         ranks.barrier()
@@ -310,9 +314,14 @@ def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     for name, size in (("model", model_bytes(spec.config)), ("cache", cache_bytes(spec.config, config.batch_size, total)),
                        ("hidden", hidden_bytes(spec.config, config.batch_size, total))):
         print(f"{name} size: {size / 2**30:.3f} GB")
-    needs = memory_plan.plan_memory(config, spec, ranks)
-    print(memory_plan.describe(needs))
-    if all(need.fits for need in needs):
+    try:
+        needs = memory_plan.plan_memory(config, spec, ranks)
+        print(memory_plan.describe(needs))
+        fits = all(need.fits for need in needs)
+    except DoesNotFit as error:
+        print(error)
+        fits = False
+    if fits:
         print("It fits.")
     else:
         changes = memory_plan.changes_that_fit(config, spec, ranks)

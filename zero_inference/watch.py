@@ -19,6 +19,7 @@ from typing import Callable
 import torch.distributed as dist
 
 from zero_inference.distributed import Ranks
+from zero_inference.errors import RunError
 
 BEAT_S = 1.0
 SILENT_S = 15.0
@@ -43,15 +44,16 @@ class PeerWatch:
         self.store: dist.TCPStore | None = None
         self.thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
 
-    def start(self) -> PeerWatch:
+    def start(self) -> None:
+        """Raises RunError where the run's store cannot be reached."""
         if self.ranks.world_size > 1:
-            self.wake, self.woken = os.pipe()  # the signal's number arrives here even while the main thread is stuck
-            for end in (self.wake, self.woken):
-                os.set_blocking(end, False)
-            signal.set_wakeup_fd(self.woken, warn_on_full_buffer=False)
             self.store = _own_connection()
+            self.signals, write_end = os.pipe()  # a signal's number arrives here even while the main thread is stuck
+            for end in (self.signals, write_end):
+                os.set_blocking(end, False)
+            signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+            self.ranks.barrier()  # all get here, or the launcher ends the run: silence counts from now
             self.thread.start()
-        return self
 
     def stop(self, failed: bool = False) -> None:
         """Say the last word to the others: silence means nothing from here on, and failure ends them too."""
@@ -67,7 +69,7 @@ class PeerWatch:
         if self.store is None:
             return True
         try:
-            return self.store.add("zero_inference/failure", 1) == 1
+            return self.store.add(_key("failure"), 1) == 1
         except Exception:  # the store went down with the rank that kept it: better said twice than never
             return True
 
@@ -104,7 +106,7 @@ class PeerWatch:
 
     def _told_to_stop(self) -> bool:
         try:
-            numbers = os.read(self.wake, 64)
+            numbers = os.read(self.signals, 64)
         except BlockingIOError:
             return False
         return signal.SIGTERM in numbers
@@ -113,16 +115,22 @@ class PeerWatch:
         """End the process, unless the main thread does it first."""
         if self.stopping.wait(GRACE_S):
             return
-        self.report(reason)
-        print(f"error: rank {self.ranks.rank} of {self.ranks.world_size}: {reason}.", file=sys.stderr, flush=True)
-        os._exit(1)
+        try:
+            self.report(reason)
+        finally:  # also where the record cannot be written
+            print(f"error: rank {self.ranks.rank} of {self.ranks.world_size}: {reason}.", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
-def _key(rank: int) -> str:
-    return f"zero_inference/alive/{rank}"
+def _key(rank: int | str) -> str:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"zero_inference/{attempt}/{rank}"
 
 
 def _own_connection():
     """A connection to the run's store that this thread need not share with the collectives."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                         timeout=datetime.timedelta(seconds=SILENT_S))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=SILENT_S))
+    except Exception as error:  # DistNetworkError, or RuntimeError by version
+        raise RunError(f"the store of this run at {address}:{port} cannot be reached; the first rank or the launcher is gone.") from error

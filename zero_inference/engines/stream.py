@@ -6,7 +6,7 @@ point at the layer's bytes while it computes.
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -42,16 +42,17 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
     """Fill the layer store, place the rest on the device, and hook the ring into the model."""
     model = empty_model(spec)
     scheme = _scheme(config)
+    group = new_group(ranks)  # first: what its buffers take is not free for layers
     residency = _residency(config, spec, ranks, model, agreed=True)
     if scheme is not None and ranks.device.type == "cuda":
-        load_extension(None if ranks.is_first else lambda line: None)
+        load_extension(None if ranks.is_first and config.verbose > 0 else lambda line: None)
     pinned = ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory
     store = LayerStore(residency.layouts, set(residency.resident), ranks, pinned)
     prefix, _ = decoder_layers(model)
     placed = _Placement(prefix, residency, store, scheme, ranks.device)
     load_weights(model, spec, config.seed, ranks.device, placed.adopt, progress)
     model.to(ranks.device)  # buffers
-    feeder = LayerFeeder(model, residency, store, scheme, ranks)
+    feeder = LayerFeeder(model, residency, store, scheme, ranks, group)
     quantized, skipped, total = _quantized_share(model, prefix, residency)
     facts = {"stream": {"resident_layers": len(residency.resident), "streamed_layers": len(residency.streamed),
                         "ring_depth": residency.depth, "slot_bytes": residency.slot_bytes,
@@ -94,16 +95,17 @@ class LayerFeeder:
     workspace that all layers share, and its slot is free as soon as that is done.
     """
 
-    def __init__(self, model: nn.Module, residency: Residency, store: LayerStore, scheme: GroupQuantization | None, ranks: Ranks):
+    def __init__(self, model: nn.Module, residency: Residency, store: LayerStore, scheme: GroupQuantization | None, ranks: Ranks,
+                 group: Any):
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.layouts = store, scheme, residency.layouts
         self.transfers, self.timeline = Transfers(), Timeline(streams)
         self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
         self.ring = None
         if residency.streamed:
-            self.ring = LayerRing(store, residency.streamed, residency.depth, ranks, streams, self.transfers, self.timeline,
-                                  new_group(ranks))
+            self.ring = LayerRing(store, residency.streamed, residency.depth, ranks, streams, self.transfers, self.timeline, group)
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self.packed: dict[tuple[int, int | None], list[tuple[torch.Tensor, ...]]] = {}
         self.hooks = []
         _, layers = decoder_layers(model)
         for index, layer in enumerate(layers):
@@ -120,17 +122,20 @@ class LayerFeeder:
         if self.ring is not None:
             self.ring.close()
         self.views.clear()
+        self.packed.clear()
         self.store.runs.clear()
 
     def _find_views(self, index: int, layer: nn.Module) -> None:
         """For every place that this layer's bytes can lie in: each of its parameters and the tensor there."""
         layout, parameters = self.layouts[index], dict(layer.named_parameters())
-        if layout.workspace_bytes:
-            places = {None: self.workspace}
-        elif index in self.store.resident:
-            places = {None: self.store.runs[index]}
+        if index in self.store.resident:
+            runs = {None: self.store.runs[index]}
         else:
-            places = {slot: self.ring.run_in(index, slot) for slot in range(len(self.ring.slots))}
+            runs = {slot: self.ring.run_in(index, slot) for slot in range(len(self.ring.slots))}
+        for slot, run in runs.items():
+            self.packed[index, slot] = [(*(piece.of(run) for piece in stored.packed), stored.plain.of(self.workspace))
+                                        for stored in layout.parameters if stored.packed is not None]
+        places = {None: self.workspace} if layout.workspace_bytes else runs
         for slot, run in places.items():
             self.views[index, slot] = [(parameters[stored.name], stored.plain.of(run)) for stored in layout.parameters]
         for parameter, values in self.views[index, next(iter(places))]:
@@ -145,7 +150,10 @@ class LayerFeeder:
             slot = None if resident else self.ring.acquire(index)
             self.timeline.layer_begins(index)
             if layout.workspace_bytes:
-                self._unpack(layout, self.store.runs[index] if resident else self.ring.run_in(index, slot))
+                run = self.store.runs[index] if resident else self.ring.run_in(index, slot)
+                self.workspace[: layout.plain_bytes].copy_(run[: layout.plain_bytes])
+                for codes, scales, minima, values in self.packed[index, slot]:
+                    dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
                 if not resident:
                     self.ring.release()
             elif not resident:
@@ -163,13 +171,6 @@ class LayerFeeder:
                 self.ring.release()
 
         return end
-
-    def _unpack(self, layout, run: torch.Tensor) -> None:
-        self.workspace[: layout.plain_bytes].copy_(run[: layout.plain_bytes])
-        for stored in layout.parameters:
-            if stored.packed is not None:
-                codes, scales, minima = (piece.of(run) for piece in stored.packed)
-                dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, stored.plain.of(self.workspace))
 
 
 def _scheme(config: RunConfig) -> GroupQuantization | None:
@@ -190,7 +191,7 @@ def _residency(config: RunConfig, spec: ModelSpec, ranks: Ranks, model, agreed: 
         free = torch.cuda.mem_get_info(ranks.device)[0]
         free = int(ranks.minimum(free)) if agreed else free
         room = free - outside - kv - activation_bytes(spec, batch, config.prompt_len) - RESERVE_BYTES
-    return decide_residency(layouts, outside, room, config.gpu_memory, config.ring_depth)
+    return decide_residency(layouts, outside, room, config.gpu_memory, config.ring_depth, ranks.world_size)
 
 
 def _check_groups(model, scheme: GroupQuantization) -> None:

@@ -17,6 +17,7 @@ import torch
 from zero_inference.errors import RunError
 
 HUGE_PAGE = 2 << 20
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not for the current one alone
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
@@ -55,7 +56,7 @@ def return_free_memory() -> None:
 def _page_lock(tensor: torch.Tensor, buffer: ctypes.Array, pages: mmap.mmap) -> None:
     cudart = torch.cuda.cudart()
     pointer = tensor.data_ptr()
-    status = int(cudart.cudaHostRegister(pointer, tensor.numel() * tensor.element_size(), 0))
+    status = int(cudart.cudaHostRegister(pointer, tensor.numel() * tensor.element_size(), PORTABLE))
     if status != 0:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         shown = "none" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.2f} GiB"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Callable
 
 from torch import nn
 
-from zero_inference.errors import UsageError
+from zero_inference.errors import DoesNotFit
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.offload.layout import LayerLayout, lay_out
@@ -89,44 +90,68 @@ def lay_out_layers(model: nn.Module, scheme: GroupQuantization | None, ranks: in
 
 
 def decide_residency(layouts: list[LayerLayout], outside_bytes: int, room: int | None, gpu_memory_gib: float | None,
-                     depth: int | None) -> Residency:
+                     depth: int | None, ranks: int = 1) -> Residency:
     """Keep as many layers on the device as the budget holds, spread evenly among the streamed ones.
 
     Args:
         room: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of the resident layers; None takes what `room` leaves beside the ring, or 0 on a CPU.
-        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`.
+        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least 2 where there is less room.
+        ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
 
     Raises:
-        UsageError: the device does not hold what was asked for, or not two slots of the largest layer.
+        DoesNotFit: the device does not hold what was asked for, or not two slots of the largest layer.
     """
+    left = None if room is None else max(0, room - max(layout.workspace_bytes for layout in layouts))
+
+    def plan_for(gib: float | None, slots: int | None) -> Residency:
+        return _plan(layouts, outside_bytes, left, gib, slots, ranks)
+
+    plan = plan_for(gpu_memory_gib, depth)
+    if not _fits(plan, left):
+        raise DoesNotFit(
+            f"{plan.resident_bytes / GIB:.2f} GiB of resident layers and {plan.depth} slots of {plan.slot_bytes / GIB:.2f} GiB do not fit "
+            f"the {left / GIB:.2f} GiB that the device has for them: {_advice(plan_for, gpu_memory_gib, depth, plan, left)}.")
+    return plan
+
+
+def _plan(layouts: list[LayerLayout], outside_bytes: int, left: int | None, gib: float | None, depth: int | None, ranks: int) -> Residency:
     largest = max(layout.nbytes for layout in layouts)
-    workspace = max(layout.workspace_bytes for layout in layouts)
     total = sum(layout.nbytes for layout in layouts)
-    ring = (depth or max(LEAST_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GBPS * 1e9 / largest))) * largest
-    left = None if room is None else room - workspace
-    if left is not None and left < total and depth is None:
-        ring = max(2, min(ring, left) // largest) * largest
-    if gpu_memory_gib is not None:
-        budget = int(gpu_memory_gib * GIB)
+    slots = depth or max(LEAST_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GBPS * 1e9 * ranks / largest))
+    if gib is not None:
+        budget = int(gib * GIB)
     elif left is None:
         budget = 0
+    elif left >= total:
+        budget = total
     else:
-        budget = total if left >= total else left - ring
+        slots = depth or max(2, min(slots, left // largest))
+        budget = left - slots * largest
     chosen = _spread(layouts, budget)
-    streamed = [index for index in range(len(layouts)) if index not in chosen]
-    slots = min(ring // largest, len(streamed))
-    plan = Residency(layouts, sorted(chosen), streamed, slots, outside_bytes)
-    needed = plan.resident_bytes + slots * plan.slot_bytes
-    if left is not None and needed > left:
-        if plan.resident_bytes and gpu_memory_gib is not None:
-            raise UsageError(f"--gpu-memory {gpu_memory_gib:g}: the resident layers and {slots} slots of {largest / GIB:.2f} GiB need "
-                             f"{needed / GIB:.2f} GiB, and the device has {max(left, 0) / GIB:.2f} GiB for them; use "
-                             f"--gpu-memory {max(0.0, (left - ring) / GIB):.1f} or less.")
-        raise UsageError(f"{slots} slots of the largest layer ({largest / GIB:.2f} GiB each) need {needed / GIB:.2f} GiB, and the "
-                         f"device has {max(left, 0) / GIB:.2f} GiB for them; quantize the weights, use more --kv-offload, a smaller "
-                         "--batch-size or --prompt-len, or a GPU with more memory.")
+    plan = Residency(layouts, sorted(chosen), [index for index in range(len(layouts)) if index not in chosen], 0, outside_bytes)
+    plan.depth = min(slots, len(plan.streamed))
+    if left is not None and depth is None and plan.depth > 2:
+        plan.depth = max(2, min(plan.depth, (left - plan.resident_bytes) // plan.slot_bytes))
     return plan
+
+
+def _fits(plan: Residency, left: int | None) -> bool:
+    return left is None or plan.resident_bytes + plan.depth * plan.slot_bytes <= left
+
+
+def _advice(plan_for: Callable[[float | None, int | None], Residency], gib: float | None, depth: int | None, plan: Residency,
+            left: int) -> str:
+    """The least change that fits, each tried."""
+    for slots in range((depth or 2) - 1, 1, -1):
+        if _fits(plan_for(gib, slots), left):
+            return f"use --ring-depth {slots} or less"
+    for slots in dict.fromkeys((depth, 2)):
+        for tenths in range(int(plan.resident_bytes * 10 / GIB), -1, -1):
+            if _fits(plan_for(tenths / 10, slots), left):
+                return f"use --gpu-memory {tenths / 10:g} or less" + (f" with --ring-depth {slots}" if slots != depth else "")
+    return ("quantize the weights (--quant-bits 4), lower --batch-size or --prompt-len, move the KV cache (--kv-offload), or use a GPU "
+            "with more memory")
 
 
 def _spread(layouts: list[LayerLayout], budget: int) -> set[int]:

@@ -51,6 +51,7 @@ class LayerRing:
         slot_bytes = max(store.layouts[layer].nbytes for layer in order)
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=ranks.device) for _ in range(depth)]
         self.free: list[Any] = [None] * depth  # event behind the last use of each slot
+        self.freed_by: list[Any] = [None] * depth  # and the computation that this was
         self.copy_stream = streams.stream()
         self.gather_stream = streams.stream() if ranks.world_size > 1 else self.copy_stream
         self.pending: deque[_Fetch] = deque()
@@ -77,6 +78,7 @@ class LayerRing:
     def release(self) -> None:
         """Give the slot of the last `acquire` back behind what the computation was asked so far, and send for one more layer."""
         self.free[self.held.slot] = self.streams.recorded(self.streams.current())
+        self.freed_by[self.held.slot] = self.timeline.latest_layer()
         self.held = None
         self._send_for_next()
 
@@ -120,5 +122,5 @@ class LayerRing:
                 # NCCL gathers in place; gloo wants its input apart
                 _all_gather(run, mine if run.is_cuda else mine.clone(), group=self.group)
             full = self.streams.recorded(self.gather_stream)
-        self.timeline.fetched(layer, share.numel(), self.free[slot], start, copied)
+        self.timeline.fetched(layer, share.numel(), self.free[slot], self.freed_by[slot], start, copied)
         self.pending.append(_Fetch(layer, slot, full))

@@ -14,24 +14,6 @@ KEPT = 8192  # copies and layers; older ones are forgotten, so that a long gener
 
 
 @dataclass
-class Copy:
-    """One layer's copy to the device; events of the copy stream, and the one that the slot waited for.
-
-    Attributes:
-        forward: which call of the model it was asked in, 0 for the prefill.
-        first: the first that was asked for in this call.
-    """
-
-    layer: int
-    nbytes: int
-    slot_free: Any
-    start: Any
-    end: Any
-    forward: int
-    first: bool
-
-
-@dataclass
 class LayerSpan:
     """One layer's computation."""
 
@@ -40,23 +22,49 @@ class LayerSpan:
     end: Any = None
 
 
-@dataclass(frozen=True)
-class LinkUse:
-    """How the link of this rank spent the decode steps, in seconds; the four add up to the time from first to last copy.
+@dataclass
+class Copy:
+    """One layer's copy to the device; events of the copy stream, and the one that the slot waited for.
 
     Attributes:
+        freed_by: the computation that used the slot before; None for a slot that was empty.
+        forward: which call of the model it was asked in, 0 for the prefill.
+        first: the first that was asked for in this call.
+    """
+
+    layer: int
+    nbytes: int
+    slot_free: Any
+    freed_by: LayerSpan | None
+    start: Any
+    end: Any
+    forward: int
+    first: bool
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """How the link of this rank spent the last decode steps, in seconds; the four add up to the time from first to last copy.
+
+    Attributes:
+        steps: how many steps these are; the oldest of a very long generation are forgotten.
         busy_s: copying.
-        slot_wait_s: every slot was full or in use: the computation holds the link up, more would not help.
-        host_late_s: a slot was free, but the host had not yet asked for the copy.
-        step_start_s: the same at the first copy of a step: token selection and the preparation of the next step.
+        slot_wait_s: waiting for a slot whose layer was computing: the device is the slow one.
+        step_start_s: the host was selecting a token and preparing the next step, and every layer it had asked for was there.
+        host_late_s: the host was late with anything else.
         copied_bytes: bytes of this rank in `busy_s`.
     """
 
+    steps: int
     busy_s: float
     slot_wait_s: float
     host_late_s: float
     step_start_s: float
     copied_bytes: int
+
+
+def within(most: float, value: float) -> float:
+    return min(most, max(0.0, value))
 
 
 class Timeline:
@@ -78,8 +86,11 @@ class Timeline:
         self.forward += 1
         self.asked = 0
 
-    def fetched(self, layer: int, nbytes: int, slot_free: Any, start: Any, end: Any) -> None:
-        self.copies.append(Copy(layer, nbytes, slot_free, start, end, self.forward, first=self.asked == 0))
+    def latest_layer(self) -> LayerSpan | None:
+        return self.layers[-1] if self.layers else None
+
+    def fetched(self, layer: int, nbytes: int, slot_free: Any, freed_by: LayerSpan | None, start: Any, end: Any) -> None:
+        self.copies.append(Copy(layer, nbytes, slot_free, freed_by, start, end, self.forward, first=self.asked == 0))
         self.asked += 1
 
     def layer_begins(self, layer: int) -> None:
@@ -98,13 +109,17 @@ class Timeline:
         for before, copy in zip(decode, decode[1:]):
             busy += self._between(copy.start, copy.end)
             gap = max(0.0, self._between(before.end, copy.start))
-            waited = min(gap, max(0.0, self._between(before.end, copy.slot_free))) if copy.slot_free is not None else 0.0
-            slot_wait += waited
-            if copy.first:
-                step_start += gap - waited
-            else:
-                host_late += gap - waited
-        return LinkUse(busy, slot_wait, host_late, step_start, sum(copy.nbytes for copy in decode[1:]))
+            not_begun = within(gap, self._between(before.end, copy.freed_by.start)) if copy.freed_by else 0.0
+            until_free = within(gap, self._between(before.end, copy.slot_free)) if copy.slot_free is not None else 0.0
+            slot_wait += max(0.0, until_free - not_begun)
+            for spent, at_start in ((not_begun, copy.freed_by is not None and copy.freed_by.layer == 0),
+                                    (gap - max(until_free, not_begun), copy.first)):
+                if at_start:
+                    step_start += spent
+                else:
+                    host_late += spent
+        return LinkUse(decode[-1].forward - decode[0].forward + 1, busy, slot_wait, host_late, step_start,
+                       sum(copy.nbytes for copy in decode[1:]))
 
     def write_chrome_trace(self, path: Path) -> None:
         """Write what is kept as a Chrome trace: copies on one row, layers on another. Times in microseconds.
