@@ -1,0 +1,346 @@
+"""The page's drawings, each as wide as a phone's screen, with rows that carry their label above the mark.
+
+Matplotlib and not Plotly: its script alone is 4.5 MB, a drawing here is some 20 KB of SVG, prints as it stands, and needs no script.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_inference.html_report.runs import LINK_PARTS, Run, shorten
+from zero_inference.html_report.summary import number, seconds
+from zero_inference.html_report.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE, embedded
+
+WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel
+LEFT, RIGHT = 12, 14
+ROW, FOOT = 30, 34
+CHARACTERS = 47  # of a row's label and value together
+ROWS_AT_ONCE = 20  # so that a drawing fits on a printed page
+PANELS_AT_ONCE = 6
+STYLED_LINES = 12
+MARKERS = ("o", "s", "^", "D", "v", "P")
+LIMITS = {"link": "link", "disk": "disk", "device_memory": "device memory", "matmul": "matrix products"}
+LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One figure: `svg` is markup, the rest is plain text. `folded`: shown on request."""
+
+    title: str
+    caption: str
+    svg: str
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    value: str
+    data: Any
+
+
+def all_figures(runs: list[Run]) -> list[list[Drawing]]:
+    """The drawings, a list for each subject that the runs have something to say about."""
+    import matplotlib
+
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
+        makers = (throughput, shares_of_limit, phases, steps, link_use, quality)
+        return [drawings for drawings in (maker(runs) for maker in makers) if drawings]
+
+
+# --- throughput against batch size
+
+def throughput(runs: list[Run]) -> list[Drawing]:
+    """A panel for each model and prompt length, a line for each setting. A setting looks the same in all panels."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        if run.decode_throughput and (run.whole("batch_size") or 0) > 0:
+            groups.setdefault(run.group, []).append(run)
+    plotted = [run for group in groups.values() for run in group]
+    count = Counter(run.setting for run in plotted)
+    best = {setting: max(run.decode_throughput for run in plotted if run.setting == setting) for setting in count}
+    ranked = sorted(count, key=lambda setting: (-count[setting], -best[setting]))
+    looks = {setting: index for index, setting in enumerate(ranked[:STYLED_LINES])}
+    drawings = []
+    for index, group in enumerate(sorted(groups.values(), key=len, reverse=True)):
+        drawings.append(_throughput_panel(f"throughput-{index}", group, looks, folded=index >= PANELS_AT_ONCE))
+    return drawings
+
+
+def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded: bool) -> Drawing:
+    lines = {setting: [run for run in runs if run.setting == setting] for setting in dict.fromkeys(run.setting for run in runs)}
+    named = sorted((setting for setting in lines if setting in looks), key=looks.get)
+    legend = 15 * (len(named) + (len(named) < len(lines))) + 6
+    figure, axes = _canvas(WIDTH, 200 + legend, left=44, right=14, top=20, bottom=38 + legend)
+    for setting in [setting for setting in lines if setting not in looks] + named:
+        points = _medians(lines[setting])
+        look = looks.get(setting)
+        colour = MUTED if look is None else SERIES[look % len(SERIES)]
+        hollow = look is not None and look >= len(SERIES)
+        axes.plot([batch for batch, _ in points], [speed for _, speed in points], color=colour, zorder=1 if look is None else 2,
+                  linewidth=0.8 if look is None else None, linestyle="--" if hollow else "-",
+                  marker="." if look is None else MARKERS[look % len(MARKERS)], markerfacecolor=SURFACE if hollow else colour,
+                  markeredgecolor=colour, label=shorten(setting, CHARACTERS))
+    speeds = [run.decode_throughput for run in runs]
+    batches = sorted({run.whole("batch_size") for run in runs})
+    _batch_axis(axes, batches)
+    if max(speeds) > 10 * min(speeds):
+        _log_axis(axes.yaxis, min(speeds) / 1.3, max(speeds) * 1.3)
+    else:
+        axes.set_ylim(0, max(speeds) * 1.1)
+    axes.yaxis.set_major_formatter(lambda value, position: number(value) if value else "0")
+    axes.set_title("decode throughput (token/s)", loc="left", x=-32 / (WIDTH - 58), color=INK)
+    axes.set_xlabel("batch size (sequences)")
+    axes.grid(True, axis="y")
+    handles = {handle.get_label(): handle for handle in axes.get_lines()}
+    shown = [handles[shorten(setting, CHARACTERS)] for setting in named]
+    labels = [shorten(setting, CHARACTERS) for setting in named]
+    if len(named) < len(lines):
+        unnamed = [setting for setting in lines if setting not in looks]
+        shown.append(handles[shorten(unnamed[0], CHARACTERS)])
+        labels.append(f"{len(unnamed)} other settings (see the table)")
+    figure.legend(shown, labels, loc="lower left", bbox_to_anchor=(0, 0), borderpad=0, labelspacing=0.25, handlelength=2.2,
+                  borderaxespad=0.2)
+    title = f"Throughput against batch size: {runs[0].group_name}"
+    caption = "Tokens per second of all sequences together, in decode; higher is better. "
+    caption += "The median where a setting ran more than once." if len({(r.setting, r.whole("batch_size")) for r in runs}) < len(runs) else ""
+    if len(batches) == 1:
+        caption += f"All runs have batch {batches[0]}, so there are points and no lines."
+    best = max(runs, key=lambda run: run.decode_throughput)
+    described = (f"{len(lines)} settings at batch {', '.join(map(str, batches))}. Highest: {number(best.decode_throughput)} token/s "
+                 f"by {best.setting} at batch {best.whole('batch_size')}.")
+    return Drawing(title, caption.strip(), embedded(figure, name, title, described), folded)
+
+
+def _medians(runs: list[Run]) -> list[tuple[int, float]]:
+    speeds: dict[int, list[float]] = {}
+    for run in runs:
+        speeds.setdefault(run.whole("batch_size"), []).append(run.decode_throughput)
+    return [(batch, statistics.median(values)) for batch, values in sorted(speeds.items())]
+
+
+def _batch_axis(axes, batches: list[int]) -> None:
+    """Powers of two are equally far apart; the ticks are sizes that ran, as many as there is room for."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    low, high = math.log2(batches[0]), math.log2(batches[-1])
+    margin = max(0.5, 0.06 * (high - low))
+    axes.set_xlim(2 ** (low - margin), 2 ** (high + margin))
+    ticks: list[int] = []
+    apart = (high - low + 2 * margin) / 8
+    for batch in batches:
+        if not ticks or math.log2(batch / ticks[-1]) >= apart:
+            ticks.append(batch)
+    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+# --- one row for each run or setting
+
+def shares_of_limit(runs: list[Run]) -> list[Drawing]:
+    """A row for each setting, grouped by engine; a mark for each run, whose shape says what binds it."""
+    settings: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.share_of_limit is not None:
+            settings.setdefault(run.setting, []).append(run)
+    if not settings:
+        return []
+    bounds = [bound for bound in (*LIMITS, *sorted({run.bound_by for each in settings.values() for run in each} - set(LIMITS)))
+              if any(run.bound_by == bound for each in settings.values() for run in each)]
+
+    def median(setting: str) -> float:
+        return statistics.median(run.share_of_limit for run in settings[setting])
+
+    def order(setting: str) -> tuple:
+        engine = settings[setting][0].engine
+        return max(map(median, (other for other in settings if settings[other][0].engine == engine))), engine, median(setting)
+
+    rows = [Row(setting, f"{median(setting):.1%}" + (f" ({len(settings[setting])} runs)" if len(settings[setting]) > 1 else ""), settings[setting])
+            for setting in sorted(settings, key=order, reverse=True)]
+    most = max(1.0, max(run.share_of_limit for each in settings.values() for run in each)) * 1.04
+    scale = _percent_step(most)
+
+    def mark(axes, y: float, each: list[Run]) -> None:
+        axes.plot([0, most], [y, y], color=GRID, linewidth=0.8, zorder=1)
+        middle = statistics.median(run.share_of_limit for run in each)
+        axes.plot([middle, middle], [y - 0.24, y + 0.24], color=INK, linewidth=1.6, zorder=2)
+        for run in each:
+            index = bounds.index(run.bound_by) % len(SERIES)
+            axes.plot([run.share_of_limit], [y], MARKERS[index], color=SERIES[index], zorder=3, clip_on=False, alpha=0.85)
+
+    def finish(axes) -> None:
+        axes.set_xlim(0, most)
+        axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        axes.set_xticks([tick * scale for tick in range(int(most / scale) + 1)])
+        axes.xaxis.set_major_formatter(lambda value, position: f"{100 * value:.0f}")
+
+    return _row_figures(
+        "limit", "Share of the machine's limit, by engine", rows, mark, finish, "share of the limit (%)",
+        "How near a decode step came to the least time that this machine allows it: bytes or operations that the run needed, at the "
+        "rates measured in the same process. Each mark is a run, its shape says what binds it; the bar is the median.",
+        legend=[(LIMITS.get(bound, shorten(bound, 20)), SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]) for i, bound in enumerate(bounds)],
+        what="settings")
+
+
+def _percent_step(most: float) -> float:
+    return next(step for step in (0.2, 0.5, 1, 2, 5, 10 ** math.ceil(math.log10(most))) if most / step <= 7)
+
+
+def phases(runs: list[Run]) -> list[Drawing]:
+    rows = []
+    for run in runs:
+        prefill, decode = run.amount("prefill_latency_s"), run.amount("decode_latency_s")
+        if not run.failed and prefill is not None and prefill >= 0 and (prefill + max(0.0, decode or 0)) > 0:
+            rows.append(Row(run.label, f"{seconds(prefill)} + {seconds(decode)}" if decode else seconds(prefill), (prefill, max(0.0, decode or 0))))
+    return _stacked("phases", "Phases: prefill and decode", rows, ("prefill", "decode"), "share of a generation's time (%)",
+                    "Prefill is the time to the first token, decode that of all others; medians over the measured loops. "
+                    "Their durations stand right of the run's name.")
+
+
+def link_use(runs: list[Run]) -> list[Drawing]:
+    rows = []
+    for run in runs:
+        if use := run.link_use:
+            rate = run.amount("link_use.gbps_while_busy")
+            rows.append(Row(run.label, f"{rate:.1f} GB/s" if rate else "", tuple(use[name] for name in LINK_PARTS)))
+    return _stacked("link", "Where the stream engine's link time went", rows, tuple(LINK_NAMES.values()), "share of the link's time in decode (%)",
+                    "Copying: the link was busy, at the rate right of the run's name. Waiting for a slot: the device computes longer than a "
+                    "layer copies. Host late: it asked too late for the next layer. Start of a step: the host prepares the token.")
+
+
+def _stacked(name: str, title: str, rows: list[Row], parts: Sequence[str], x_label: str, caption: str) -> list[Drawing]:
+    def mark(axes, y: float, amounts: Sequence[float]) -> None:
+        begin, total = 0.0, sum(amounts)
+        for index, amount in enumerate(amounts):
+            if amount > 0:
+                axes.barh(y, 100 * amount / total, left=begin, height=0.36, color=SERIES[index], edgecolor=SURFACE, linewidth=0.8)
+            begin += 100 * amount / total
+
+    def finish(axes) -> None:
+        axes.set_xlim(0, 100)
+
+    return _row_figures(name, title, rows, mark, finish, x_label, caption, legend=[(part, SERIES[i], "s") for i, part in enumerate(parts)])
+
+
+def steps(runs: list[Run]) -> list[Drawing]:
+    """Boxes on a scale of each run's own median: runs differ a thousandfold, the steps of one by a few percent."""
+    rows = []
+    for run in runs:
+        if run.step_s and not run.failed:
+            middle = statistics.median(run.step_s)
+            rows.append(Row(run.label, seconds(middle), sorted(100 * (step / middle - 1) for step in run.step_s)))
+    if not rows:
+        return []
+    low = max(-50.0, min(row.data[0] for row in rows)) - 1.5
+    high = min(100.0, max(row.data[-1] for row in rows)) + 1.5
+    beyond = any(row.data[-1] > high or row.data[0] < low for row in rows)
+
+    def mark(axes, y: float, data: list[float]) -> None:
+        axes.boxplot([[min(max(value, low), high) for value in data]], positions=[y], orientation="horizontal", widths=0.34, whis=(5, 95),
+                     patch_artist=True, manage_ticks=False,
+                     boxprops={"facecolor": SERIES[0], "edgecolor": SERIES[0], "alpha": 0.75}, medianprops={"color": INK, "linewidth": 1.6},
+                     whiskerprops={"color": SERIES[0]}, capprops={"color": SERIES[0]},
+                     flierprops={"marker": "o", "markersize": 3, "markeredgecolor": SERIES[1], "markerfacecolor": "none"})
+        for edge, gone, marker in ((high, data[-1] > high, ">"), (low, data[0] < low, "<")):
+            if gone:
+                axes.plot([edge], [y], marker, color=SERIES[1], markersize=7, clip_on=False)
+
+    def finish(axes) -> None:
+        axes.set_xlim(low, high)
+        axes.xaxis.set_major_formatter(lambda value, position: f"{value:+.3g}" if value else "0")
+        axes.axvline(0, color=MUTED, linewidth=0.8, zorder=0)
+
+    caption = ("Decode steps of all measured loops, relative to the run's median step, which stands right of its name. The box holds the middle "
+               "half, the whiskers reach from the 5th to the 95th percentile, circles are steps outside.")
+    caption += " An arrow: steps beyond the edge." if beyond else ""
+    return _row_figures("steps", "Step times", rows, mark, finish, "difference from the run's median step (%)", caption)
+
+
+def quality(runs: list[Run]) -> list[Drawing]:
+    """A drawing for each task and metric, with the standard error as a bar."""
+    drawings = []
+    metrics = dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality)
+    for index, (metric, share) in enumerate(metrics):
+        scale = 100 if share else 1
+        rows = [Row(run.label, score.text, (score.value * scale, (score.stderr or 0) * scale))
+                for run in runs for score in run.quality if score.metric == metric]
+        low, high = min(row.data[0] - row.data[1] for row in rows), max(row.data[0] + row.data[1] for row in rows)
+        margin = 0.08 * (high - low) or max(0.02 * abs(high), 1.0 if share else 0.1)
+
+        def mark(axes, y: float, data: tuple[float, float]) -> None:
+            axes.errorbar([data[0]], [y], xerr=[data[1]], fmt="o", color=SERIES[0], capsize=4, clip_on=False)
+
+        def finish(axes, low=low - margin, high=high + margin, share=share) -> None:
+            axes.set_xlim(max(0, low) if share else low, min(100.5, high) if share else high)
+            axes.grid(True, axis="x")
+
+        better = "lower" if "perplexity" in metric else "higher"
+        drawings += _row_figures(
+            f"quality-{index}", f"Quality: {metric}", rows, mark, finish, f"{shorten(metric, 30)}{' (%)' if share else ''}, {better} is better",
+            "Scores of the model as it was timed; the bar is one standard error to either side, where the record has it.")
+    return drawings
+
+
+def _row_figures(name: str, title: str, rows: list[Row], mark: Callable, finish: Callable, x_label: str, caption: str,
+                 legend: Sequence[tuple[str, str, str]] = (), what: str = "runs") -> list[Drawing]:
+    """The rows in drawings of at most `ROWS_AT_ONCE`; all but the first are folded."""
+    drawings = []
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        chunk = rows[start : start + ROWS_AT_ONCE]
+        parts_title = title if len(rows) <= ROWS_AT_ONCE else f"{title} ({what} {start + 1} to {start + len(chunk)} of {len(rows)})"
+        head = 14 * math.ceil(len(legend) / 2) + 4 if legend else 2
+        height = head + ROW * len(chunk) + FOOT
+        figure, axes = _canvas(WIDTH, height, LEFT, RIGHT, head, FOOT)
+        axes.set_ylim(len(chunk), 0)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        for index, row in enumerate(chunk):
+            value = shorten(row.value, CHARACTERS // 2)
+            across = axes.get_yaxis_transform()
+            axes.text(0, index + 0.3, shorten(row.label, CHARACTERS - len(value)), transform=across, va="center", ha="left")
+            axes.text(1, index + 0.3, value, transform=across, va="center", ha="right", color=INK)
+            mark(axes, index + 0.75, row.data)
+        finish(axes)
+        axes.set_ylim(len(chunk) + 0.1, 0)
+        axes.set_xlabel(x_label)
+        _legend(figure, axes, legend, height)
+        # Said once for each row, so that who cannot see the drawing has its figures.
+        described = "; ".join(f"{row.label}: {row.value}" for row in chunk)
+        drawings.append(Drawing(parts_title, caption, embedded(figure, f"{name}-{start}", parts_title, described), folded=start > 0))
+    return drawings
+
+
+def _legend(figure, axes, legend: Sequence[tuple[str, str, str]], height: float) -> None:
+    from matplotlib.lines import Line2D
+
+    if legend:
+        handles = [Line2D([], [], color=colour, marker=marker, linestyle="", label=text) for text, colour, marker in legend]
+        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(LEFT / WIDTH, 1), ncols=2, borderpad=0, borderaxespad=0,
+                      handletextpad=0.4, columnspacing=1.2, labelspacing=0.2, handlelength=1.2)
+
+
+def _canvas(width: float, height: float, left: float, right: float, top: float, bottom: float):
+    """A figure of that size in points, and axes with these margins."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width / 72, height / 72))
+    axes = figure.add_axes((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height))
+    return figure, axes
+
+
+def _log_axis(axis, low: float, high: float) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    axis.axes.set_yscale("log")
+    axis.axes.set_ylim(low, high)
+    decades = math.log10(high / low)
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.5 else (1,), numticks=12))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
