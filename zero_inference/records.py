@@ -178,7 +178,8 @@ def value_at(record: Mapping[str, Any], key: str, dtype: str) -> Any:
     if value is None:
         return None
     if dtype == "string":
-        return value if isinstance(value, str) else json.dumps(value)
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text.encode("utf-8", "replace").decode("utf-8")  # JSON can hold halves of surrogate pairs, files and pandas cannot
     if dtype == "boolean":
         return bool(value)
     try:

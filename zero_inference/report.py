@@ -53,7 +53,10 @@ def _one_line(value: str) -> str:
 
 
 def _gpu_names(value: str) -> str:
-    counts = Counter(gpu["name"] for gpu in json.loads(value))
+    try:
+        counts = Counter(str(gpu["name"]) for gpu in json.loads(value))
+    except (ValueError, TypeError, KeyError):  # another tool's list: as it is
+        return value
     return ", ".join(f"{count}x {name}" for name, count in counts.items()) or "none"
 
 

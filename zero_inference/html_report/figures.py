@@ -5,22 +5,26 @@ Matplotlib and not Plotly: its script alone is 4.5 MB, a drawing here is some 20
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
+import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.html_report.runs import LINK_PARTS, Run, shorten
+from zero_inference.html_report.runs import LINK_PARTS, Run
 from zero_inference.html_report.summary import number, seconds
 from zero_inference.html_report.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE, embedded
 
 WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel
 LEFT, RIGHT = 12, 14
-ROW, FOOT = 30, 34
-CHARACTERS = 47  # of a row's label and value together
-ROWS_AT_ONCE = 20  # so that a drawing fits on a printed page
+ROOM = WIDTH - LEFT - RIGHT
+LEGEND_ROOM = WIDTH - 40
+LINE, MARK, FOOT = 13, 20, 34  # a row is one or two lines of text and a mark
+ROWS_AT_ONCE = 16  # so that a drawing fits on a printed page
 PANELS_AT_ONCE = 6
 STYLED_LINES = 12
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -40,9 +44,40 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Row:
+    """`label` and `value` stand left and right above the mark, `rest` under the label; `data` is what the mark shows."""
+
     label: str
+    rest: str
     value: str
     data: Any
+
+
+def text_width(text: str) -> float:
+    """In points, in the font with the widest letters that the browser may take."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    # That font has no East Asian letters; they are as wide as they are high.
+    known = "".join("W" if unicodedata.east_asian_width(letter) in "WF" else letter for letter in text)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        return text_to_path.get_text_width_height_descent(known, FontProperties(size=STYLE["font.size"]), ismath=False)[0]
+
+
+def fitting(text: str, room: float) -> str:
+    """One line at most `room` points wide; what is left out is left out of the middle."""
+    text = " ".join(text.split())
+    if len(text) <= 200 and text_width(text) <= room:
+        return text
+    letters = min(len(text) - 1, 200)
+    while letters > 1 and text_width(_without_middle(text, letters)) > room:
+        letters -= 1
+    return _without_middle(text, letters)
+
+
+def _without_middle(text: str, letters: int) -> str:
+    head = (letters + 1) // 2
+    return f"{text[:head]}…{text[len(text) - (letters - head):]}"
 
 
 def all_figures(runs: list[Run]) -> list[list[Drawing]]:
@@ -62,6 +97,9 @@ def throughput(runs: list[Run]) -> list[Drawing]:
     for run in runs:
         if run.decode_throughput and (run.whole("batch_size") or 0) > 0:
             groups.setdefault(run.group, []).append(run)
+    alone = [group for group, members in groups.items() if len(members) == 1]
+    if len(alone) < len(groups):  # a point by itself shows nothing that its row in the table does not
+        groups = {group: members for group, members in groups.items() if group not in alone}
     plotted = [run for group in groups.values() for run in group]
     count = Counter(run.setting for run in plotted)
     best = {setting: max(run.decode_throughput for run in plotted if run.setting == setting) for setting in count}
@@ -70,25 +108,31 @@ def throughput(runs: list[Run]) -> list[Drawing]:
     drawings = []
     for index, group in enumerate(sorted(groups.values(), key=len, reverse=True)):
         drawings.append(_throughput_panel(f"throughput-{index}", group, looks, folded=index >= PANELS_AT_ONCE))
+    if drawings and len(alone) > 0 and len(plotted) > 1:
+        note = f" Not drawn, as each has one run: {len(alone)} more model and prompt length{'s' * (len(alone) > 1)}."
+        drawings[0] = dataclasses.replace(drawings[0], caption=drawings[0].caption + note)
     return drawings
 
 
 def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded: bool) -> Drawing:
     lines = {setting: [run for run in runs if run.setting == setting] for setting in dict.fromkeys(run.setting for run in runs)}
     named = sorted((setting for setting in lines if setting in looks), key=looks.get)
-    legend = 15 * (len(named) + (len(named) < len(lines))) + 6
-    figure, axes = _canvas(WIDTH, 200 + legend, left=44, right=14, top=20, bottom=38 + legend)
-    for setting in [setting for setting in lines if setting not in looks] + named:
+    legend = 13.5 * (len(named) + (len(named) < len(lines))) + 4
+    batches = sorted({run.whole("batch_size") for run in runs})
+    figure, axes = _canvas(WIDTH, (210 if len(batches) > 1 else 170) + legend, left=44, right=14, top=20, bottom=38 + legend)
+    others = [setting for setting in lines if setting not in looks]
+    for place, setting in enumerate(others + named):
         points = _medians(lines[setting])
+        if len(batches) == 1:  # side by side, as equal speeds would hide each other
+            points = [(batch * 2 ** (0.6 * ((place + 0.5) / len(lines) - 0.5)), speed) for batch, speed in points]
         look = looks.get(setting)
         colour = MUTED if look is None else SERIES[look % len(SERIES)]
         hollow = look is not None and look >= len(SERIES)
         axes.plot([batch for batch, _ in points], [speed for _, speed in points], color=colour, zorder=1 if look is None else 2,
                   linewidth=0.8 if look is None else None, linestyle="--" if hollow else "-",
                   marker="." if look is None else MARKERS[look % len(MARKERS)], markerfacecolor=SURFACE if hollow else colour,
-                  markeredgecolor=colour, label=shorten(setting, CHARACTERS))
+                  markeredgecolor=colour, label=fitting(setting, LEGEND_ROOM))
     speeds = [run.decode_throughput for run in runs]
-    batches = sorted({run.whole("batch_size") for run in runs})
     _batch_axis(axes, batches)
     if max(speeds) > 10 * min(speeds):
         _log_axis(axes.yaxis, min(speeds) / 1.3, max(speeds) * 1.3)
@@ -99,19 +143,18 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
     axes.set_xlabel("batch size (sequences)")
     axes.grid(True, axis="y")
     handles = {handle.get_label(): handle for handle in axes.get_lines()}
-    shown = [handles[shorten(setting, CHARACTERS)] for setting in named]
-    labels = [shorten(setting, CHARACTERS) for setting in named]
+    shown = [handles[fitting(setting, LEGEND_ROOM)] for setting in named]
+    labels = [fitting(setting, LEGEND_ROOM) for setting in named]
     if len(named) < len(lines):
-        unnamed = [setting for setting in lines if setting not in looks]
-        shown.append(handles[shorten(unnamed[0], CHARACTERS)])
-        labels.append(f"{len(unnamed)} other settings (see the table)")
+        shown.append(handles[fitting(others[0], LEGEND_ROOM)])
+        labels.append(f"{len(others)} other settings (see the table)")
     figure.legend(shown, labels, loc="lower left", bbox_to_anchor=(0, 0), borderpad=0, labelspacing=0.25, handlelength=2.2,
                   borderaxespad=0.2)
     title = f"Throughput against batch size: {runs[0].group_name}"
     caption = "Tokens per second of all sequences together, in decode; higher is better. "
     caption += "The median where a setting ran more than once." if len({(r.setting, r.whole("batch_size")) for r in runs}) < len(runs) else ""
     if len(batches) == 1:
-        caption += f"All runs have batch {batches[0]}, so there are points and no lines."
+        caption += f"All have batch {batches[0]}: points side by side, no lines."
     best = max(runs, key=lambda run: run.decode_throughput)
     described = (f"{len(lines)} settings at batch {', '.join(map(str, batches))}. Highest: {number(best.decode_throughput)} token/s "
                  f"by {best.setting} at batch {best.whole('batch_size')}.")
@@ -162,30 +205,30 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
         engine = settings[setting][0].engine
         return max(map(median, (other for other in settings if settings[other][0].engine == engine))), engine, median(setting)
 
-    rows = [Row(setting, f"{median(setting):.1%}" + (f" ({len(settings[setting])} runs)" if len(settings[setting]) > 1 else ""), settings[setting])
+    rows = [Row(setting, "", f"{median(setting):.1%}" + (f" ({len(settings[setting])} runs)" if len(settings[setting]) > 1 else ""), settings[setting])
             for setting in sorted(settings, key=order, reverse=True)]
     most = max(1.0, max(run.share_of_limit for each in settings.values() for run in each)) * 1.04
     scale = _percent_step(most)
 
     def mark(axes, y: float, each: list[Run]) -> None:
         axes.plot([0, most], [y, y], color=GRID, linewidth=0.8, zorder=1)
+        axes.plot([1, 1], [y - 0.5, y + 0.5], color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         middle = statistics.median(run.share_of_limit for run in each)
-        axes.plot([middle, middle], [y - 0.24, y + 0.24], color=INK, linewidth=1.6, zorder=2)
+        axes.plot([middle, middle], [y - 0.4, y + 0.4], color=INK, linewidth=1.6, zorder=2)
         for run in each:
             index = bounds.index(run.bound_by) % len(SERIES)
             axes.plot([run.share_of_limit], [y], MARKERS[index], color=SERIES[index], zorder=3, clip_on=False, alpha=0.85)
 
     def finish(axes) -> None:
         axes.set_xlim(0, most)
-        axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         axes.set_xticks([tick * scale for tick in range(int(most / scale) + 1)])
         axes.xaxis.set_major_formatter(lambda value, position: f"{100 * value:.0f}")
 
     return _row_figures(
         "limit", "Share of the machine's limit, by engine", rows, mark, finish, "share of the limit (%)",
         "How near a decode step came to the least time that this machine allows it: bytes or operations that the run needed, at the "
-        "rates measured in the same process. Each mark is a run, its shape says what binds it; the bar is the median.",
-        legend=[(LIMITS.get(bound, shorten(bound, 20)), SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]) for i, bound in enumerate(bounds)],
+        "rates measured in the same process. Each mark is a run, its shape says what binds it; the bar is the median, the broken line the limit.",
+        legend=[(LIMITS.get(bound, fitting(bound, ROOM / 3)), SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]) for i, bound in enumerate(bounds)],
         what="settings")
 
 
@@ -198,7 +241,7 @@ def phases(runs: list[Run]) -> list[Drawing]:
     for run in runs:
         prefill, decode = run.amount("prefill_latency_s"), run.amount("decode_latency_s")
         if not run.failed and prefill is not None and prefill >= 0 and (prefill + max(0.0, decode or 0)) > 0:
-            rows.append(Row(run.label, f"{seconds(prefill)} + {seconds(decode)}" if decode else seconds(prefill), (prefill, max(0.0, decode or 0))))
+            rows.append(Row(run.label, run.rest, f"{seconds(prefill)} + {seconds(decode)}" if decode else seconds(prefill), (prefill, max(0.0, decode or 0))))
     return _stacked("phases", "Phases: prefill and decode", rows, ("prefill", "decode"), "share of a generation's time (%)",
                     "Prefill is the time to the first token, decode that of all others; medians over the measured loops. "
                     "Their durations stand right of the run's name.")
@@ -209,7 +252,7 @@ def link_use(runs: list[Run]) -> list[Drawing]:
     for run in runs:
         if use := run.link_use:
             rate = run.amount("link_use.gbps_while_busy")
-            rows.append(Row(run.label, f"{rate:.1f} GB/s" if rate else "", tuple(use[name] for name in LINK_PARTS)))
+            rows.append(Row(run.label, run.rest, f"{rate:.1f} GB/s" if rate else "", tuple(use[name] for name in LINK_PARTS)))
     return _stacked("link", "Where the stream engine's link time went", rows, tuple(LINK_NAMES.values()), "share of the link's time in decode (%)",
                     "Copying: the link was busy, at the rate right of the run's name. Waiting for a slot: the device computes longer than a "
                     "layer copies. Host late: it asked too late for the next layer. Start of a step: the host prepares the token.")
@@ -220,7 +263,7 @@ def _stacked(name: str, title: str, rows: list[Row], parts: Sequence[str], x_lab
         begin, total = 0.0, sum(amounts)
         for index, amount in enumerate(amounts):
             if amount > 0:
-                axes.barh(y, 100 * amount / total, left=begin, height=0.36, color=SERIES[index], edgecolor=SURFACE, linewidth=0.8)
+                axes.barh(y, 100 * amount / total, left=begin, height=0.55, color=SERIES[index], edgecolor=SURFACE, linewidth=0.8)
             begin += 100 * amount / total
 
     def finish(axes) -> None:
@@ -235,7 +278,7 @@ def steps(runs: list[Run]) -> list[Drawing]:
     for run in runs:
         if run.step_s and not run.failed:
             middle = statistics.median(run.step_s)
-            rows.append(Row(run.label, seconds(middle), sorted(100 * (step / middle - 1) for step in run.step_s)))
+            rows.append(Row(run.label, run.rest, seconds(middle), sorted(100 * (step / middle - 1) for step in run.step_s)))
     if not rows:
         return []
     low = max(-50.0, min(row.data[0] for row in rows)) - 1.5
@@ -243,7 +286,8 @@ def steps(runs: list[Run]) -> list[Drawing]:
     beyond = any(row.data[-1] > high or row.data[0] < low for row in rows)
 
     def mark(axes, y: float, data: list[float]) -> None:
-        axes.boxplot([[min(max(value, low), high) for value in data]], positions=[y], orientation="horizontal", widths=0.34, whis=(5, 95),
+        axes.plot([0, 0], [y - 0.5, y + 0.5], color=MUTED, linewidth=0.8, zorder=0)
+        axes.boxplot([[min(max(value, low), high) for value in data]], positions=[y], orientation="horizontal", widths=0.55, whis=(5, 95),
                      patch_artist=True, manage_ticks=False,
                      boxprops={"facecolor": SERIES[0], "edgecolor": SERIES[0], "alpha": 0.75}, medianprops={"color": INK, "linewidth": 1.6},
                      whiskerprops={"color": SERIES[0]}, capprops={"color": SERIES[0]},
@@ -255,7 +299,6 @@ def steps(runs: list[Run]) -> list[Drawing]:
     def finish(axes) -> None:
         axes.set_xlim(low, high)
         axes.xaxis.set_major_formatter(lambda value, position: f"{value:+.3g}" if value else "0")
-        axes.axvline(0, color=MUTED, linewidth=0.8, zorder=0)
 
     caption = ("Decode steps of all measured loops, relative to the run's median step, which stands right of its name. The box holds the middle "
                "half, the whiskers reach from the 5th to the 95th percentile, circles are steps outside.")
@@ -265,26 +308,31 @@ def steps(runs: list[Run]) -> list[Drawing]:
 
 def quality(runs: list[Run]) -> list[Drawing]:
     """A drawing for each task and metric, with the standard error as a bar."""
+    from matplotlib.ticker import MaxNLocator
+
     drawings = []
     metrics = dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality)
     for index, (metric, share) in enumerate(metrics):
         scale = 100 if share else 1
-        rows = [Row(run.label, score.text, (score.value * scale, (score.stderr or 0) * scale))
+        rows = [Row(run.label, run.rest, score.text, (score.value * scale, (score.stderr or 0) * scale))
                 for run in runs for score in run.quality if score.metric == metric]
         low, high = min(row.data[0] - row.data[1] for row in rows), max(row.data[0] + row.data[1] for row in rows)
-        margin = 0.08 * (high - low) or max(0.02 * abs(high), 1.0 if share else 0.1)
+        # Wide enough that a difference of a tenth of a point does not look like a gulf.
+        margin = max(0.08 * (high - low), ((2.0 if share else 0.04 * abs(high)) - (high - low)) / 2) or 1.0
 
         def mark(axes, y: float, data: tuple[float, float]) -> None:
             axes.errorbar([data[0]], [y], xerr=[data[1]], fmt="o", color=SERIES[0], capsize=4, clip_on=False)
 
         def finish(axes, low=low - margin, high=high + margin, share=share) -> None:
             axes.set_xlim(max(0, low) if share else low, min(100.5, high) if share else high)
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_formatter(lambda value, position: f"{value:.6g}")
             axes.grid(True, axis="x")
 
         better = "lower" if "perplexity" in metric else "higher"
         drawings += _row_figures(
-            f"quality-{index}", f"Quality: {metric}", rows, mark, finish, f"{shorten(metric, 30)}{' (%)' if share else ''}, {better} is better",
-            "Scores of the model as it was timed; the bar is one standard error to either side, where the record has it.")
+            f"quality-{index}", f"Quality: {metric}", rows, mark, finish, f"{fitting(metric, ROOM / 2)}{' (%)' if share else ''}, {better} is better",
+            "" if drawings else "Scores of the model as it was timed; the bar is one standard error to either side, where the record has it.")
     return drawings
 
 
@@ -295,29 +343,31 @@ def _row_figures(name: str, title: str, rows: list[Row], mark: Callable, finish:
     for start in range(0, len(rows), ROWS_AT_ONCE):
         chunk = rows[start : start + ROWS_AT_ONCE]
         parts_title = title if len(rows) <= ROWS_AT_ONCE else f"{title} ({what} {start + 1} to {start + len(chunk)} of {len(rows)})"
-        head = 14 * math.ceil(len(legend) / 2) + 4 if legend else 2
-        height = head + ROW * len(chunk) + FOOT
+        text = LINE * (2 if any(row.rest for row in chunk) else 1)
+        unit = (text + MARK) / MARK  # of a row on the axis, on which a mark's place is 1 high
+        head = LINE * math.ceil(len(legend) / 2) + 6 if legend else 2
+        height = head + MARK * unit * len(chunk) + FOOT
         figure, axes = _canvas(WIDTH, height, LEFT, RIGHT, head, FOOT)
-        axes.set_ylim(len(chunk), 0)
+        for index, row in enumerate(chunk):
+            value = fitting(row.value, ROOM / 2)
+            top, across = index * unit, axes.get_yaxis_transform()
+            axes.text(0, top + 0.5 * LINE / MARK, fitting(row.label, ROOM - text_width(value) - 8), transform=across, va="center", ha="left")
+            axes.text(1, top + 0.5 * LINE / MARK, value, transform=across, va="center", ha="right")
+            axes.text(0, top + 1.5 * LINE / MARK, fitting(row.rest, ROOM), transform=across, va="center", ha="left", color=MUTED)
+            mark(axes, top + text / MARK + 0.42, row.data)
+        finish(axes)
+        axes.set_ylim(unit * len(chunk), 0)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
-        for index, row in enumerate(chunk):
-            value = shorten(row.value, CHARACTERS // 2)
-            across = axes.get_yaxis_transform()
-            axes.text(0, index + 0.3, shorten(row.label, CHARACTERS - len(value)), transform=across, va="center", ha="left")
-            axes.text(1, index + 0.3, value, transform=across, va="center", ha="right", color=INK)
-            mark(axes, index + 0.75, row.data)
-        finish(axes)
-        axes.set_ylim(len(chunk) + 0.1, 0)
         axes.set_xlabel(x_label)
-        _legend(figure, axes, legend, height)
+        _legend(figure, legend)
         # Said once for each row, so that who cannot see the drawing has its figures.
-        described = "; ".join(f"{row.label}: {row.value}" for row in chunk)
+        described = "; ".join(f"{', '.join(filter(None, (row.label, row.rest)))}: {row.value}" for row in chunk)
         drawings.append(Drawing(parts_title, caption, embedded(figure, f"{name}-{start}", parts_title, described), folded=start > 0))
     return drawings
 
 
-def _legend(figure, axes, legend: Sequence[tuple[str, str, str]], height: float) -> None:
+def _legend(figure, legend: Sequence[tuple[str, str, str]]) -> None:
     from matplotlib.lines import Line2D
 
     if legend:

@@ -14,6 +14,7 @@ from zero_inference.html_report import figures, summary
 from zero_inference.html_report.runs import Run, clean, make_runs
 
 FINDINGS_AT_ONCE = 8
+SHORT_TEXT = 32  # is not broken in the table
 FOLDER = Path(__file__).parent
 
 
@@ -51,6 +52,7 @@ def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str
     found = summary.findings(runs)
     return template.render(
         source=clean(source),
+        short_text=SHORT_TEXT,
         style=(FOLDER / "page.css").read_text(encoding="utf-8"),
         script=script,
         # Only this script may run, whatever a record holds, and nothing is fetched.
@@ -64,7 +66,7 @@ def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str
         scores=_scores(runs),
         rows=_rows(runs, table),
         subjects=figures.all_figures(runs),
-        failed=[(run.number, run.label.partition(" ")[2], run.text("error") or "no error was recorded") for run in runs if run.failed],
+        failed=[(run.number, ", ".join(filter(None, (run.setting, run.rest))), run.text("error") or "no error was recorded") for run in runs if run.failed],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,15 +26,6 @@ def clean(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
 
-def shorten(text: str, longest: int) -> str:
-    """One line of at most `longest` characters; what is left out is left out of the middle."""
-    text = " ".join(text.split())
-    if len(text) <= longest:
-        return text
-    head = max(1, (longest - 1) * 2 // 3)
-    return text[:head] + "…" + text[len(text) - max(0, longest - 1 - head):]
-
-
 @dataclass(frozen=True)
 class Score:
     """One figure of a quality task; `value` and `stderr` as in the record, accuracies as shares of 1."""
@@ -54,13 +46,14 @@ class Score:
 class Run:
     """One record; `number` is its row in the page's table, from 1. Times in s, throughputs in token/s, shares of 1.
 
-    `label` tells it from the page's other runs.
+    `label` names it by its number and setting, `rest` by what else tells it from the page's other runs.
     """
 
     number: int
     record: dict[str, Any]
     several_gpus: bool = False
     label: str = ""
+    rest: str = ""
 
     def amount(self, key: str) -> float | None:
         return value_at(self.record, key, "Float64")
@@ -104,12 +97,16 @@ class Run:
         return "disk" if self.record.get("disk_offload") else "device"
 
     @cached_property
-    def gpus(self) -> str | None:
+    def gpu_names(self) -> list[str]:
         environment = self.record.get("environment")
         gpus = environment.get("gpus") if isinstance(environment, dict) else None
         names = [gpu.get("name") for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-        names = [clean(name) for name in names if isinstance(name, str)]
-        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or None
+        return [clean(name) for name in names if isinstance(name, str)]
+
+    @property
+    def gpus(self) -> str | None:
+        counts = Counter(self.gpu_names)
+        return ", ".join(f"{count} x {name}" for name, count in counts.items()) or None
 
     @cached_property
     def setting(self) -> str:
@@ -121,8 +118,8 @@ class Run:
             parts.append("pageable")
         if (ranks := self.whole("world_size")) and ranks > 1:
             parts.append(f"{ranks} ranks")
-        if self.several_gpus and self.gpus:
-            parts.append(self.gpus)
+        if self.several_gpus:
+            parts += dict.fromkeys(self.gpu_names)
         return ", ".join(parts)
 
     @property
@@ -177,7 +174,7 @@ class Run:
         found = []
         for task, scores in tasks.items() if isinstance(tasks, dict) else ():
             for name, value, stderr in _scores(scores if isinstance(scores, dict) else {"score": scores}):
-                found.append(Score(clean(f"{task} {name}"), value, stderr, share=name.startswith(("acc", "pass@"))))
+                found.append(Score(clean(name if task == name else f"{task} {name}"), value, stderr, share=name.startswith(("acc", "pass@"))))
         return found
 
 
@@ -195,18 +192,19 @@ def _scores(scores: dict[str, Any]):
 
 def make_runs(records: list[dict[str, Any]]) -> list[Run]:
     """The records as runs numbered in their order, each labelled by what tells it from the others."""
-    several_gpus = len({run.gpus for run in (Run(0, record) for record in records)} - {None}) > 1
+    several_gpus = len({name for record in records for name in Run(0, record).gpu_names}) > 1
     runs = [Run(number, record, several_gpus) for number, record in enumerate(records, start=1)]
 
     def differs(of: Callable[[Run], Any]) -> bool:
         return len({of(run) for run in runs}) > 1
 
-    models, batches, prompts = differs(lambda run: run.model), differs(lambda run: run.whole("batch_size")), differs(lambda run: run.group[1])
+    models, batches, prompts = (differs(of) for of in (lambda run: run.model, lambda run: run.whole("batch_size"), lambda run: run.group[1]))
     for run in runs:
-        parts = [run.short_model] * models + [run.setting]
-        parts += [f"b{run.whole('batch_size')}"] * (batches and run.whole("batch_size") is not None)
-        parts += [f"p{run.whole('prompt_len')}"] * (prompts and run.whole("prompt_len") is not None)
-        object.__setattr__(run, "label", f"#{run.number} " + ", ".join(parts))
+        batch, prompt = run.whole("batch_size"), run.whole("prompt_len")
+        parts = [run.short_model] * models + [f"batch {batch}"] * (batches and batch is not None)
+        parts += [f"prompt {prompt}"] * (prompts and prompt is not None)
+        object.__setattr__(run, "label", f"#{run.number} {run.setting}")
+        object.__setattr__(run, "rest", ", ".join(parts))
     return runs
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zero_inference.html_report.runs import Run
 
-NEAR_THE_LIMIT = 0.8
+NEAR_THE_LIMIT = 0.7
 LINK_CAUSES = {
     "slot_wait_s": "it waited for a free slot (the device computes longer than a layer copies)",
     "host_late_s": "the host asked too late for the next layer",

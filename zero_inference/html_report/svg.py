@@ -78,6 +78,8 @@ def _attribute(key: str, value: str, name: str) -> str:
         return f"{name}-{value}"
     if key == f"{{{XLINK}}}href":
         return value.replace("#", f"#{name}-", 1)
+    if key in ("d", "x", "y", "transform", "points"):
+        return re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)  # a hundredth of a point is seen by nobody
     value = re.sub(r"url\(#", f"url(#{name}-", value)
     if key == "style":
         return re.sub(r"#[0-9a-f]{6}", lambda match: f"var({_VARIABLES[match[0]]})" if match[0] in _VARIABLES else match[0], value)
