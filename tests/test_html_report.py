@@ -17,11 +17,24 @@ from zero_inference.html_report import summary
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-FAILED = {"status": "failed", "loops": None, "limit": None, "prefill_latency_s": None, "decode_throughput": None, "total_throughput": None}
+FAILED = {
+    "status": "failed",
+    "loops": None,
+    "limit": None,
+    "prefill_latency_s": None,
+    "decode_throughput": None,
+    "total_throughput": None,
+}
 
 
 def limit(bound_by="link", share=0.93, **more):
-    return {"link_gbps": 55.4, "device_copy_gbps": 3900.0, "bound_by": bound_by, "floor_decode_s": 1.0, "fraction_of_limit": share} | more
+    return {
+        "link_gbps": 55.4,
+        "device_copy_gbps": 3900.0,
+        "bound_by": bound_by,
+        "floor_decode_s": 1.0,
+        "fraction_of_limit": share,
+    } | more
 
 
 def rich_record(step_s=0.3, **changes):
@@ -30,8 +43,11 @@ def rich_record(step_s=0.3, **changes):
     steps = [step_s * draw.lognormvariate(0, 0.02) for _ in range(31)]
     batch = changes.get("batch_size", 7)
     return make_record(
-        loops=[{"prefill_s": 0.2, "decode_s": sum(steps), "total_s": 0.2 + sum(steps), "step_s": steps}], decode_latency_s=sum(steps),
-        decode_throughput=batch * 31 / sum(steps), **{"limit": limit(), **changes})
+        loops=[{"prefill_s": 0.2, "decode_s": sum(steps), "total_s": 0.2 + sum(steps), "step_s": steps}],
+        decode_latency_s=sum(steps),
+        decode_throughput=batch * 31 / sum(steps),
+        **{"limit": limit(), **changes},
+    )
 
 
 def many_records(count):
@@ -39,19 +55,34 @@ def many_records(count):
     for number in range(count):
         engine = ("deepspeed", "stream", "accelerate", "resident")[number % 4]
         use = {"link_use": {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.2, "step_start_s": 0.1, "gbps_while_busy": 54.1}}
-        records.append(rich_record(
-            step_s=0.01 * (1 + number % 37), model=f"organisation/a-model-with-quite-a-long-name-{number // 4 % 9}b-instruct-v0.{number % 3}",
-            engine=engine, quant_bits=(16, 8, 4)[number // 7 % 3], batch_size=2 ** (number // 36 % 7), prompt_len=(128, 512)[number % 2],
-            cpu_offload=number % 3 > 0, disk_offload=number % 3 == 0, **(use if engine == "stream" else {})))
+        records.append(
+            rich_record(
+                step_s=0.01 * (1 + number % 37),
+                model=f"organisation/a-model-with-quite-a-long-name-{number // 4 % 9}b-instruct-v0.{number % 3}",
+                engine=engine,
+                quant_bits=(16, 8, 4)[number // 7 % 3],
+                batch_size=2 ** (number // 36 % 7),
+                prompt_len=(128, 512)[number % 2],
+                cpu_offload=number % 3 > 0,
+                disk_offload=number % 3 == 0,
+                **(use if engine == "stream" else {}),
+            )
+        )
     return records
 
 
 def odd_records():
-    scores = {"mmlu": {"accuracy": 0.42, "stderr": 0.0123}, "hellaswag": {"acc": 0.51, "acc_norm": 0.55, "acc_norm_stderr": 0.021},
-              "humaneval": {"pass_at_k": {"1": 0.12, "10": 0.31}, "n": 10}, "perplexity": {"perplexity": 12.34}}
+    scores = {
+        "mmlu": {"accuracy": 0.42, "stderr": 0.0123},
+        "hellaswag": {"acc": 0.51, "acc_norm": 0.55, "acc_norm_stderr": 0.021},
+        "humaneval": {"pass_at_k": {"1": 0.12, "10": 0.31}, "n": 10},
+        "perplexity": {"perplexity": 12.34},
+    }
     return [
-        rich_record(quality=scores), rich_record(step_s=0.4, quant_bits=4, quality={"mmlu": {"accuracy": 0.397, "stderr": 0.012}}),
-        rich_record(model=EVIL, engine=EVIL, limit=limit(EVIL, 0.3), environment={"gpus": [{"name": EVIL}, {"name": 3}, 4]}, quality={EVIL: 0.5}),
+        rich_record(quality=scores),
+        rich_record(step_s=0.4, quant_bits=4, quality={"mmlu": {"accuracy": 0.397, "stderr": 0.012}}),
+        rich_record(model=EVIL, engine=EVIL, limit=limit(EVIL, 0.3),
+                    environment={"gpus": [{"name": EVIL}, {"name": 3}, 4]}, quality={EVIL: 0.5}),
         make_record(**FAILED, model="日本語の名前" * 12, engine="$x_1$ \u202eabc \ud800 \x00", error=EVIL + "\n" + "W" * 3000),
         {"status": "ok", "model": "old", "engine": "deepspeed", "batch_size": 4, "decode_throughput": 31.5}, {"status": "ok"}, {},
         {"model": 5, "engine": ["x"], "limit": "odd", "loops": "odd", "quality": [1], "link_use": 3, "batch_size": "many",
@@ -169,7 +200,9 @@ def test_the_page_needs_nothing_beside_it(committed):
 
 def test_every_figure_is_named_and_described_for_who_cannot_see_it(committed):
     assert committed.tags.count("svg") == committed.tags.count("figure") > 3
-    assert [value for tag, name, value in committed.attributes if (tag, name) == ("svg", "role")] == ["img"] * committed.tags.count("svg")
+    assert [value for tag, name, value in committed.attributes if (tag, name) == ("svg", "role")] == [
+        "img"
+    ] * committed.tags.count("svg")
     assert any("96.8%" in text for text in committed.texts("desc"))
 
 
@@ -243,7 +276,9 @@ def test_quality_stands_in_the_runs_row_with_its_error_and_in_a_figure(tmp_path)
 
 def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
     use = {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.3, "step_start_s": 0.7, "gbps_while_busy": 54.07}
-    page = page_of(tmp_path, [rich_record(step_s=0.2, engine="stream", link_use=use, limit=limit(share=0.55)), rich_record(link_use=None)])
+    page = page_of(
+        tmp_path, [rich_record(step_s=0.2, engine="stream", link_use=use, limit=limit(share=0.55)), rich_record(link_use=None)]
+    )
     assert any(text.startswith("Where the stream engine's link time went") for text in page.texts("h3"))
     assert "#1 stream, host, fp16: 54.1 GB/s" in page.texts("desc")
     assert "mostly it waited for a free slot" in page.words
@@ -253,11 +288,16 @@ def test_what_binds_is_said_for_new_and_old_records_alike():
     def bound(**changes):
         return summary.bound_in_words(html_runs.make_runs([make_record(**changes)])[0])
 
-    assert bound(limit=limit("matmul", 0.912, matmul_tflops=600.0)) == "It is bound by matrix products (600.0 TFLOP/s), and reaches 91.2% of that limit."
+    assert (
+        bound(limit=limit("matmul", 0.912, matmul_tflops=600.0))
+        == "It is bound by matrix products (600.0 TFLOP/s), and reaches 91.2% of that limit."
+    )
     old = {"link_gbps": 55.4, "floor_decode_s": 1.0, "fraction_of_limit": 0.2}
     moved = {"host_to_device_bytes_per_step": 26e9, "disk_read_bytes_per_step": 0}
     assert bound(limit=old, transfers=moved) == (
-        "The nearest limit is the host-to-device link (26.0 GB a step at 55.4 GB/s), of which it reaches 20.0%: something else is slow.")
+        "The nearest limit is the host-to-device link (26.0 GB a step at 55.4 GB/s), "
+        "of which it reaches 20.0%: something else is slow."
+    )
     disk = bound(limit=old | {"disk_gbps": 2.0}, transfers=moved | {"disk_read_bytes_per_step": 25e9})
     assert disk.startswith("The nearest limit is the disk (25.0 GB a step at 2.0 GB/s)")
     assert bound(limit=None) == "What bounds it was not measured."
@@ -284,7 +324,9 @@ def test_logs_without_records_and_single_runs_have_a_page(tmp_path):
     log_block(tmp_path, "ds-opt-66b-bs7-prompt129-gen33-n1x1-cpu", make_record())
     page = page_of(tmp_path)
     assert "1 run of 1 model." in page.words and len(page.rows) == 2
-    assert any(title.startswith("Phases") for title in page.texts("h3")) and not any("Step" in title for title in page.texts("h3"))
+    assert any(title.startswith("Phases") for title in page.texts("h3")) and not any(
+        "Step" in title for title in page.texts("h3")
+    )
 
 
 def test_many_runs_are_drawn_in_parts_of_which_the_first_is_open(pages):
@@ -292,7 +334,9 @@ def test_many_runs_are_drawn_in_parts_of_which_the_first_is_open(pages):
     assert len(page.rows) == 201
     titles = page.texts("h3")
     parts = [title for title in titles if title.startswith("Step times")]
-    assert len(parts) == 13 and parts[0] == "Step times (runs 1 to 16 of 200)" and parts[-1] == "Step times (runs 193 to 200 of 200)"
+    assert (
+        len(parts) == 13 and parts[0] == "Step times (runs 1 to 16 of 200)" and parts[-1] == "Step times (runs 193 to 200 of 200)"
+    )
     assert page.tags.count("details") >= 3 and len(page.source) < 4_000_000
 
 
@@ -308,29 +352,41 @@ def test_the_pages_order_is_that_of_sort_and_its_columns_those_of_all_columns(tm
 
 def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(make_record()) + "\n")
-    done = subprocess.run([sys.executable, "-m", "zero_inference", "report", tmp_path, "--html", tmp_path / "gone" / "page.html"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "zero_inference", "report", tmp_path, "--html", tmp_path / "gone" / "page.html"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and "page.html cannot be written (No such file or directory)" in done.stderr
 
 
 SHOWN = """(() => {
   const inside = (element) => element.closest(".scroll, details:not([open])");
   const boxes = [...document.querySelectorAll("svg")].filter((svg) => !inside(svg)).map((svg) => [svg.getBoundingClientRect(),
-    [...svg.querySelectorAll("text")].filter((text) => text.textContent.trim()).map((text) => [text.getBoundingClientRect(), text])]);
-  const overlap = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4;
+    [...svg.querySelectorAll("text")].filter((text) => text.textContent.trim())
+      .map((text) => [text.getBoundingClientRect(), text])]);
+  const overlap = (a, b) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4;
   return {
     width: innerWidth, scrolled: document.documentElement.scrollWidth, title: document.title,
-    wide: [...document.querySelectorAll("body *")].filter((e) => !inside(e) && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80)),
-    cut: boxes.flatMap(([box, texts]) => texts.filter(([t]) => t.left < box.left - 1 || t.right > box.right + 1 || t.bottom > box.bottom + 1)
+    wide: [...document.querySelectorAll("body *")]
+      .filter((e) => !inside(e) && e.getBoundingClientRect().right > innerWidth + 1)
+      .map((e) => e.outerHTML.slice(0, 80)),
+    cut: boxes.flatMap(([box, texts]) => texts
+      .filter(([t]) => t.left < box.left - 1 || t.right > box.right + 1 || t.bottom > box.bottom + 1)
       .map(([, text]) => text.textContent)),
     covered: boxes.flatMap(([, texts]) => texts.flatMap(([t, text], i) => texts.slice(i + 1).filter(([u]) => overlap(t, u))
       .map(([, other]) => text.textContent + " | " + other.textContent))),
-    smallest: Math.min(...boxes.flatMap(([, texts]) => texts.map(([, text]) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))),
+    smallest: Math.min(...boxes.flatMap(([, texts]) => texts
+      .map(([, text]) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))),
   };
 })()"""
 
 
-@pytest.mark.parametrize("width, phone, dark", [(390, True, False), (390, True, True), (1280, False, False)], ids=["phone", "phone-dark", "desktop"])
+@pytest.mark.parametrize(
+    "width, phone, dark", [(390, True, False), (390, True, True), (1280, False, False)], ids=["phone", "phone-dark", "desktop"]
+)
 @pytest.mark.parametrize("kind", ["committed", *KINDS])
 def test_chromium_shows_the_page_without_overflow_cut_or_covered_text(kind, width, phone, dark, browser, pages, tmp_path):
     page = pages(kind)
@@ -340,9 +396,13 @@ def test_chromium_shows_the_page_without_overflow_cut_or_covered_text(kind, widt
     assert shown["title"].startswith("Runs in")
     assert shown["cut"] == [] and shown["covered"] == []
     assert kind == "empty" or shown["smallest"] >= 11
-    troubles = [event["params"] for event in browser.events if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")]
+    troubles = [
+        event["params"] for event in browser.events if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")
+    ]
     assert troubles == []
-    asked_for = {event["params"]["request"]["url"] for event in browser.events if event.get("method") == "Network.requestWillBeSent"}
+    asked_for = {
+        event["params"]["request"]["url"] for event in browser.events if event.get("method") == "Network.requestWillBeSent"
+    }
     assert asked_for == {page.file.resolve().as_uri()}
     browser.screenshot(tmp_path / "page.png")
     assert len(set((tmp_path / "page.png").read_bytes())) > 100
@@ -358,7 +418,10 @@ def test_a_press_on_a_columns_head_sorts_and_a_second_turns_the_order(browser, c
     assert orders == [values, values[::-1]]
     limits = committed.rows[0].index("of limit (%)")
     for _ in range(2):  # the resident run has no limit in these records
-        last = browser.evaluate(f"document.querySelectorAll('thead button')[{limits}].click(), document.querySelector('tbody tr:last-child').cells[{limits}].textContent")
+        last = browser.evaluate(
+            f"document.querySelectorAll('thead button')[{limits}].click(), "
+            f"document.querySelector('tbody tr:last-child').cells[{limits}].textContent"
+        )
         assert last == "-"
 
 

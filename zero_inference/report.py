@@ -369,7 +369,10 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report. With --html an empty folder gets a page that says so, and 0."""
+    """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report.
+
+    With --html an empty folder gets a page that says so, and 0.
+    """
     import shutil
 
     if not args.log_dir.is_dir():

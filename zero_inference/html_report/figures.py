@@ -1,6 +1,7 @@
-"""The page's drawings, each as wide as a phone's screen, with rows that carry their label above the mark.
+"""The page's figures: throughput, shares of the limit, phases, step times, the link's time, quality.
 
-Matplotlib and not Plotly: its script alone is 4.5 MB, a drawing here is some 20 KB of SVG, prints as it stands, and needs no script.
+Matplotlib and not Plotly, whose script alone is 4.5 MB: a figure here is some 20 KB of SVG, prints as it stands and needs
+no script.
 """
 
 from __future__ import annotations
@@ -8,76 +9,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import unicodedata
-import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
+from zero_inference.html_report.drawing import (
+    LEGEND_ROOM,
+    MARKERS,
+    ROOM,
+    WIDTH,
+    Drawing,
+    Row,
+    canvas,
+    fitting,
+    log_axis,
+    row_figures,
+)
 from zero_inference.html_report.runs import LINK_PARTS, Run
 from zero_inference.html_report.summary import number, seconds
 from zero_inference.html_report.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE, embedded
 
-WIDTH = 330  # points; on a phone of 390 pixels a point is a little more than a pixel
-LEFT, RIGHT = 12, 14
-ROOM = WIDTH - LEFT - RIGHT
-LEGEND_ROOM = WIDTH - 40
-LINE, MARK, FOOT = 13, 20, 34  # a row is one or two lines of text and a mark
-ROWS_AT_ONCE = 16  # so that a drawing fits on a printed page
 PANELS_AT_ONCE = 6
 STYLED_LINES = 12
-MARKERS = ("o", "s", "^", "D", "v", "P")
 LIMITS = {"link": "link", "disk": "disk", "device_memory": "device memory", "matmul": "matrix products"}
 LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """One figure: `svg` is markup, the rest is plain text. `folded`: shown on request."""
-
-    title: str
-    caption: str
-    svg: str
-    folded: bool = False
-
-
-@dataclass(frozen=True)
-class Row:
-    """`label` and `value` stand left and right above the mark, `rest` under the label; `data` is what the mark shows."""
-
-    label: str
-    rest: str
-    value: str
-    data: Any
-
-
-def text_width(text: str) -> float:
-    """In points, in the font with the widest letters that the browser may take."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    # That font has no East Asian letters; they are as wide as they are high.
-    known = "".join("W" if unicodedata.east_asian_width(letter) in "WF" else letter for letter in text)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        return text_to_path.get_text_width_height_descent(known, FontProperties(size=STYLE["font.size"]), ismath=False)[0]
-
-
-def fitting(text: str, room: float) -> str:
-    """One line at most `room` points wide; what is left out is left out of the middle."""
-    text = " ".join(text.split())
-    if len(text) <= 200 and text_width(text) <= room:
-        return text
-    letters = min(len(text) - 1, 200)
-    while letters > 1 and text_width(_without_middle(text, letters)) > room:
-        letters -= 1
-    return _without_middle(text, letters)
-
-
-def _without_middle(text: str, letters: int) -> str:
-    head = (letters + 1) // 2
-    return f"{text[:head]}…{text[len(text) - (letters - head):]}"
 
 
 def all_figures(runs: list[Run]) -> list[list[Drawing]]:
@@ -90,6 +44,7 @@ def all_figures(runs: list[Run]) -> list[list[Drawing]]:
 
 
 # --- throughput against batch size
+
 
 def throughput(runs: list[Run]) -> list[Drawing]:
     """A panel for each model and prompt length, a line for each setting. A setting looks the same in all panels."""
@@ -119,7 +74,7 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
     named = sorted((setting for setting in lines if setting in looks), key=looks.get)
     legend = 13.5 * (len(named) + (len(named) < len(lines))) + 4
     batches = sorted({run.whole("batch_size") for run in runs})
-    figure, axes = _canvas(WIDTH, (210 if len(batches) > 1 else 170) + legend, left=44, right=14, top=20, bottom=38 + legend)
+    figure, axes = canvas(WIDTH, (210 if len(batches) > 1 else 170) + legend, left=44, right=14, top=20, bottom=38 + legend)
     others = [setting for setting in lines if setting not in looks]
     for place, setting in enumerate(others + named):
         points = _medians(lines[setting])
@@ -128,14 +83,22 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
         look = looks.get(setting)
         colour = MUTED if look is None else SERIES[look % len(SERIES)]
         hollow = look is not None and look >= len(SERIES)
-        axes.plot([batch for batch, _ in points], [speed for _, speed in points], color=colour, zorder=1 if look is None else 2,
-                  linewidth=0.8 if look is None else None, linestyle="--" if hollow else "-",
-                  marker="." if look is None else MARKERS[look % len(MARKERS)], markerfacecolor=SURFACE if hollow else colour,
-                  markeredgecolor=colour, label=fitting(setting, LEGEND_ROOM))
+        axes.plot(
+            [batch for batch, _ in points],
+            [speed for _, speed in points],
+            color=colour,
+            zorder=1 if look is None else 2,
+            linewidth=0.8 if look is None else None,
+            linestyle="--" if hollow else "-",
+            marker="." if look is None else MARKERS[look % len(MARKERS)],
+            markerfacecolor=SURFACE if hollow else colour,
+            markeredgecolor=colour,
+            label=fitting(setting, LEGEND_ROOM),
+        )
     speeds = [run.decode_throughput for run in runs]
     _batch_axis(axes, batches)
     if max(speeds) > 10 * min(speeds):
-        _log_axis(axes.yaxis, min(speeds) / 1.3, max(speeds) * 1.3)
+        log_axis(axes.yaxis, min(speeds) / 1.3, max(speeds) * 1.3)
     else:
         axes.set_ylim(0, max(speeds) * 1.1)
     axes.yaxis.set_major_formatter(lambda value, position: number(value) if value else "0")
@@ -148,16 +111,30 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
     if len(named) < len(lines):
         shown.append(handles[fitting(others[0], LEGEND_ROOM)])
         labels.append(f"{len(others)} other settings (see the table)")
-    figure.legend(shown, labels, loc="lower left", bbox_to_anchor=(0, 0), borderpad=0, labelspacing=0.25, handlelength=2.2,
-                  borderaxespad=0.2)
+    figure.legend(
+        shown,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(0, 0),
+        borderpad=0,
+        labelspacing=0.25,
+        handlelength=2.2,
+        borderaxespad=0.2,
+    )
     title = f"Throughput against batch size: {runs[0].group_name}"
     caption = "Tokens per second of all sequences together, in decode; higher is better. "
-    caption += "The median where a setting ran more than once." if len({(r.setting, r.whole("batch_size")) for r in runs}) < len(runs) else ""
+    caption += (
+        "The median where a setting ran more than once."
+        if len({(r.setting, r.whole("batch_size")) for r in runs}) < len(runs)
+        else ""
+    )
     if len(batches) == 1:
         caption += f"All have batch {batches[0]}: points side by side, no lines."
     best = max(runs, key=lambda run: run.decode_throughput)
-    described = (f"{len(lines)} settings at batch {', '.join(map(str, batches))}. Highest: {number(best.decode_throughput)} token/s "
-                 f"by {best.setting} at batch {best.whole('batch_size')}.")
+    described = (
+        f"{len(lines)} settings at batch {', '.join(map(str, batches))}. Highest: {number(best.decode_throughput)} token/s "
+        f"by {best.setting} at batch {best.whole('batch_size')}."
+    )
     return Drawing(title, caption.strip(), embedded(figure, name, title, described), folded)
 
 
@@ -187,6 +164,7 @@ def _batch_axis(axes, batches: list[int]) -> None:
 
 # --- one row for each run or setting
 
+
 def shares_of_limit(runs: list[Run]) -> list[Drawing]:
     """A row for each setting, grouped by engine; a mark for each run, whose shape says what binds it."""
     settings: dict[str, list[Run]] = {}
@@ -195,8 +173,11 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
             settings.setdefault(run.setting, []).append(run)
     if not settings:
         return []
-    bounds = [bound for bound in (*LIMITS, *sorted({run.bound_by for each in settings.values() for run in each} - set(LIMITS)))
-              if any(run.bound_by == bound for each in settings.values() for run in each)]
+    bounds = [
+        bound
+        for bound in (*LIMITS, *sorted({run.bound_by for each in settings.values() for run in each} - set(LIMITS)))
+        if any(run.bound_by == bound for each in settings.values() for run in each)
+    ]
 
     def median(setting: str) -> float:
         return statistics.median(run.share_of_limit for run in settings[setting])
@@ -205,8 +186,15 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
         engine = settings[setting][0].engine
         return max(map(median, (other for other in settings if settings[other][0].engine == engine))), engine, median(setting)
 
-    rows = [Row(setting, "", f"{median(setting):.1%}" + (f" ({len(settings[setting])} runs)" if len(settings[setting]) > 1 else ""), settings[setting])
-            for setting in sorted(settings, key=order, reverse=True)]
+    rows = [
+        Row(
+            setting,
+            "",
+            f"{median(setting):.1%}" + (f" ({len(settings[setting])} runs)" if len(settings[setting]) > 1 else ""),
+            settings[setting],
+        )
+        for setting in sorted(settings, key=order, reverse=True)
+    ]
     most = max(1.0, max(run.share_of_limit for each in settings.values() for run in each)) * 1.04
     scale = _percent_step(most)
 
@@ -224,12 +212,22 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
         axes.set_xticks([tick * scale for tick in range(int(most / scale) + 1)])
         axes.xaxis.set_major_formatter(lambda value, position: f"{100 * value:.0f}")
 
-    return _row_figures(
-        "limit", "Share of the machine's limit, by engine", rows, mark, finish, "share of the limit (%)",
-        "How near a decode step came to the least time that this machine allows it: bytes or operations that the run needed, at the "
-        "rates measured in the same process. Each mark is a run, its shape says what binds it; the bar is the median, the broken line the limit.",
-        legend=[(LIMITS.get(bound, fitting(bound, ROOM / 3)), SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]) for i, bound in enumerate(bounds)],
-        what="settings")
+    return row_figures(
+        "limit",
+        "Share of the machine's limit, by engine",
+        rows,
+        mark,
+        finish,
+        "share of the limit (%)",
+        "How near a decode step came to the least time that this machine allows it: bytes or operations "
+        "that the run needed, at the rates measured in the same process. Each mark is a run, its shape says what "
+        "binds it; the bar is the median, the broken line the limit.",
+        legend=[
+            (LIMITS.get(bound, fitting(bound, ROOM / 3)), SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)])
+            for i, bound in enumerate(bounds)
+        ],
+        what="settings",
+    )
 
 
 def _percent_step(most: float) -> float:
@@ -241,10 +239,23 @@ def phases(runs: list[Run]) -> list[Drawing]:
     for run in runs:
         prefill, decode = run.amount("prefill_latency_s"), run.amount("decode_latency_s")
         if not run.failed and prefill is not None and prefill >= 0 and (prefill + max(0.0, decode or 0)) > 0:
-            rows.append(Row(run.label, run.rest, f"{seconds(prefill)} + {seconds(decode)}" if decode else seconds(prefill), (prefill, max(0.0, decode or 0))))
-    return _stacked("phases", "Phases: prefill and decode", rows, ("prefill", "decode"), "share of a generation's time (%)",
-                    "Prefill is the time to the first token, decode that of all others; medians over the measured loops. "
-                    "Their durations stand right of the run's name.")
+            rows.append(
+                Row(
+                    run.label,
+                    run.rest,
+                    f"{seconds(prefill)} + {seconds(decode)}" if decode else seconds(prefill),
+                    (prefill, max(0.0, decode or 0)),
+                )
+            )
+    return _stacked(
+        "phases",
+        "Phases: prefill and decode",
+        rows,
+        ("prefill", "decode"),
+        "share of a generation's time (%)",
+        "Prefill is the time to the first token, decode that of all others; medians over the measured loops. "
+        "Their durations stand right of the run's name.",
+    )
 
 
 def link_use(runs: list[Run]) -> list[Drawing]:
@@ -253,9 +264,15 @@ def link_use(runs: list[Run]) -> list[Drawing]:
         if use := run.link_use:
             rate = run.amount("link_use.gbps_while_busy")
             rows.append(Row(run.label, run.rest, f"{rate:.1f} GB/s" if rate else "", tuple(use[name] for name in LINK_PARTS)))
-    return _stacked("link", "Where the stream engine's link time went", rows, tuple(LINK_NAMES.values()), "share of the link's time in decode (%)",
-                    "Copying: the link was busy, at the rate right of the run's name. Waiting for a slot: the device computes longer than a "
-                    "layer copies. Host late: it asked too late for the next layer. Start of a step: the host prepares the token.")
+    return _stacked(
+        "link",
+        "Where the stream engine's link time went",
+        rows,
+        tuple(LINK_NAMES.values()),
+        "share of the link's time in decode (%)",
+        "Copying: the link was busy, at the rate right of the run's name. Waiting for a slot: the device computes longer than a "
+        "layer copies. Host late: it asked too late for the next layer. Start of a step: the host prepares the token.",
+    )
 
 
 def _stacked(name: str, title: str, rows: list[Row], parts: Sequence[str], x_label: str, caption: str) -> list[Drawing]:
@@ -269,7 +286,9 @@ def _stacked(name: str, title: str, rows: list[Row], parts: Sequence[str], x_lab
     def finish(axes) -> None:
         axes.set_xlim(0, 100)
 
-    return _row_figures(name, title, rows, mark, finish, x_label, caption, legend=[(part, SERIES[i], "s") for i, part in enumerate(parts)])
+    return row_figures(
+        name, title, rows, mark, finish, x_label, caption, legend=[(part, SERIES[i], "s") for i, part in enumerate(parts)]
+    )
 
 
 def steps(runs: list[Run]) -> list[Drawing]:
@@ -287,11 +306,20 @@ def steps(runs: list[Run]) -> list[Drawing]:
 
     def mark(axes, y: float, data: list[float]) -> None:
         axes.plot([0, 0], [y - 0.5, y + 0.5], color=MUTED, linewidth=0.8, zorder=0)
-        axes.boxplot([[min(max(value, low), high) for value in data]], positions=[y], orientation="horizontal", widths=0.55, whis=(5, 95),
-                     patch_artist=True, manage_ticks=False,
-                     boxprops={"facecolor": SERIES[0], "edgecolor": SERIES[0], "alpha": 0.75}, medianprops={"color": INK, "linewidth": 1.6},
-                     whiskerprops={"color": SERIES[0]}, capprops={"color": SERIES[0]},
-                     flierprops={"marker": "o", "markersize": 3, "markeredgecolor": SERIES[1], "markerfacecolor": "none"})
+        axes.boxplot(
+            [[min(max(value, low), high) for value in data]],
+            positions=[y],
+            orientation="horizontal",
+            widths=0.55,
+            whis=(5, 95),
+            patch_artist=True,
+            manage_ticks=False,
+            boxprops={"facecolor": SERIES[0], "edgecolor": SERIES[0], "alpha": 0.75},
+            medianprops={"color": INK, "linewidth": 1.6},
+            whiskerprops={"color": SERIES[0]},
+            capprops={"color": SERIES[0]},
+            flierprops={"marker": "o", "markersize": 3, "markeredgecolor": SERIES[1], "markerfacecolor": "none"},
+        )
         for edge, gone, marker in ((high, data[-1] > high, ">"), (low, data[0] < low, "<")):
             if gone:
                 axes.plot([edge], [y], marker, color=SERIES[1], markersize=7, clip_on=False)
@@ -300,10 +328,13 @@ def steps(runs: list[Run]) -> list[Drawing]:
         axes.set_xlim(low, high)
         axes.xaxis.set_major_formatter(lambda value, position: f"{value:+.3g}" if value else "0")
 
-    caption = ("Decode steps of all measured loops, relative to the run's median step, which stands right of its name. The box holds the middle "
-               "half, the whiskers reach from the 5th to the 95th percentile, circles are steps outside.")
+    caption = (
+        "Decode steps of all measured loops, relative to the run's median step, which stands right of its name. The box "
+        "holds the middle "
+        "half, the whiskers reach from the 5th to the 95th percentile, circles are steps outside."
+    )
     caption += " An arrow: steps beyond the edge." if beyond else ""
-    return _row_figures("steps", "Step times", rows, mark, finish, "difference from the run's median step (%)", caption)
+    return row_figures("steps", "Step times", rows, mark, finish, "difference from the run's median step (%)", caption)
 
 
 def quality(runs: list[Run]) -> list[Drawing]:
@@ -314,8 +345,12 @@ def quality(runs: list[Run]) -> list[Drawing]:
     metrics = dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality)
     for index, (metric, share) in enumerate(metrics):
         scale = 100 if share else 1
-        rows = [Row(run.label, run.rest, score.text, (score.value * scale, (score.stderr or 0) * scale))
-                for run in runs for score in run.quality if score.metric == metric]
+        rows = [
+            Row(run.label, run.rest, score.text, (score.value * scale, (score.stderr or 0) * scale))
+            for run in runs
+            for score in run.quality
+            if score.metric == metric
+        ]
         low, high = min(row.data[0] - row.data[1] for row in rows), max(row.data[0] + row.data[1] for row in rows)
         # Wide enough that a difference of a tenth of a point does not look like a gulf.
         margin = max(0.08 * (high - low), ((2.0 if share else 0.04 * abs(high)) - (high - low)) / 2) or 1.0
@@ -330,67 +365,15 @@ def quality(runs: list[Run]) -> list[Drawing]:
             axes.grid(True, axis="x")
 
         better = "lower" if "perplexity" in metric else "higher"
-        drawings += _row_figures(
-            f"quality-{index}", f"Quality: {metric}", rows, mark, finish, f"{fitting(metric, ROOM / 2)}{' (%)' if share else ''}, {better} is better",
-            "" if drawings else "Scores of the model as it was timed; the bar is one standard error to either side, where the record has it.")
+        drawings += row_figures(
+            f"quality-{index}",
+            f"Quality: {metric}",
+            rows,
+            mark,
+            finish,
+            f"{fitting(metric, ROOM / 2)}{' (%)' if share else ''}, {better} is better",
+            ""
+            if drawings
+            else "Scores of the model as it was timed; the bar is one standard error to either side, where the record has it.",
+        )
     return drawings
-
-
-def _row_figures(name: str, title: str, rows: list[Row], mark: Callable, finish: Callable, x_label: str, caption: str,
-                 legend: Sequence[tuple[str, str, str]] = (), what: str = "runs") -> list[Drawing]:
-    """The rows in drawings of at most `ROWS_AT_ONCE`; all but the first are folded."""
-    drawings = []
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        chunk = rows[start : start + ROWS_AT_ONCE]
-        parts_title = title if len(rows) <= ROWS_AT_ONCE else f"{title} ({what} {start + 1} to {start + len(chunk)} of {len(rows)})"
-        text = LINE * (2 if any(row.rest for row in chunk) else 1)
-        unit = (text + MARK) / MARK  # of a row on the axis, on which a mark's place is 1 high
-        head = LINE * math.ceil(len(legend) / 2) + 6 if legend else 2
-        height = head + MARK * unit * len(chunk) + FOOT
-        figure, axes = _canvas(WIDTH, height, LEFT, RIGHT, head, FOOT)
-        for index, row in enumerate(chunk):
-            value = fitting(row.value, ROOM / 2)
-            top, across = index * unit, axes.get_yaxis_transform()
-            axes.text(0, top + 0.5 * LINE / MARK, fitting(row.label, ROOM - text_width(value) - 8), transform=across, va="center", ha="left")
-            axes.text(1, top + 0.5 * LINE / MARK, value, transform=across, va="center", ha="right")
-            axes.text(0, top + 1.5 * LINE / MARK, fitting(row.rest, ROOM), transform=across, va="center", ha="left", color=MUTED)
-            mark(axes, top + text / MARK + 0.42, row.data)
-        finish(axes)
-        axes.set_ylim(unit * len(chunk), 0)
-        axes.set_yticks([])
-        axes.spines["left"].set_visible(False)
-        axes.set_xlabel(x_label)
-        _legend(figure, legend)
-        # Said once for each row, so that who cannot see the drawing has its figures.
-        described = "; ".join(f"{', '.join(filter(None, (row.label, row.rest)))}: {row.value}" for row in chunk)
-        drawings.append(Drawing(parts_title, caption, embedded(figure, f"{name}-{start}", parts_title, described), folded=start > 0))
-    return drawings
-
-
-def _legend(figure, legend: Sequence[tuple[str, str, str]]) -> None:
-    from matplotlib.lines import Line2D
-
-    if legend:
-        handles = [Line2D([], [], color=colour, marker=marker, linestyle="", label=text) for text, colour, marker in legend]
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(LEFT / WIDTH, 1), ncols=2, borderpad=0, borderaxespad=0,
-                      handletextpad=0.4, columnspacing=1.2, labelspacing=0.2, handlelength=1.2)
-
-
-def _canvas(width: float, height: float, left: float, right: float, top: float, bottom: float):
-    """A figure of that size in points, and axes with these margins."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width / 72, height / 72))
-    axes = figure.add_axes((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height))
-    return figure, axes
-
-
-def _log_axis(axis, low: float, high: float) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-
-    axis.axes.set_yscale("log")
-    axis.axes.set_ylim(low, high)
-    decades = math.log10(high / low)
-    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.5 else (1,), numticks=12))
-    axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())

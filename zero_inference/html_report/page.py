@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Table:
-    """The table of the report, a row for each record: `texts[row][column]` is shown, `values[row][column]` (a number, a text or None) sorts."""
+    """A row for each record: `texts[row][column]` is shown, `values[row][column]` (a number, a text or None) sorts."""
 
     headers: list[str]
     numeric: list[bool]
@@ -66,7 +66,11 @@ def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str
         scores=_scores(runs),
         rows=_rows(runs, table),
         subjects=figures.all_figures(runs),
-        failed=[(run.number, ", ".join(filter(None, (run.setting, run.rest))), run.text("error") or "no error was recorded") for run in runs if run.failed],
+        failed=[
+            (run.number, ", ".join(filter(None, (run.setting, run.rest))), run.text("error") or "no error was recorded")
+            for run in runs
+            if run.failed
+        ],
     )
 
 

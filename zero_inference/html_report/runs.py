@@ -156,8 +156,13 @@ class Run:
         """Every decode step of every measured loop."""
         loops = self.record.get("loops")
         steps = [loop.get("step_s") for loop in loops if isinstance(loop, dict)] if isinstance(loops, list) else []
-        return [float(step) for each in steps if isinstance(each, list) for step in each
-                if isinstance(step, (int, float)) and 0 < step < float("inf")]
+        return [
+            float(step)
+            for each in steps
+            if isinstance(each, list)
+            for step in each
+            if isinstance(step, (int, float)) and 0 < step < float("inf")
+        ]
 
     @property
     def link_use(self) -> dict[str, float] | None:
@@ -174,7 +179,11 @@ class Run:
         found = []
         for task, scores in tasks.items() if isinstance(tasks, dict) else ():
             for name, value, stderr in _scores(scores if isinstance(scores, dict) else {"score": scores}):
-                found.append(Score(clean(name if task == name else f"{task} {name}"), value, stderr, share=name.startswith(("acc", "pass@"))))
+                found.append(
+                    Score(
+                        clean(name if task == name else f"{task} {name}"), value, stderr, share=name.startswith(("acc", "pass@"))
+                    )
+                )
         return found
 
 
@@ -198,7 +207,9 @@ def make_runs(records: list[dict[str, Any]]) -> list[Run]:
     def differs(of: Callable[[Run], Any]) -> bool:
         return len({of(run) for run in runs}) > 1
 
-    models, batches, prompts = (differs(of) for of in (lambda run: run.model, lambda run: run.whole("batch_size"), lambda run: run.group[1]))
+    models, batches, prompts = (
+        differs(of) for of in (lambda run: run.model, lambda run: run.whole("batch_size"), lambda run: run.group[1])
+    )
     for run in runs:
         batch, prompt = run.whole("batch_size"), run.whole("prompt_len")
         parts = [run.short_model] * models + [f"batch {batch}"] * (batches and batch is not None)

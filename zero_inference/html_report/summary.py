@@ -57,8 +57,10 @@ def _finding(runs: list[Run]) -> Finding | None:
     speed = f"{number(of(best))} token/s {phase}"
     rival = next((run for run in ranked[1:] if run.setting != best.setting), None)
     if rival is not None:
-        speed += f", {of(best) / of(rival):.{1 if of(best) < 100 * of(rival) else 0}f} times the next setting " \
-                 f"({_named(rival)}: {number(of(rival))})"
+        speed += (
+            f", {of(best) / of(rival):.{1 if of(best) < 100 * of(rival) else 0}f} times the next setting "
+            f"({_named(rival)}: {number(of(rival))})"
+        )
     return Finding(best.group_name, best.number, _named(best), speed, bound_in_words(best))
 
 
@@ -90,7 +92,9 @@ def _limit_named(run: Run) -> str:
         return name + (f" ({amount}{rate:.1f} {unit})" if rate else "")
 
     names = {
-        "link": lambda: with_rate("the host-to-device link", "limit.link_gbps", "GB/s", "transfers.host_to_device_bytes_per_step", "at "),
+        "link": lambda: with_rate(
+            "the host-to-device link", "limit.link_gbps", "GB/s", "transfers.host_to_device_bytes_per_step", "at "
+        ),
         "disk": lambda: with_rate("the disk", "limit.disk_gbps", "GB/s", "transfers.disk_read_bytes_per_step", "at "),
         "device_memory": lambda: with_rate("device memory", "limit.device_copy_gbps", "GB/s"),
         "matmul": lambda: with_rate("matrix products", "limit.matmul_tflops", "TFLOP/s"),

@@ -1,4 +1,4 @@
-"""Drawings that can stand inside a page: colours that follow the page's theme, ids of their own, words for who cannot see them."""
+"""Drawings that can stand inside a page: colours of the page's theme, ids of their own, words for who cannot see them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ XLINK = "http://www.w3.org/1999/xlink"
 # The figures are drawn in these colours, which stand for the page's variables: page.html gives each a light and a dark value.
 INK, MUTED, GRID, SURFACE = "#000101", "#000102", "#000103", "#000104"
 SERIES = ("#000201", "#000202", "#000203", "#000204", "#000205", "#000206")
-_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", SURFACE: "--surface",
-              **{colour: f"--series-{index}" for index, colour in enumerate(SERIES, start=1)}}
+_VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    SURFACE: "--surface",
+    **{colour: f"--series-{index}" for index, colour in enumerate(SERIES, start=1)},
+}
 STYLE = {
     "svg.fonttype": "none",  # text stays text: small, selectable, searchable
     "svg.hashsalt": "zero-inference",
@@ -82,5 +87,7 @@ def _attribute(key: str, value: str, name: str) -> str:
         return re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)  # a hundredth of a point is seen by nobody
     value = re.sub(r"url\(#", f"url(#{name}-", value)
     if key == "style":
-        return re.sub(r"#[0-9a-f]{6}", lambda match: f"var({_VARIABLES[match[0]]})" if match[0] in _VARIABLES else match[0], value)
+        return re.sub(
+            r"#[0-9a-f]{6}", lambda match: f"var({_VARIABLES[match[0]]})" if match[0] in _VARIABLES else match[0], value
+        )
     return value
