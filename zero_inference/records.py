@@ -169,6 +169,27 @@ def read_records(path: str | os.PathLike) -> list[dict]:
     return records
 
 
+def value_at(record: Mapping[str, Any], key: str, dtype: str) -> Any:
+    """The value at a dotted key, as the pandas dtype (Int64, Float64, boolean, string); None where it is missing, not finite
+    or of another kind, as in records of older or other tools."""
+    value: Any = record
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None:
+        return None
+    if dtype == "string":
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text.encode("utf-8", "replace").decode("utf-8")  # JSON can hold halves of surrogate pairs, files and pandas cannot
+    if dtype == "boolean":
+        return bool(value)
+    try:
+        # int as it is, not by way of float, which would round above 2**53
+        number = int(value) if dtype == "Int64" else float(value)
+        return number if math.isfinite(number) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 _LOG_PATTERNS = tuple(
     re.compile(r"\t".join(rf"{re.escape(label)}: (\S+) {re.escape(unit)}" for label, unit, _ in line))
     for line in LOG_LINES

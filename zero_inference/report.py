@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import re
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_inference.records import STATUS_OK, parse_log, read_records
+from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at
 from zero_inference.utils import GB
 
 if TYPE_CHECKING:
@@ -54,7 +53,10 @@ def _one_line(value: str) -> str:
 
 
 def _gpu_names(value: str) -> str:
-    counts = Counter(gpu["name"] for gpu in json.loads(value))
+    try:
+        counts = Counter(str(gpu["name"]) for gpu in json.loads(value))
+    except (ValueError, TypeError, KeyError):  # another tool's list: as it is
+        return value
     return ", ".join(f"{count}x {name}" for name, count in counts.items()) or "none"
 
 
@@ -166,7 +168,7 @@ def parse_log_name(stem: str) -> dict[str, Any]:
 def _is_block_of(block: dict[str, Any], record: dict[str, Any]) -> bool:
     """Whether a log block, which holds three decimals, is the one this record's run wrote."""
     for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput"):
-        written, exact = _value(block, key, "Float64"), _value(record, key, "Float64")
+        written, exact = value_at(block, key, "Float64"), value_at(record, key, "Float64")
         if (written is None) != (exact is None):
             return False
         if written is not None and abs(written - exact) > 0.000501:
@@ -185,25 +187,6 @@ def _read(reader: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[di
         return []
 
 
-def _value(record: dict[str, Any], key: str, dtype: str) -> Any:
-    """The value at a dotted key, as the column's type; None where it is missing, NaN or of another kind."""
-    value: Any = record
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if value is None:
-        return None
-    if dtype == "string":
-        return value if isinstance(value, str) else json.dumps(value)
-    if dtype == "boolean":
-        return bool(value)
-    try:
-        # int as it is, not by way of float, which would round above 2**53
-        number = int(value) if dtype == "Int64" else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
 def runs_frame(records: Iterable[dict[str, Any]]) -> pandas.DataFrame:
     """A row for each record, a typed column for each of `COLUMNS`, in SI units, missing values as `pandas.NA`."""
     import pandas
@@ -211,13 +194,18 @@ def runs_frame(records: Iterable[dict[str, Any]]) -> pandas.DataFrame:
     rows = list(records)
     return pandas.DataFrame(
         {
-            column.name: pandas.array([_value(row, column.key, column.dtype) for row in rows], dtype=column.dtype)
+            column.name: pandas.array([value_at(row, column.key, column.dtype) for row in rows], dtype=column.dtype)
             for column in COLUMNS
         }
     )
 
 
 def load_runs(folder: str | Path) -> pandas.DataFrame:
+    """`load_records` as a table, see `runs_frame`."""
+    return runs_frame(load_records(folder))
+
+
+def load_records(folder: str | Path) -> list[dict[str, Any]]:
     """Every run whose record (.jsonl) or block (.log) lies in `folder`, in the order of the file names.
 
     A block whose run has a record in the .jsonl of the same name is listed once. Raises `NotADirectoryError` where
@@ -239,7 +227,7 @@ def load_runs(folder: str | Path) -> pandas.DataFrame:
                 rows.append(parse_log_name(stem.name) | block | {"status": STATUS_OK, "file": log.name})
             else:
                 unmatched.remove(record)
-    return runs_frame(rows)
+    return rows
 
 
 def differing_columns(frame: pandas.DataFrame) -> pandas.DataFrame:
@@ -284,14 +272,19 @@ def render(frame: pandas.DataFrame, format: str, *, colour: bool = False, width:
         return json.dumps(rows, indent=2, allow_nan=False) + "\n"
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
-    columns = [_BY_NAME[name] for name in frame.columns]
-    texts = [
-        ["-" if missing else column.show(value) for column, value, missing in zip(columns, row, gone)]
-        for row, gone in zip(frame.astype(object).to_numpy(), frame.isna().to_numpy())
-    ]
+    columns, texts = _texts(frame)
     if format == "md":
         return _markdown(columns, texts)
     return _terminal_table(columns, texts, colour, width)
+
+
+def _texts(frame: pandas.DataFrame) -> tuple[list[Column], list[list[str]]]:
+    """What people read: the columns, and a row of texts for each run."""
+    columns = [_BY_NAME[name] for name in frame.columns]
+    return columns, [
+        ["-" if missing else column.show(value) for column, value, missing in zip(columns, row, gone)]
+        for row, gone in zip(frame.astype(object).to_numpy(), frame.isna().to_numpy())
+    ]
 
 
 def _markdown(columns: list[Column], texts: list[list[str]]) -> str:
@@ -349,22 +342,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[column.name for column in COLUMNS],
         help="a column by its name in --format csv, such as total_throughput; throughputs sort best first",
     )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="also write a page with the table and figures, which needs nothing beside it"
+    )
+
+
+def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """The page: runs in the order of --sort, else the fastest of each model and prompt length first."""
+    from zero_inference.html_report.page import Table, write_page
+    from zero_inference.html_report.runs import fastest_first
+
+    frame = runs_frame(records)
+    if args.sort:
+        order = sort_runs(frame.assign(row=range(len(frame))), args.sort)["row"].tolist()
+    else:
+        order = fastest_first(records)
+    frame = frame.iloc[order]
+    shown = frame if args.all_columns else differing_columns(frame).drop(columns="error", errors="ignore")
+    if (frame["status"] == STATUS_FAILED).any() and not args.all_columns:
+        shown = shown.assign(status=frame["status"])
+    columns, texts = _texts(shown)
+    values = shown.astype(object).where(shown.notna(), None).to_numpy().tolist()
+    table = Table([column.header for column in columns], [column.numeric for column in columns], texts, values)
+    write_page(args.html, str(args.log_dir), [records[index] for index in order], table)
+    print(f"page: {args.html}", file=sys.stderr)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report."""
+    """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report.
+
+    With --html an empty folder gets a page that says so, and 0.
+    """
     import shutil
 
     if not args.log_dir.is_dir():
         what = "is a file, not a folder" if args.log_dir.exists() else "does not exist"
         print(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to", file=sys.stderr)
         return 2
-    frame = load_runs(args.log_dir)
-    if frame.empty:
+    records = load_records(args.log_dir)
+    if args.html:
+        _write_html(args, records)
+    if not records:
         found = any(path.suffix in SUFFIXES for path in args.log_dir.iterdir())
         what = "no run in the .log and .jsonl files of" if found else "no .log or .jsonl in"
-        print(f"error: {what} {args.log_dir}; run run_model.py first", file=sys.stderr)
-        return 2
+        print(f"{'warning' if args.html else 'error'}: {what} {args.log_dir}; run run_model.py first", file=sys.stderr)
+        return 0 if args.html else 2
+    frame = runs_frame(records)
     if args.sort:
         frame = sort_runs(frame, args.sort)
     if not args.all_columns:
