@@ -9,5 +9,6 @@ SOURCES = [str(folder) for folder in (Path("csrc"), *sorted(Path("csrc").rglob("
 setup(
     packages=find_packages(include=["zero_inference", "zero_inference.*"]) + [f"zero_inference.{s.replace('/', '.')}" for s in SOURCES],
     package_dir={f"zero_inference.{s.replace('/', '.')}": s for s in SOURCES},
-    package_data={"zero_inference.models": ["presets/*.json"], **{f"zero_inference.{s.replace('/', '.')}": ["*.cu", "*.cuh", "*.h"] for s in SOURCES}},
+    package_data={"zero_inference.models": ["presets/*.json"], "zero_inference.micro": ["*.json"],
+                  **{f"zero_inference.{s.replace('/', '.')}": ["*.cu", "*.cuh", "*.h"] for s in SOURCES}},
 )

@@ -100,6 +100,7 @@ def console_main(argv: list[str] | None = None) -> int:
     argv = sys.argv if argv is None else argv
     from zero_inference import report
     from zero_inference.link import command as link
+    from zero_inference.micro import command as micro
 
     parser = _Parser(prog="zero-inference", description="Measure and compare generation from models bigger than the GPU.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -109,11 +110,15 @@ def console_main(argv: list[str] | None = None) -> int:
     report.add_arguments(report_parser)
     link_parser = commands.add_parser("link", help="measure what the link, the disk and the device of this machine can do")
     link.add_arguments(link_parser)
+    micro_parser = commands.add_parser("micro", help="matrix products, element-wise operations and layers beside the datasheet")
+    micro.add_arguments(micro_parser)
     args = parser.parse_args(argv[1:])
     if args.command == "run":
         return _guarded(lambda: run_command(args, argv), args.verbose)
     if args.command == "link":
         return _guarded(lambda: link.main(args), 1)
+    if args.command == "micro":
+        return _guarded(lambda: micro.main(args), 1)
     return _guarded(lambda: report.main(args), 1)
 
 
