@@ -107,8 +107,8 @@ def test_blocks_are_seeded_and_on_the_device_in_the_dtype():
     ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40 GB"), ("Tesla V100-SXM2-16GB", "V100 SXM2"), ("Tesla V100-PCIE-32GB", "V100 PCIe"),
     ("Tesla V100S-PCIE-32GB", "V100S PCIe"), ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA GeForce RTX 3090", "RTX 3090"),
     ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA L40S", "L40S"), ("NVIDIA B200", "B200"),
-    ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ("NVIDIA L40", None), ("NVIDIA GB200", None), ("", None)])
+    ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA L40", None), ("NVIDIA GB200", None), ("", None)])
 def test_cards_by_the_name_that_cuda_gives(cuda_name, name):
     card = cards.find_card(cuda_name)
     assert (card and card.name) == name

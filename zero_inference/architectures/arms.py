@@ -19,6 +19,8 @@ from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records
 
 # What `compare` says itself, to every run.
 TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose", "local-rank"}
+# What asks for scores: options of this name or beginning with it, and those that mean nothing without them.
+SCORES, WITH_SCORES = "quality", {"allow-code-execution"}
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 GRACE_S = 15
 
@@ -51,7 +53,7 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
     for text in texts:
         name, equals, options = text.partition("=")
         if not equals or not name.strip() or name.startswith("-"):
-            raise UsageError(f"--arm {text!r}: write a name, = and options of run_model.py, such as \"int4=--model X --quant-bits 4\".")
+            raise UsageError(f"--arm {text!r}: write a name, = and options, such as \"int4=--model X --quant-bits 4\".")
         try:
             asked.append((name.strip(), shlex.split(options)))
         except ValueError as error:
@@ -70,15 +72,28 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
 def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
     given = {word.partition("=")[0][2:].replace("_", "-") for word in options if word.startswith("--")}
     if taken := sorted(given & TAKEN):
-        raise UsageError(f"arm {name}: --{taken[0]} is for compare to say; drop it (--log-dir and --warmup-tries are options of compare).")
+        raise UsageError(f"arm {name}: --{taken[0]} is for compare to say; drop it (compare has --log-dir and --warmup-tries).")
     try:
         return Arm(name, tuple(options), config_of(options))
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from error
 
 
+def speed_only(options: Sequence[str]) -> list[str]:
+    """`options` without those that ask for scores, which take long and are the same in every run: the first run has them."""
+    kept, dropping = [], False
+    for word in options:
+        if word.startswith("--"):
+            name = word.partition("=")[0][2:].replace("_", "-")
+            dropping = name == SCORES or name.startswith(f"{SCORES}-") or name in WITH_SCORES
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
 def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
-    """One run of `arm` as `zero-inference run`, in its own processes: its record, or one made up here that says why there is none.
+    """One run of `arm` as `zero-inference run`, in its own processes: its record, or one made up here that says why it has none.
+    The first run, number 0, is the one that scores quality, where that was asked for.
 
     Args:
         extra: options on top of the arm's.
@@ -87,12 +102,13 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
     """
     log, output = folder / f"{arm.file_stem}-{number}.log", folder / f"{arm.file_stem}-{number}.out"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "zero_inference", "run", *arm.options, *extra, "--log-file", str(log)]
     path = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
+    options = arm.options if number == 0 else speed_only(arm.options)
+    command = [sys.executable, *launcher, "-m", "zero_inference", "run", *options, *extra, "--log-file", str(log)]
     before = _records(log)
     with output.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                                   env={**os.environ, "PYTHONPATH": path})
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   start_new_session=True, env={**os.environ, "PYTHONPATH": path})
         try:
             code = process.wait()
         finally:

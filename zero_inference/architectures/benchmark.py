@@ -85,8 +85,9 @@ class ArchitectureBenchmark:
             held = int(np.cumsum([0, *(nbytes for _, nbytes in changes)]).max())
         memory.peak_bytes = sum(unique.values()) + held
 
-    def benchmark_generation(self, prompt_tokens: int | torch.Tensor, generation_length: int, num_runs: int = 20) -> BenchmarkResult:
-        """Greedy generation of exactly `generation_length` tokens with a KV cache, each run from the same prompt and an empty cache.
+    def benchmark_generation(self, prompt_tokens: int | torch.Tensor, generation_length: int,
+                             num_runs: int = 20) -> BenchmarkResult:
+        """Greedy generation of exactly `generation_length` tokens with a KV cache, each run from the same prompt.
 
         Args:
             prompt_tokens: token ids int64 [batch, P], or P for one sequence of P random ids.
@@ -101,7 +102,8 @@ class ArchitectureBenchmark:
         self._check_positions(ids.shape[1] + generation_length)
         from transformers import GenerationConfig
 
-        settings = GenerationConfig(max_new_tokens=generation_length, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
+        settings = GenerationConfig(max_new_tokens=generation_length, do_sample=False, num_beams=1, use_cache=True,
+                                    pad_token_id=0)
         mask = torch.ones_like(ids)
 
         def generate() -> None:
@@ -132,8 +134,8 @@ class ArchitectureBenchmark:
             while len(warmup_s) < WARMUP_TRIES and not settled(warmup_s, WARMUP_SPREAD):
                 warmup_s.append(self._seconds(run))
             if not settled(warmup_s, WARMUP_SPREAD):
-                warnings.warn(f"{name}: {WARMUP_TRIES} warm-up runs, and the last ones still differ by more than {WARMUP_SPREAD:.0%}",
-                              stacklevel=3)
+                warnings.warn(f"{name}: {WARMUP_TRIES} warm-up runs, and the last ones still differ by more than "
+                              f"{WARMUP_SPREAD:.0%}", stacklevel=3)
             times_s = [self._seconds(run) for _ in range(num_runs)]
             with self.measure_memory() as memory:
                 run()

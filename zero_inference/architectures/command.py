@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="an arm: options of run_model.py, such as \"int4=--model X --quant-bits 4 --engine stream\"; repeat")
     parser.add_argument("--baseline", metavar="NAME", help="the arm that others are held against (default: the first)")
     parser.add_argument("--rounds", type=_at_least_one, default=3, metavar="N",
-                        help="times to go through the arms and back, A B B A: two runs of each (default: 3, the least for a verdict)")
+                        help="times through the arms and back, A B B A: two runs of each (default: 3, the least for a verdict)")
     parser.add_argument("--warmup-tries", type=_at_least_three, default=10, metavar="N",
                         help=f"most warm-up loops of a run, until they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)")
     parser.add_argument("--num-gpus", type=_at_least_one, default=1, metavar="N", help="processes of each run (default: 1)")
@@ -58,7 +58,8 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         raise UsageError(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}.")
     for arm in arms:
         if arm.config.batch_size % args.num_gpus:
-            raise UsageError(f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus {args.num_gpus}.")
+            raise UsageError(f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus "
+                             f"{args.num_gpus}; use a multiple of it.")
     folder = args.log_dir or Path("logs") / f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def _outcome(record: dict[str, Any], tries: int) -> str:
     if record["status"] != "ok":
         return f"failed: {' '.join(str(record['error']).split())}"
     rate = record["decode_throughput"] if record["decode_throughput"] is not None else record["total_throughput"]
-    unsettled = "" if record.get("warmed_up") is not False else f" (not settled: {tries} warm-up loops still differed by 5% or more)"
+    unsettled = f" (not settled: {tries} warm-up loops still differed by 5%)" if record.get("warmed_up") is False else ""
     return f"{rate:.3f} token/s{unsettled}"
 
 

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 SPEED, QUALITY, FAILED = "speed", "quality", "failed"
-COLUMNS = ("architecture", "type", "config", "pass", "throughput", "latency_p50", "latency_p95", "latency_p99", "memory_gb", "flops",
-           "accuracy", "stderr", "total", "error")
+COLUMNS = ("architecture", "type", "config", "pass", "throughput", "latency_p50", "latency_p95", "latency_p99", "memory_gb",
+           "flops", "accuracy", "stderr", "total", "error")
+SUMMARY = ("architecture", "type", "config", "runs", "throughput", "speedup", "speedup_low", "speedup_high", "memory_gb", "flops",
+           "accuracy", "stderr", "accuracy_difference", "accuracy_difference_stderr", "verdict", "error")
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,7 @@ def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
         else:
             row |= _quality(group, base)
         rows.append(row)
-    columns = ("architecture", "type", "config", "runs", "throughput", "speedup", "speedup_low", "speedup_high", "memory_gb", "flops",
-               "accuracy", "stderr", "accuracy_difference", "accuracy_difference_stderr", "verdict", "error")
-    return pandas.DataFrame([{column: row.get(column) for column in columns} for row in rows], columns=list(columns))
+    return pandas.DataFrame([{column: row.get(column) for column in SUMMARY} for row in rows], columns=list(SUMMARY))
 
 
 def _speed(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _speed(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
     pairs = group.merge(base, on="pass", suffixes=("", "_base"))
     if pairs.empty:
         return row
-    if (group["architecture"].iloc[0] == base["architecture"].iloc[0]):
+    if group["architecture"].iloc[0] == base["architecture"].iloc[0]:
         return row | {"speedup": 1.0, "verdict": "baseline"}
     ratio = statistics.speedup(pairs["throughput"].tolist(), pairs["throughput_base"].tolist())
     return row | {"runs": ratio.pairs, "speedup": ratio.median, "speedup_low": ratio.low, "speedup_high": ratio.high,
@@ -164,7 +164,8 @@ def _quality(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
     return row | {"accuracy_difference": apart, "accuracy_difference_stderr": error, "verdict": verdict}
 
 
-def _turn(name: str, model: torch.nn.Module, device: torch.device, config: BenchmarkConfig, number: int) -> Iterator[dict[str, Any]]:
+def _turn(name: str, model: torch.nn.Module, device: torch.device, config: BenchmarkConfig,
+          number: int) -> Iterator[dict[str, Any]]:
     from zero_inference.architectures.benchmark import ArchitectureBenchmark
 
     benchmark = ArchitectureBenchmark(model, device)
@@ -193,7 +194,8 @@ def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, 
             errors = score.get("stderr")
             for k, value in score["pass_at_k"].items():
                 error = errors.get(k) if isinstance(errors, Mapping) else errors
-                yield {"type": QUALITY, "config": f"{task} pass@{k}", "accuracy": value, "stderr": error or 0.0, "total": score.get("total")}
+                yield {"type": QUALITY, "config": f"{task} pass@{k}", "accuracy": value, "stderr": error or 0.0,
+                       "total": score.get("total")}
         elif "accuracy" in score:
             yield {"type": QUALITY, "config": task, "accuracy": score["accuracy"], "stderr": score.get("stderr") or 0.0,
                    "total": score.get("total")}
@@ -201,7 +203,7 @@ def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, 
 
 @contextlib.contextmanager
 def _in_turn(architecture: Any, device: torch.device) -> Iterator[torch.nn.Module]:
-    """The model on `device` for one turn, and the device as it was after it, so that models do not count in each other's memory."""
+    """A model for one turn; after it a given one goes back to where it was and a made one is gone, so that the next has room."""
     import torch
 
     given = isinstance(architecture, torch.nn.Module)

@@ -163,24 +163,26 @@ def _plain(value: Any) -> Any:
 
 def run_facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """What the JSON output tells of one run; the record in the log folder has the rest."""
-    names = ("status", "timestamp", "prefill_throughput", "decode_throughput", "total_throughput", "warmed_up", "warmup_total_s", "error")
+    names = ("status", "timestamp", "prefill_throughput", "decode_throughput", "total_throughput", "warmed_up",
+             "warmup_total_s", "error")
     return {name: record[name] for name in names if record.get(name) is not None}
 
 
 def captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     """The lines under the table."""
-    lines = [f"speedup: median over pairs of runs next to each other, against {baseline} (97% interval, by bootstrap over the pairs); "
-             "no difference: the interval holds 1"]
+    lines = [f"speedup: median over pairs of runs next to each other, against {baseline} (97% interval, by bootstrap over the "
+             "pairs); no difference: the interval holds 1"]
     if any(row["arm"] == baseline and row.get("error") for row in rows):
         lines = [f"no speedup: the baseline {baseline} failed"]
     if any(row.get("decode_verdict") == statistics.TOO_FEW or row.get("total_verdict") == statistics.TOO_FEW for row in rows):
-        lines.append(f"too few runs: a verdict takes {statistics.LEAST_PAIRS} runs of each arm, --rounds {statistics.LEAST_PAIRS // 2}")
+        least = statistics.LEAST_PAIRS
+        lines.append(f"too few runs: a verdict takes {least} runs of each arm, --rounds {least // 2}")
     few = [row["arm"] for row in rows if 0 < (row.get("step_samples") or 0) < statistics.LEAST_SAMPLES[99]]
     if few:
         lines.append(f"no p99 below {statistics.LEAST_SAMPLES[99]} steps: {', '.join(few)}; raise --loops, --gen-len or --rounds")
     unsettled = [row["arm"] for row in rows if row.get("unsettled_runs")]
     if unsettled:
-        lines.append(f"not settled: runs whose warm-up loops still differed by 5% or more at the last try ({', '.join(unsettled)})")
+        lines.append(f"not settled: runs whose last warm-up loops still differed by 5% or more ({', '.join(unsettled)})")
     if any("quality" in row for row in rows):
         lines.append("difference: of the scores, against the baseline; se: standard errors, added as of independent samples")
     return lines

@@ -146,7 +146,7 @@ BENCHMARKS = {
                              "8 n bytes; of measured: of a copy inside the device's memory; above 100% a cache served"),
     "layer": Benchmark("layer", "transformer blocks and their parts", _layer_rows,
                        "operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), forward + backward counted 3x, "
-                       "causal attention in full (causal half: the share a causal kernel may skip); of measured: of one large product"),
+                       "causal attention in full (causal half: what a causal kernel may skip); of measured: of one large product"),
 }
 
 

@@ -42,7 +42,7 @@ def measure(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> I
 
 
 def time_scale(device: torch.device, n: int, min_run_time: float) -> float:
-    """Median seconds of `a * 1.2` into a vector that is there already: a new one costs a CPU more in page faults than the rest."""
+    """Median seconds of `a * 1.2` into a vector that is there already: a new one would cost a CPU mostly page faults."""
     a = torch.randn(n, device=device)
     out = torch.empty_like(a)
     return median_s(lambda: torch.mul(a, 1.2, out=out), min_run_time)
