@@ -313,6 +313,9 @@ def test_the_table_of_recorded_runs(tmp_path):
     columns, for_people = table.for_people(columns, rows)
     text = render(for_people, shown_columns(for_people, columns), "md")
     assert "0.333x (0.333 - 0.333)" in text and "does not fit: 20 GB" in text and "-0.1000" in text and "total" not in text
+    narrow = render(for_people, shown_columns(for_people, columns), "table", width=100, turn=True)
+    assert max(map(len, narrow.splitlines())) <= 100 and "0.333x (0.333 - 0.333)" in narrow
+    assert narrow.split()[:4] == ["arm", "fp16", "int4", "gone"]
     assert any("not settled" in line for line in table.captions(rows, "fp16"))
     runs["fp16"] = runs.pop("gone")
     runs["gone"] = []

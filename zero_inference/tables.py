@@ -39,10 +39,11 @@ def figures(value: float) -> str:
 
 
 def render(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format: str, *, colour: bool = False,
-           width: int | None = None) -> str:
+           width: int | None = None, turn: bool = False) -> str:
     """The rows as text that ends in a newline; a key that a row lacks, or None, is a value that is not known.
 
-    `table` and `md` are for people, `csv` and `json` for programs, in full precision under the columns' names.
+    `table` and `md` are for people, `csv` and `json` for programs, in full precision under the columns' names. With `turn`, a
+    table wider than `width` gets a line for each column instead, so that few rows of many figures can be read on any terminal.
     Raises ValueError for another format.
     """
     if format == "csv":
@@ -57,7 +58,17 @@ def render(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format:
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
     texts = [[NOT_KNOWN if row.get(column.name) is None else column.show(row[column.name]) for column in columns] for row in rows]
-    return markdown(columns, texts) if format == "md" else terminal_table(columns, texts, colour, width)
+    if format == "md":
+        return markdown(columns, texts)
+    if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
+        columns, texts = turned(columns, texts)
+    return terminal_table(columns, texts, colour, width)
+
+
+def turned(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
+    """The same table with rows and columns exchanged; the first column's texts become the headers."""
+    headers = [Column("", columns[0].header, numeric=False), *(Column("", row[0]) for row in texts)]
+    return headers, [[column.header, *(row[index] for row in texts)] for index, column in enumerate(columns) if index]
 
 
 def shown_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
@@ -106,11 +117,11 @@ def terminal_table(columns: Sequence[Any], texts: list[list[str]], colour: bool,
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format: str) -> None:
+def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format: str, turn: bool = False) -> None:
     """`render` on stdout, in the width and with the colours of the terminal, if it is one."""
     import shutil
     import sys
 
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
-    print(render(rows, columns, format, colour=terminal, width=width), end="", flush=True)
+    print(render(rows, columns, format, colour=terminal, width=width, turn=turn), end="", flush=True)

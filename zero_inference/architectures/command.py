@@ -82,7 +82,7 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         if args.format != "csv":
             columns, rows = table.for_people(columns, rows)
             columns = shown_columns(rows, columns)
-        print_rows(rows, columns, args.format)
+        print_rows(rows, columns, args.format, turn=True)
     if args.format in ("table", "md"):
         for line in table.captions(rows, baseline):
             print(("\n" if args.format == "md" else "") + line)

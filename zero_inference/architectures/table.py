@@ -38,20 +38,20 @@ COLUMNS = (
     Column("quant_bits", "bits"),
     Column("runs", "runs"),
     Column("decode_throughput", "decode (token/s)", decimals(3)),
-    Column("decode_speedup", "speedup", _times),
-    Column("decode_speedup_low", "from", _times),
-    Column("decode_speedup_high", "to", _times),
-    Column("decode_verdict", "verdict", numeric=False),
+    Column("decode_speedup", "decode speedup", _times),
+    Column("decode_speedup_low", "decode from", _times),
+    Column("decode_speedup_high", "decode to", _times),
+    Column("decode_verdict", "decode verdict", numeric=False),
     Column("prefill_throughput", "prefill (token/s)", decimals(1)),
-    Column("prefill_speedup", "speedup", _times),
-    Column("prefill_speedup_low", "from", _times),
-    Column("prefill_speedup_high", "to", _times),
-    Column("prefill_verdict", "verdict", numeric=False),
+    Column("prefill_speedup", "prefill speedup", _times),
+    Column("prefill_speedup_low", "prefill from", _times),
+    Column("prefill_speedup_high", "prefill to", _times),
+    Column("prefill_verdict", "prefill verdict", numeric=False),
     Column("total_throughput", "total (token/s)", decimals(3)),
-    Column("total_speedup", "speedup", _times),
-    Column("total_speedup_low", "from", _times),
-    Column("total_speedup_high", "to", _times),
-    Column("total_verdict", "verdict", numeric=False),
+    Column("total_speedup", "total speedup", _times),
+    Column("total_speedup_low", "total from", _times),
+    Column("total_speedup_high", "total to", _times),
+    Column("total_verdict", "total verdict", numeric=False),
     Column("step_samples", "steps"),
     Column("step_p50_s", "p50 (ms)", _milliseconds),
     Column("step_p95_s", "p95 (ms)", _milliseconds),
@@ -70,9 +70,10 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """COLUMNS, those of each quality task that any arm has, and the error's."""
     found = list(COLUMNS)
     for task in dict.fromkeys(task for row in rows for task in row.get("quality", {})):
-        found += [Column(f"{task}_accuracy", task, decimals(4)), Column(f"{task}_stderr", "se", decimals(4)),
-                  Column(f"{task}_difference", "difference", lambda value: f"{value:+.4f}"),
-                  Column(f"{task}_difference_stderr", "se", decimals(4)), Column(f"{task}_verdict", "verdict", numeric=False)]
+        found += [Column(f"{task}_accuracy", task, decimals(4)), Column(f"{task}_stderr", f"{task} se", decimals(4)),
+                  Column(f"{task}_difference", f"{task} difference", lambda value: f"{value:+.4f}"),
+                  Column(f"{task}_difference_stderr", f"{task} difference se", decimals(4)),
+                  Column(f"{task}_verdict", f"{task} verdict", numeric=False)]
     return [*found, ERROR]
 
 
