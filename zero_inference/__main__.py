@@ -1,8 +1,12 @@
 """`python -m zero_inference` is the `zero-inference` command."""
 
+import os
 import sys
 
 from zero_inference.cli import console_main
 
 if __name__ == "__main__":
-    sys.exit(console_main())
+    code = console_main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as run_model.py does, and why is said there

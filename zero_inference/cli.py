@@ -47,6 +47,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: built-in text)")
     work.add_argument("--loops", type=int, metavar="N", help="measured generations (default: %(default)s)")
     work.add_argument("--warmup", type=int, metavar="N", help="generations before them (default: %(default)s)")
+    work.add_argument("--warmup-spread", type=float, metavar="SHARE",
+                      help="end the warm-up once three loops are alike to this share, such as 0.05; --warmup is then the most")
     work.add_argument("--seed", type=int, help="of dummy weights and random ids (default: %(default)s)")
     engine = parser.add_argument_group("engine and offload")
     engine.add_argument("--engine", choices=ENGINES, help="(default: %(default)s)")
@@ -75,14 +77,32 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
-    values = {name: getattr(args, name) for name in FIELD_NAMES}
-    if values["pin_memory"] is not None:
-        values["pin_memory"] = bool(values["pin_memory"])
-    config = RunConfig(**values).validate()  # before torch is imported
+    config = _validated(args)  # before torch is imported
     from zero_inference.run import run
 
     run(config, argv, args.local_rank)
     return 0
+
+
+def _validated(args: argparse.Namespace) -> RunConfig:
+    values = {name: getattr(args, name) for name in FIELD_NAMES}
+    if values["pin_memory"] is not None:
+        values["pin_memory"] = bool(values["pin_memory"])
+    return RunConfig(**values).validate()
+
+
+class _Asked(_Parser):
+    """Reads options that stand inside another command's: what is wrong with them is for that command to say."""
+
+    def error(self, message: str):
+        raise UsageError(message)
+
+
+def run_config(options: list[str]) -> RunConfig:
+    """The configuration that `options` of run_model.py ask for. Raises UsageError where they cannot be meant."""
+    parser = _Asked(prog="run_model.py", allow_abbrev=False, add_help=False)
+    add_run_arguments(parser)
+    return _validated(parser.parse_args(options))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -99,7 +119,9 @@ def console_main(argv: list[str] | None = None) -> int:
     """Entry point of the `zero-inference` command."""
     argv = sys.argv if argv is None else argv
     from zero_inference import report
+    from zero_inference.architectures import command as compare
     from zero_inference.link import command as link
+    from zero_inference.micro import command as micro
 
     parser = _Parser(prog="zero-inference", description="Measure and compare generation from models bigger than the GPU.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
@@ -109,11 +131,20 @@ def console_main(argv: list[str] | None = None) -> int:
     report.add_arguments(report_parser)
     link_parser = commands.add_parser("link", help="measure what the link, the disk and the device of this machine can do")
     link.add_arguments(link_parser)
-    args = parser.parse_args(argv[1:])
+    micro_parser = commands.add_parser("micro", help="matrix products, element-wise operations and layers beside the datasheet")
+    micro.add_arguments(micro_parser)
+    compare_parser = commands.add_parser("compare", help="models or configurations side by side", allow_abbrev=False)
+    compare.add_arguments(compare_parser)
+    own, after = compare.split(argv[1:])
+    args = parser.parse_args(own)
+    if args.command == "compare":
+        return _guarded(lambda: compare.main(args, after, run_config), 1)
     if args.command == "run":
         return _guarded(lambda: run_command(args, argv), args.verbose)
     if args.command == "link":
         return _guarded(lambda: link.main(args), 1)
+    if args.command == "micro":
+        return _guarded(lambda: micro.main(args), 1)
     return _guarded(lambda: report.main(args), 1)
 
 

@@ -30,6 +30,7 @@ class RunConfig:
     engine: str = "deepspeed"
     loops: int = 3
     warmup: int = 1
+    warmup_spread: float | None = None
     batch_size: int = 1
     prompt_len: int = 512
     gen_len: int = 32
@@ -113,6 +114,12 @@ class RunConfig:
             value = getattr(self, name)
             if value < least:
                 raise UsageError(f"{_flag(name)} {value}: must be at least {least}.")
+        if self.warmup_spread is not None:
+            if not 0 < self.warmup_spread < 1:
+                raise UsageError(f"--warmup-spread {self.warmup_spread}: give a share between 0 and 1, such as 0.05.")
+            if self.warmup < 3:
+                raise UsageError(f"--warmup-spread compares three warm-up loops and --warmup {self.warmup} is the most of them: "
+                                 "raise --warmup, to 10 or so.")
         if self.gpu_memory is not None and self.gpu_memory < 0:
             raise UsageError(f"--gpu-memory {self.gpu_memory}: must be 0 or more GiB.")
 

@@ -17,6 +17,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import LoadedModel
 
+SETTLED_LOOPS = 3
+
 
 @dataclass
 class Loop:
@@ -37,12 +39,19 @@ class Measurement:
 
     Attributes:
         output_ids: generated ids int64 [global batch, gen_len] of the last loop, on the host.
-        cold_total_s: total time of the first warm-up loop, None without warm-up.
+        warmup_s: total time of each warm-up loop.
+        warmed_up: whether the warm-up ended because its loops had become alike; None where that was not asked for.
     """
 
     loops: list[Loop] = field(default_factory=list)
-    cold_total_s: float | None = None
+    warmup_s: list[float] = field(default_factory=list)
+    warmed_up: bool | None = None
     output_ids: torch.Tensor | None = None
+
+    @property
+    def cold_total_s(self) -> float | None:
+        """Total time of the first warm-up loop, None without warm-up."""
+        return self.warmup_s[0] if self.warmup_s else None
 
     def median(self, name: str) -> float:
         return statistics.median(getattr(loop, name) for loop in self.loops)
@@ -50,29 +59,39 @@ class Measurement:
 
 def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, warmup: int, ranks: Ranks,
             make_cache: Callable[[], Any] | None = None, before_measuring: Callable[[], None] = lambda: None,
-            progress: Callable[[str], None] = lambda line: None) -> Measurement:
+            progress: Callable[[str], None] = lambda line: None, warmup_spread: float | None = None) -> Measurement:
     """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
 
     Args:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
         make_cache: gives the cache of a loop; None leaves it to transformers.
         before_measuring: called once between warm-up and the measured loops (resets the peaks).
+        warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
     """
     use_repeatable_attention()
     measurement = Measurement()
-    for number in range(warmup + loops):
-        measured = number >= warmup
-        if number == warmup:
-            before_measuring()
-        label = f"loop {number - warmup + 1}/{loops}" if measured else f"warm-up {number + 1}/{warmup}"
-        loop, output = _one_loop(loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}"))
-        if measured:
-            measurement.loops.append(loop)
-            measurement.output_ids = output
-        elif number == 0:
-            measurement.cold_total_s = loop.total_s
+
+    def one(label: str) -> tuple[Loop, torch.Tensor]:
+        return _one_loop(loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}"))
+
+    for number in range(warmup):
+        measurement.warmup_s.append(one(f"warm-up {number + 1}/{warmup}")[0].total_s)
+        if warmup_spread is not None:  # the times are those of all ranks, so all end together
+            measurement.warmed_up = settled(measurement.warmup_s, warmup_spread)
+            if measurement.warmed_up:
+                break
+    before_measuring()
+    for number in range(loops):
+        loop, measurement.output_ids = one(f"loop {number + 1}/{loops}")
+        measurement.loops.append(loop)
     measurement.output_ids = ranks.gather_rows(measurement.output_ids)
     return measurement
+
+
+def settled(times_s: list[float], share: float) -> bool:
+    """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median: (largest - smallest) / median <= share."""
+    latest = times_s[-SETTLED_LOOPS:]
+    return len(latest) == SETTLED_LOOPS and max(latest) - min(latest) <= share * statistics.median(latest)
 
 
 def use_repeatable_attention() -> None:

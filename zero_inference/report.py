@@ -8,7 +8,6 @@ what the table, Markdown, CSV and JSON printers show, and what `--sort` accepts 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import re
 import sys
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at
+from zero_inference.tables import FORMATS, markdown, terminal_table
 from zero_inference.utils import GB
 
 if TYPE_CHECKING:
     import pandas
 
 SUFFIXES = (".jsonl", ".log")
-FORMATS = ("table", "md", "csv", "json")
 
 
 def _plain(value: Any) -> str:
@@ -274,8 +273,8 @@ def render(frame: pandas.DataFrame, format: str, *, colour: bool = False, width:
         raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
     columns, texts = _texts(frame)
     if format == "md":
-        return _markdown(columns, texts)
-    return _terminal_table(columns, texts, colour, width)
+        return markdown(columns, texts)
+    return terminal_table(columns, texts, colour, width)
 
 
 def _texts(frame: pandas.DataFrame) -> tuple[list[Column], list[list[str]]]:
@@ -285,42 +284,6 @@ def _texts(frame: pandas.DataFrame) -> tuple[list[Column], list[list[str]]]:
         ["-" if missing else column.show(value) for column, value, missing in zip(columns, row, gone)]
         for row, gone in zip(frame.astype(object).to_numpy(), frame.isna().to_numpy())
     ]
-
-
-def _markdown(columns: list[Column], texts: list[list[str]]) -> str:
-    from tabulate import tabulate
-
-    return (
-        tabulate(
-            [[text.replace("|", r"\|") for text in row] for row in texts],
-            headers=[column.header for column in columns],
-            tablefmt="pipe",
-            colalign=["right" if column.numeric else "left" for column in columns] if texts else None,
-            disable_numparse=True,
-        )
-        + "\n"
-    )
-
-
-def _terminal_table(columns: list[Column], texts: list[list[str]], colour: bool, width: int | None) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        # Folded, never cut: a table too wide for the terminal still holds every digit.
-        table.add_column(column.header, justify="right" if column.numeric else "left", overflow="fold")
-    for row in texts:
-        # Text, not str: rich would read "[...]" in a name or an error as markup.
-        table.add_row(*(Text(text, "red" if column.name == "error" else "") for column, text in zip(columns, row)))
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width or 10_000, force_terminal=colour, color_system="standard" if colour else None
-    )
-    console.print(table)
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -139,7 +139,10 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         caches = _cache_maker(config, spec, loaded)
         measurement = generation.measure(
             loaded, ids[share], config.gen_len, config.loops, config.warmup, ranks, caches,
-            before_measuring=lambda: _reset_peak(ranks), progress=progress.update)
+            before_measuring=lambda: _reset_peak(ranks), progress=progress.update, warmup_spread=config.warmup_spread)
+        if measurement.warmed_up is False:
+            progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
+                         f"{config.warmup_spread:.0%}")
         measured = _results(config, spec, ranks, loaded, measurement, rates) | {"model_bytes": full_bytes, "load_s": load_s}
         if config.trace:
             measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
@@ -163,6 +166,8 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "hidden_bytes": hidden_bytes(spec.config, batch, config.prompt_len + config.gen_len),
         "weight_bytes": loaded.weight_bytes,
         "cold_total_s": measurement.cold_total_s,
+        "warmup_total_s": measurement.warmup_s,
+        "warmed_up": measurement.warmed_up,
         "loops": [{"prefill_s": loop.prefill_s, "decode_s": loop.decode_s, "total_s": loop.total_s, "step_s": loop.step_s}
                   for loop in measurement.loops],
         "prefill_latency_s": prefill_s,

@@ -1,0 +1,267 @@
+"""Micro-benchmarks: operations against torch's counter, rates against independent timings, the table of cards, the command."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero_inference.cli import console_main
+from zero_inference.errors import UsageError
+from zero_inference.micro import blocks, cards, elementwise, flops, layer, matmul, timing
+from zero_inference.micro.flops import BlockShape
+
+CPU = torch.device("cpu")
+SMALL = {
+    "bert": dict(model_type="bert", hidden_size=48, num_attention_heads=4, intermediate_size=112),
+    "gpt2": dict(model_type="gpt2", n_embd=48, n_head=4),
+    "gpt2 inner": dict(model_type="gpt2", n_embd=48, n_head=4, n_inner=80),
+    "t5": dict(model_type="t5", d_model=48, d_kv=20, d_ff=112, num_heads=4),
+    "opt": dict(model_type="opt", hidden_size=48, ffn_dim=112, num_attention_heads=4),
+    "llama": dict(model_type="llama", hidden_size=48, intermediate_size=112, num_attention_heads=6, num_key_value_heads=2),
+    "llama wide": dict(model_type="llama", hidden_size=48, intermediate_size=112, num_attention_heads=6, num_key_value_heads=3,
+                       head_dim=24),
+}
+
+
+def small_block(name: str, device=CPU, dtype=torch.float32) -> blocks.Block:
+    from transformers import AutoConfig
+
+    return blocks.build_block(name, device, dtype, AutoConfig.for_model(**SMALL[name]))
+
+
+def counted(action) -> int:
+    """Operations by torch's counter; attention as plain products, as the CPU's fused one is not in its table."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        action()
+    return counter.get_total_flops()
+
+
+PARTS = {"layer": "forward", "attention": "attention", "feed_forward": "feed_forward", "dense": "dense",
+         "dense_activation": "dense"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_formulas_are_what_the_counter_counts(name):
+    block, batch, seq = small_block(name), 3, 7
+    x = torch.randn(batch, seq, block.shape.hidden)
+    with torch.no_grad():
+        for part, formula in PARTS.items():
+            assert counted(lambda: block.parts[part](x)) == getattr(block.shape, formula)(batch, seq), part
+            assert block.parts[part](x).shape[:2] == (batch, seq)
+    step = layer.forward_and_backward(block, x)
+    assert counted(step) == flops.FORWARD_AND_BACKWARD * block.shape.forward(batch, seq)
+    assert all(parameter.grad is not None for parameter in block.module.parameters())
+
+
+@pytest.mark.parametrize("name", [*blocks.DEFAULT_BLOCKS, *blocks.SHORT])
+def test_formulas_of_the_published_sizes(name):
+    """On the meta device, where nothing is computed."""
+    meta = torch.device("meta")
+    block = blocks.build_block(name, meta, torch.float16)
+    x = torch.empty(2, 128, block.shape.hidden, device=meta, dtype=torch.float16)
+    for part, formula in PARTS.items():
+        with torch.no_grad():
+            assert counted(lambda: block.parts[part](x)) == getattr(block.shape, formula)(2, 128), part
+
+
+@pytest.mark.parametrize("name", ["bert-large", "gpt2-medium", "t5-large", "opt-13b"])
+def test_classical_blocks_have_the_classical_formula(name):
+    shape, b, s = blocks.shape_of(blocks.block_config(name)), 4, 512
+    h = shape.hidden
+    assert shape.forward(b, s) == 24 * b * s * h**2 + 4 * b * h * s**2
+    assert shape.attention(b, s) == 4 * b * h * s**2 + 8 * b * s * h**2
+    assert shape.feed_forward(b, s) == 16 * b * s * h**2 and shape.dense(b, s) == 8 * b * s * h**2
+
+
+def test_matmul_formula_and_causal_share():
+    assert counted(lambda: torch.randn(17, 17) @ torch.randn(17, 17)) == flops.matmul(17)
+    causal, full = (BlockShape(8, 8, 8, 32, causal=causal) for causal in (True, False))
+    pairs = sum(query for query in range(5))  # of 5 tokens each leaves out those behind it
+    assert causal.skippable(3, 5) == pytest.approx(3 * 4 * 8 * pairs / causal.forward(3, 5)) and full.skippable(3, 5) == 0
+
+
+def test_blocks_are_seeded_and_on_the_device_in_the_dtype():
+    one, two = (small_block("llama", dtype=torch.bfloat16).module.state_dict() for _ in range(2))
+    assert all(torch.equal(one[key], two[key]) and one[key].dtype == torch.bfloat16 for key in one)
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(UsageError, match="--blocks mixtral-8x7b.*bert-large"):
+        blocks.block_config("mixtral-8x7b")
+
+
+@pytest.mark.parametrize("cuda_name, name", [
+    ("NVIDIA H200", "H200 SXM"), ("NVIDIA H200 NVL", "H200 NVL"), ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+    ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA H100 NVL", "H100 NVL"), ("NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB"),
+    ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB"), ("NVIDIA A100 80GB PCIe", "A100 PCIe 80 GB"),
+    ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40 GB"), ("Tesla V100-SXM2-16GB", "V100 SXM2"), ("Tesla V100-PCIE-32GB", "V100 PCIe"),
+    ("Tesla V100S-PCIE-32GB", "V100S PCIe"), ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+    ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA L40S", "L40S"), ("NVIDIA B200", "B200"),
+    ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA L40", None), ("NVIDIA GB200", None), ("", None)])
+def test_cards_by_the_name_that_cuda_gives(cuda_name, name):
+    card = cards.find_card(cuda_name)
+    assert (card and card.name) == name
+
+
+def test_every_rate_has_a_source_and_a_likely_size():
+    for card in cards.cards():
+        assert 500 < card.memory.value <= 8000 and card.memory.source
+        assert {"fp32", "fp16"} <= set(card.tflops)
+        for rate in card.tflops.values():
+            assert 10 < rate.value <= 2250 and rate.source
+        if "bf16" in card.tflops:  # since Ampere: both 16-bit types alike, tf32 half of them
+            assert card.tflops["bf16"] == card.tflops["fp16"]
+            assert card.tflops["tf32"].value == pytest.approx(card.tflops["fp16"].value / 2, rel=0.03)
+
+
+def test_a_machine_of_known_rate(monkeypatch):
+    """A product that takes 50 ms by construction comes out at 2 n^3 / 50 ms."""
+    def slow(left, right, out):
+        end = time.perf_counter() + 0.05
+        while time.perf_counter() < end:
+            pass
+
+    monkeypatch.setattr(torch, "mm", slow)
+    for _ in range(5):  # other processes share this machine
+        spent = matmul.time_matmul(CPU, 100, "fp32", min_run_time=0.4)
+        if spent == pytest.approx(0.05, rel=0.1):
+            return
+    pytest.fail(f"{spent} s for calls of 50 ms")
+
+
+def test_matmul_is_within_a_tenth_of_an_independent_timing():
+    """The same product in a plain loop with a clock of its own."""
+    n, apart = 512, []
+    left, right = torch.from_numpy(np.random.default_rng(0).normal(size=(2, n, n)).astype(np.float32))
+    for _ in range(8):  # other processes share this machine
+        measured = matmul.time_matmul(CPU, n, "fp32", min_run_time=0.3)
+        spent = []
+        while sum(spent) < 0.3:
+            start = time.perf_counter()
+            torch.mm(left, right)
+            spent.append(time.perf_counter() - start)
+        apart.append(measured / sorted(spent)[len(spent) // 2])
+        if abs(apart[-1] - 1) < 0.1:
+            return
+    pytest.fail(f"ratios of the two timings: {apart}")
+
+
+def test_rows_follow_from_the_time(monkeypatch):
+    rates = timing.MachineRates(CPU)
+    monkeypatch.setattr(rates, "copy_gbps", lambda: 20.0)
+    monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 0.25)
+    monkeypatch.setattr(rates, "datasheet_gbps", lambda: 40.0)
+    (row,) = elementwise.measure(rates, [1 << 12], 0.02)
+    assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(8 * row["gflops"])
+    assert row["of_measured"] == pytest.approx(row["gbps"] / 20) and row["of_datasheet"] == pytest.approx(row["gbps"] / 40)
+    (row,) = matmul.measure(rates, [33], ["bf16"], 0.02)
+    assert row["tflops"] == pytest.approx(2 * 33**3 / row["time_s"] / 1e12)
+    assert row["of_measured"] == pytest.approx(row["tflops"] / 0.25) and row["of_datasheet"] is None
+
+
+def test_a_layer_and_what_other_norms_change(monkeypatch):
+    class PlainNorm(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+
+        def forward(self, x):
+            mean, variance = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
+            return (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
+
+    def patch(module) -> int:
+        norms = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()
+                 if isinstance(child, torch.nn.LayerNorm)]
+        for parent, name, child in norms:
+            setattr(parent, name, PlainNorm(child))
+        return len(norms)
+
+    rates = timing.MachineRates(CPU)
+    rows = list(layer.measure(rates, ["opt"], [8], [1, 2], "fp32", 0.01, patch, small_block))
+    layer.compare_norms(rows)
+    assert [(row["norms"], row["batch"]) for row in rows] == [("torch", 1), ("torch", 2), ("cuda", 1), ("cuda", 2)]
+    for plain, patched in zip(rows[:2], rows[2:]):
+        assert patched["norm_speedup"] == pytest.approx(plain["forward_s"] / patched["forward_s"]) and "norm_speedup" not in plain
+        shape = small_block("opt").shape
+        assert plain["forward_tflops"] == pytest.approx(shape.forward(plain["batch"], 8) / plain["forward_s"] / 1e12)
+        step = 3 * shape.forward(plain["batch"], 8)
+        assert plain["forward_backward_tflops"] == pytest.approx(step / plain["forward_backward_s"] / 1e12)
+        assert plain["attention_of_feed_forward"] == pytest.approx(plain["attention_tflops"] / plain["feed_forward_tflops"])
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
+    def mm(left, right, out):
+        if left.shape[0] > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.matmul(left, right)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.5)
+    assert console_main(["zero-inference", "micro", "matmul", "--device", "cpu", "--sizes", "16", "32", "--dtype", "fp32",
+                         "--format", "csv", "--min-run-time", "0.01"]) == 1
+    shown = capsys.readouterr()
+    good, bad = csv.DictReader(io.StringIO(shown.out))
+    assert float(good["tflops"]) > 0 and bad["error"] == "out of memory" and bad["tflops"] == ""
+    assert "1 of 2 rows were not measured" in shown.err
+
+
+def micro(*options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "zero_inference", "micro", *map(str, options)], capture_output=True, text=True,
+                          timeout=180, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_the_command_prints_and_draws(tmp_path):
+    done = micro("layer", "--blocks", "bert-large", "llama-3.2-1b", "--seq", "8", "16", "--batch", "1", "--min-run-time", "0.01",
+                 "--format", "json", "--plot", tmp_path / "layer.png")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [(row["block"], row["seq"]) for row in report["rows"]] == [
+        ("bert-large", 8), ("bert-large", 16), ("llama-3.2-1b", 8), ("llama-3.2-1b", 16)]
+    assert report["card"] is None and report["device"] == "cpu" and report["rows"][2]["skippable"] > 0
+    assert (tmp_path / "layer.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_tables_of_the_command(tmp_path, capsys):
+    for name, options in (("matmul", ["--sizes", "16", "33"]), ("elementwise", ["--sizes", "100", "3000"])):
+        plot = tmp_path / f"{name}.png"
+        assert console_main(["zero-inference", "micro", name, "--device", "cpu", *options, "--min-run-time", "0.01",
+                             "--format", "md", "--plot", str(plot)]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("|") and "of measured" in out and "of datasheet" not in out and plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("options, words", [
+    (["matmul", "--device", "cpu", "--dtype", "tf32"], "--dtype tf32: this CPU does not have it"),
+    (["layer", "--device", "cpu", "--norm-kernels", "cuda"], "the device here is the CPU"),
+    (["layer", "--device", "cpu", "--blocks", "opt-66c"], "--blocks opt-66c: there is no such block"),
+    (["layer", "--device", "cpu", "--blocks", "bert-large", "--seq", "1024"], "bert-large has 512 positions"),
+    (["matmul", "--plot", "figure.svg"], "only PNG is drawn"),
+    (["matmul", "--plot", "no/such/folder/figure.png"], "its folder is not there"),
+    (["matmul", "--sizes", "0"], "0 is less than 1"),
+    (["elementwise", "--min-run-time", "-1"], "not a time above 0"),
+    (["sort"], "invalid choice")])
+def test_bad_usage(options, words, capsys):
+    try:
+        code = console_main(["zero-inference", "micro", *options])
+    except SystemExit as left:
+        code = left.code
+    shown = capsys.readouterr()
+    assert code == 2 and words in shown.err and not shown.out
+
+
+def test_help_answers_without_torch():
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "zero_inference", "micro", "layer", "--help"],
+                          capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0 and "--norm-kernels" in done.stdout
+    assert not any(line.rsplit("|", 1)[-1].strip() in ("torch", "matplotlib", "pandas") for line in done.stderr.splitlines())

@@ -1,0 +1,148 @@
+"""The arms of `zero-inference compare`: what each is asked, and one run of one of them in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_inference.config import RunConfig
+from zero_inference.errors import UsageError
+from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records
+
+# What `compare` says itself, to every run.
+TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose", "local-rank"}
+# What asks for scores: options of this name or beginning with it, and those that mean nothing without them.
+SCORES, WITH_SCORES = "quality", {"allow-code-execution"}
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+GRACE_S = 15
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A name, the options of run_model.py it stands for, and the configuration they come to."""
+
+    name: str
+    options: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def file_stem(self) -> str:
+        return re.sub(r"[^\w.-]+", "_", self.name)
+
+
+def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str],
+              config_of: Callable[[list[str]], RunConfig]) -> list[Arm]:
+    """The arms that `--model NAME` and `--arm "NAME=OPTIONS"` ask for; `shared` options are of all of them, an arm's own win.
+
+    Args:
+        config_of: validated configuration of a list of run_model.py's options.
+
+    Raises:
+        UsageError: fewer than two arms, two of one name, or options that cannot be meant; says of which arm.
+    """
+    short = [model.rstrip("/").rpartition("/")[2] or model for model in models]
+    asked = [(name if short.count(name) == 1 else model, ["--model", model]) for name, model in zip(short, models)]
+    for text in texts:
+        name, equals, options = text.partition("=")
+        if not equals or not name.strip() or name.startswith("-"):
+            raise UsageError(f"--arm {text!r}: write a name, = and options, such as \"int4=--model X --quant-bits 4\".")
+        try:
+            asked.append((name.strip(), shlex.split(options)))
+        except ValueError as error:
+            raise UsageError(f"--arm {text!r}: {error}.") from error
+    arms = [_arm(name, [*shared, *options], config_of) for name, options in asked]
+    if len(arms) < 2:
+        raise UsageError(f"{len(arms)} arm was given and two are compared: add --model NAME or --arm \"NAME=OPTIONS\"."
+                         if arms else "nothing to compare: give --model NAME twice, or --arm \"NAME=OPTIONS\".")
+    stems = [arm.file_stem for arm in arms]
+    for arm in arms:
+        if stems.count(arm.file_stem) > 1:
+            raise UsageError(f"two arms are called {arm.name}: give them names of their own with --arm \"NAME=--model ...\".")
+    return arms
+
+
+def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
+    given = {word.partition("=")[0][2:].replace("_", "-") for word in options if word.startswith("--")}
+    if taken := sorted(given & TAKEN):
+        raise UsageError(f"arm {name}: --{taken[0]} is for compare to say; drop it (compare has --log-dir and --warmup-tries).")
+    try:
+        return Arm(name, tuple(options), config_of(options))
+    except UsageError as error:
+        raise UsageError(f"arm {name}: {error}") from error
+
+
+def speed_only(options: Sequence[str]) -> list[str]:
+    """`options` without those that ask for scores, which take long and are the same in every run: the first run has them."""
+    kept, dropping = [], False
+    for word in options:
+        if word.startswith("--"):
+            name = word.partition("=")[0][2:].replace("_", "-")
+            dropping = name == SCORES or name.startswith(f"{SCORES}-") or name in WITH_SCORES
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
+    """One run of `arm` as `zero-inference run`, in its own processes: its record, or one made up here that says why it has none.
+    The first run, number 0, is the one that scores quality, where that was asked for.
+
+    Args:
+        extra: options on top of the arm's.
+        folder: gets log, record and output, `<arm>-<number>.log`, `.jsonl` and `.out`.
+        ranks: processes, started by torchrun where there are several.
+    """
+    log, output = folder / f"{arm.file_stem}-{number}.log", folder / f"{arm.file_stem}-{number}.out"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    path = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
+    options = arm.options if number == 0 else speed_only(arm.options)
+    command = [sys.executable, *launcher, "-m", "zero_inference", "run", *options, *extra, "--log-file", str(log)]
+    before = _records(log)
+    with output.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   start_new_session=True, env={**os.environ, "PYTHONPATH": path})
+        try:
+            code = process.wait()
+        finally:
+            _end(process)
+    new = _records(log)[len(before):]
+    if new and (new[-1]["status"] != STATUS_OK or code == 0):
+        return new[-1]
+    return {"status": STATUS_FAILED, "error": last_words(output.read_text(errors="replace"), code)}
+
+
+def last_words(output: str, code: int) -> str:
+    """What a run that left no record said last: its own error rather than a launcher's remarks after it."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if said:
+        return said[-1]
+    return f"{lines[-1]} (exit code {code})" if lines else f"exit code {code}, and it said nothing"
+
+
+def _records(log: Path) -> list[dict[str, Any]]:
+    path = log.with_suffix(".jsonl")
+    return read_records(path) if path.is_file() else []
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the whole group, harder each time: a rank left behind would keep its memory and disturb the next arm."""
+    for sent, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5)):
+        try:
+            if process.poll() is not None:
+                os.killpg(process.pid, signal.SIGKILL)  # ended well or badly: nothing of it may go on
+                return
+            os.killpg(process.pid, sent)
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            continue
+        except ProcessLookupError:
+            return

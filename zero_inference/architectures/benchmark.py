@@ -1,0 +1,200 @@
+"""One loaded model: generation and batch throughput, with memory and operations counted."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from zero_inference.architectures.statistics import percentile
+from zero_inference.generation import settled
+from zero_inference.models.prompts import random_ids
+from zero_inference.utils import GB, text_config
+
+WARMUP_SPREAD = 0.05
+WARMUP_TRIES = 10
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """What one benchmark of one model gave.
+
+    Attributes:
+        name: `gen_p{prompt}_l{generated}` or `batch_b{batch}_s{sequence}`.
+        throughput: tokens/s over the median run: generated ones of a generation, all of a batch's.
+        latency_p50, latency_p95, latency_p99: of a run, in ms; None from fewer than 1, 20 and 100 runs.
+        memory_gb: weights and the most that a run held beside them, in GB of 2^30 bytes.
+        flops: floating-point operations of the products of one run, counted as it ran.
+    """
+
+    name: str
+    throughput: float
+    latency_p50: float | None
+    latency_p95: float | None
+    latency_p99: float | None
+    memory_gb: float
+    flops: int
+
+
+@dataclass
+class Memory:
+    """Filled when `measure_memory` ends: `peak_bytes` of the model's weights and the most held beside them meanwhile."""
+
+    peak_bytes: int | None = None
+
+
+class ArchitectureBenchmark:
+    """Times a transformers model on one device. Weights and inputs are moved there; the model is put into eval mode.
+
+    Args:
+        model: called with `input_ids`; `generate` is needed by `benchmark_generation` alone.
+        device: where to run, such as "cuda" or "cpu".
+        seed: of the random prompts.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: torch.device | str, seed: int = 0):
+        self.device = torch.device(device)
+        self.model = model.to(self.device).eval()
+        self.seed = seed
+
+    @contextlib.contextmanager
+    def measure_memory(self) -> Iterator[Memory]:
+        """`with measure_memory() as memory: ...`, then `memory.peak_bytes`: the model's parameters and buffers, and the most that
+        torch held beside what it held before. On CUDA by its allocator's counters, on a CPU by every allocation torch's profiler
+        saw (which slows the work: time it elsewhere)."""
+        memory = Memory()
+        unique = {each.data_ptr(): each.nbytes for each in (*self.model.parameters(), *self.model.buffers())}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            yield memory
+            torch.cuda.synchronize(self.device)
+            held = torch.cuda.max_memory_allocated(self.device) - before
+        else:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+                yield memory
+            changes = sorted((event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events()
+                             if event.name() == "[memory]")
+            held = int(np.cumsum([0, *(nbytes for _, nbytes in changes)]).max())
+        memory.peak_bytes = sum(unique.values()) + held
+
+    def benchmark_generation(self, prompt_tokens: int | torch.Tensor, generation_length: int,
+                             num_runs: int = 20) -> BenchmarkResult:
+        """Greedy generation of exactly `generation_length` tokens with a KV cache, each run from the same prompt.
+
+        Args:
+            prompt_tokens: token ids int64 [batch, P], or P for one sequence of P random ids.
+
+        Raises:
+            ValueError: a length or number below 1, more positions than the model has, or a model that cannot generate.
+        """
+        ids = self._ids(prompt_tokens)
+        _check(generation_length=generation_length, num_runs=num_runs)
+        if not (hasattr(self.model, "can_generate") and self.model.can_generate()):
+            raise ValueError(f"{type(self.model).__name__} cannot generate; benchmark_batch_throughput runs any model")
+        self._check_positions(ids.shape[1] + generation_length)
+        from transformers import GenerationConfig
+
+        settings = GenerationConfig(max_new_tokens=generation_length, do_sample=False, num_beams=1, use_cache=True,
+                                    pad_token_id=0)
+        mask = torch.ones_like(ids)
+
+        def generate() -> None:
+            self.model.generate(ids, attention_mask=mask, generation_config=settings)
+
+        with self._without_own_settings():
+            return self._result(f"gen_p{ids.shape[1]}_l{generation_length}", generate, ids.shape[0] * generation_length, num_runs)
+
+    def benchmark_batch_throughput(self, batch_size: int, seq_len: int, num_runs: int = 50) -> BenchmarkResult:
+        """Forward passes over the same [batch_size, seq_len] random ids; all positions are computed and none is cached.
+
+        Raises:
+            ValueError: a size or number below 1, or more positions than the model has.
+        """
+        _check(batch_size=batch_size, seq_len=seq_len, num_runs=num_runs)
+        self._check_positions(seq_len)
+        ids = random_ids(self.seed, batch_size, seq_len, self._vocabulary()).to(self.device)
+        cached = {"use_cache": False} if hasattr(self.model.config, "use_cache") else {}
+
+        def forward() -> None:
+            self.model(input_ids=ids, **cached)
+
+        return self._result(f"batch_b{batch_size}_s{seq_len}", forward, batch_size * seq_len, num_runs)
+
+    def _result(self, name: str, run: Callable[[], None], tokens: int, num_runs: int) -> BenchmarkResult:
+        with torch.inference_mode():
+            warmup_s: list[float] = []
+            while len(warmup_s) < WARMUP_TRIES and not settled(warmup_s, WARMUP_SPREAD):
+                warmup_s.append(self._seconds(run))
+            if not settled(warmup_s, WARMUP_SPREAD):
+                warnings.warn(f"{name}: {WARMUP_TRIES} warm-up runs, and the last ones still differ by more than "
+                              f"{WARMUP_SPREAD:.0%}", stacklevel=3)
+            times_s = [self._seconds(run) for _ in range(num_runs)]
+            with self.measure_memory() as memory:
+                run()
+            flops = self.count_flops(run)
+        p50, p95, p99 = (None if (value := percentile(times_s, percent)) is None else 1e3 * value for percent in (50, 95, 99))
+        return BenchmarkResult(name, tokens / (p50 / 1e3), p50, p95, p99, memory.peak_bytes / GB, flops)
+
+    def count_flops(self, run: Callable[[], None]) -> int:
+        """Operations of the products in `run`, by `torch.utils.flop_counter`. The CPU's fused attention is not in its table, so
+        there attention runs as plain products, which are as many."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else contextlib.nullcontext()
+        with plain, FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
+
+    def _ids(self, prompt_tokens: int | torch.Tensor) -> torch.Tensor:
+        if isinstance(prompt_tokens, torch.Tensor):
+            if prompt_tokens.dim() != 2 or not prompt_tokens.numel() or prompt_tokens.is_floating_point():
+                raise ValueError(f"prompt_tokens must be ids [batch, P], got {prompt_tokens.dtype} {list(prompt_tokens.shape)}")
+            return prompt_tokens.to(self.device)
+        _check(prompt_tokens=prompt_tokens)
+        return random_ids(self.seed, 1, prompt_tokens, self._vocabulary()).to(self.device)
+
+    def _vocabulary(self) -> int:
+        return text_config(self.model.config).vocab_size
+
+    def _check_positions(self, length: int) -> None:
+        config = text_config(self.model.config)
+        positions = None if config.model_type == "bloom" else getattr(config, "max_position_embeddings", None)
+        if positions and length > positions:
+            raise ValueError(f"{length} positions asked for, {type(self.model).__name__} has {positions}")
+
+    @contextlib.contextmanager
+    def _without_own_settings(self) -> Iterator[None]:
+        """The model's own stop tokens, sampling and forced tokens would change how much is generated."""
+        from transformers import GenerationConfig
+
+        own = self.model.generation_config
+        self.model.generation_config = GenerationConfig()
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
+
+
+def _check(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, it must be at least 1")

@@ -1,0 +1,133 @@
+"""`zero-inference compare`: models, or configurations of one model, in alternating runs and one table."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zero_inference.architectures.arms import Arm, read_arms, run_arm
+from zero_inference.config import RunConfig
+from zero_inference.errors import RunError, UsageError
+from zero_inference.tables import FORMATS
+
+WARMUP_SPREAD = 0.05
+Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of each of its runs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `zero-inference compare`; what follows `--` is run_model.py's, for every arm."""
+    parser.usage = "%(prog)s (--model NAME | --arm \"NAME=OPTIONS\") ... [options] [-- options of run_model.py for every arm]"
+    parser.add_argument("--model", action="append", default=[], metavar="NAME", help="an arm: this model; repeat")
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME=OPTIONS",
+                        help="an arm: options of run_model.py, such as \"int4=--model X --quant-bits 4 --engine stream\"; repeat")
+    parser.add_argument("--baseline", metavar="NAME", help="the arm that others are held against (default: the first)")
+    parser.add_argument("--rounds", type=_at_least_one, default=3, metavar="N",
+                        help="times through the arms and back, A B B A: two runs of each (default: 3, the least for a verdict)")
+    parser.add_argument("--warmup-tries", type=_at_least_three, default=10, metavar="N",
+                        help=f"most warm-up loops of a run, until they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)")
+    parser.add_argument("--num-gpus", type=_at_least_one, default=1, metavar="N", help="processes of each run (default: 1)")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="for logs and records (default: a new folder in logs/)")
+    parser.add_argument("--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)")
+
+
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments up to a `--` of `compare`, and those after it; argparse would take the latter for positional ones."""
+    if argv[:1] != ["compare"] or "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1:]
+
+
+def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[str]], RunConfig]) -> int:
+    """Runs the arms in turn and prints the table; 0, or 1 where an arm failed.
+
+    Args:
+        shared: options of run_model.py for every arm.
+        config_of: what such options come to.
+    """
+    arms = read_arms(args.model, args.arm, shared, config_of)
+    names = [arm.name for arm in arms]
+    baseline = args.baseline or names[0]
+    if baseline not in names:
+        raise UsageError(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}.")
+    for arm in arms:
+        if arm.config.batch_size % args.num_gpus:
+            raise UsageError(f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus "
+                             f"{args.num_gpus}; use a multiple of it.")
+    folder = args.log_dir or Path("logs") / f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the log folder {folder} cannot be made ({error.strerror}); choose another --log-dir.") from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"the log folder {folder} cannot be written to; choose another --log-dir.")
+    runs = _run_all(arms, args, folder)
+
+    from zero_inference.architectures import table
+    from zero_inference.tables import print_rows, shown_columns
+
+    rows = table.arm_rows(arms, runs, baseline)
+    if args.format == "json":
+        print(json.dumps({"baseline": baseline, "rounds": args.rounds, "log_dir": str(folder), "arms": rows,
+                          "runs": [{"arm": name, "pass": number, **table.run_facts(record)}
+                                   for name, of_arm in runs.items() for number, record in of_arm]}, indent=2, allow_nan=False))
+    else:
+        columns = table.columns(rows)
+        if args.format != "csv":
+            columns, rows = table.for_people(columns, rows)
+            columns = shown_columns(rows, columns)
+        print_rows(rows, columns, args.format, turn=True)
+    if args.format in ("table", "md"):
+        for line in table.captions(rows, baseline):
+            print(("\n" if args.format == "md" else "") + line)
+    print(f"logs and records: {folder}", file=sys.stderr)
+    failed = [row["arm"] for row in rows if row.get("error")]
+    if failed:
+        raise RunError(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}; their output is in {folder}.")
+    return 0
+
+
+def _run_all(arms: list[Arm], args: argparse.Namespace, folder: Path) -> Runs:
+    """Every arm's runs; one that failed is not run again."""
+    from zero_inference.architectures.comparison import schedule
+
+    by_name, runs = {arm.name: arm for arm in arms}, {arm.name: [] for arm in arms}
+    turns = schedule(list(by_name), 2 * args.rounds)
+    extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
+    for count, (number, name) in enumerate(turns, 1):
+        if any(record["status"] != "ok" for _, record in runs[name]):
+            continue
+        print(f"[{count}/{len(turns)}] {name}, run {number + 1}: ", end="", file=sys.stderr, flush=True)
+        record = run_arm(by_name[name], extra, folder, number, args.num_gpus)
+        runs[name].append((number, record))
+        print(_outcome(record, args.warmup_tries), file=sys.stderr, flush=True)
+    return runs
+
+
+def _outcome(record: dict[str, Any], tries: int) -> str:
+    if record["status"] != "ok":
+        return f"failed: {' '.join(str(record['error']).split())}"
+    rate = record["decode_throughput"] if record["decode_throughput"] is not None else record["total_throughput"]
+    unsettled = f" (not settled: {tries} warm-up loops still differed by 5%)" if record.get("warmed_up") is False else ""
+    return f"{rate:.3f} token/s{unsettled}"
+
+
+def _at_least_one(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _at_least_three(text: str) -> int:
+    return _at_least(3, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    value = int(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+    return value

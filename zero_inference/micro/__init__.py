@@ -1,0 +1,1 @@
+"""Where the time of a transformer layer goes: matrix products, element-wise operations, whole layers and their parts."""

@@ -1,0 +1,153 @@
+"""One block of a well-known model, transformers' own module, with random weights on the device; and its parts.
+
+A family is one function below that says where its parts are. Dimensions are the published ones: bert-large (Devlin et al. 2018),
+gpt2-medium (Radford et al. 2019), t5-large's encoder (Raffel et al. 2020), and the presets of this package for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_inference.errors import UsageError
+from zero_inference.micro.flops import BlockShape
+from zero_inference.models.preset_table import find_preset
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+BERT_LARGE = dict(model_type="bert", hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+GPT2_MEDIUM = dict(model_type="gpt2", n_embd=1024, n_head=16, n_layer=24)
+T5_LARGE = dict(model_type="t5", d_model=1024, d_kv=64, d_ff=4096, num_heads=16, num_layers=24)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block and its parts; each part takes hidden states [batch, seq, hidden] of the block's dtype and device.
+
+    Attributes:
+        module: transformers' module of the whole block, in eval mode (no dropout), its parameters requiring gradients.
+        parts: by name: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part) and
+            `dense_activation` (that and the activation behind it).
+    """
+
+    name: str
+    shape: BlockShape
+    module: nn.Module
+    parts: dict[str, Call]
+
+
+def _bert(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    block = BertLayer(config, layer_idx=1)
+    return block, {"layer": block, "attention": lambda x: block.attention(x)[0], "feed_forward": block.feed_forward_chunk,
+                   "dense": block.intermediate.dense, "dense_activation": block.intermediate}
+
+
+def _gpt2(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    block = GPT2Block(config, layer_idx=1)
+    mlp = block.mlp
+    return block, {"layer": block, "attention": lambda x: block.attn(x)[0], "feed_forward": mlp, "dense": mlp.c_fc,
+                   "dense_activation": lambda x: mlp.act(mlp.c_fc(x))}
+
+
+def _t5(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    block = T5Block(config, layer_idx=1)
+    inner = block.layer[-1].DenseReluDense
+    biases: dict[int, torch.Tensor] = {}  # every block after the first is handed the first one's position bias
+
+    def bias(x: torch.Tensor) -> torch.Tensor:
+        seq = x.shape[1]
+        if seq not in biases:
+            biases[seq] = torch.randn(1, config.num_heads, seq, seq, device=x.device, dtype=x.dtype)
+        return biases[seq]
+
+    return block, {"layer": lambda x: block(x, position_bias=bias(x))[0],
+                   "attention": lambda x: block.layer[0](x, position_bias=bias(x))[0],
+                   "feed_forward": block.layer[-1], "dense": inner.wi, "dense_activation": lambda x: inner.act(inner.wi(x))}
+
+
+def _opt(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.opt.modeling_opt import OPTDecoderLayer
+
+    block = OPTDecoderLayer(config, layer_idx=1)
+    return block, {"layer": block, "attention": lambda x: block.self_attn(x)[0],
+                   "feed_forward": lambda x: block.fc2(block.activation_fn(block.fc1(x))), "dense": block.fc1,
+                   "dense_activation": lambda x: block.activation_fn(block.fc1(x))}
+
+
+def _llama(config) -> tuple[nn.Module, dict[str, Call]]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    block, rotary = LlamaDecoderLayer(config, layer_idx=1), LlamaRotaryEmbedding(config)
+    angles: dict[int, Any] = {}  # computed once a model, not once a block
+
+    def at(x: torch.Tensor):
+        seq = x.shape[1]
+        if seq not in angles:
+            angles[seq] = rotary(x, torch.arange(seq, device=x.device)[None])
+        return angles[seq]
+
+    mlp = block.mlp
+    return block, {"layer": lambda x: block(x, position_embeddings=at(x)),
+                   "attention": lambda x: block.self_attn(x, position_embeddings=at(x))[0],
+                   "feed_forward": mlp, "dense": mlp.gate_proj, "dense_activation": lambda x: mlp.act_fn(mlp.gate_proj(x))}
+
+
+# Config class's model_type -> what builds it, and whether its attention is causal.
+FAMILIES: dict[str, tuple[Callable, bool]] = {
+    "bert": (_bert, False), "gpt2": (_gpt2, True), "t5": (_t5, False), "opt": (_opt, True), "llama": (_llama, True)}
+OWN = {"bert-large": BERT_LARGE, "gpt2-medium": GPT2_MEDIUM, "t5-large": T5_LARGE}
+SHORT = {"opt": "opt-13b", "llama": "llama-3.1-8b"}
+DEFAULT_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-13b", "llama-3.1-8b")
+
+
+def block_config(name: str):
+    """The transformers config of the block called `name`: one of `DEFAULT_BLOCKS`, `opt`, `llama`, or a preset of these families.
+
+    Raises UsageError for any other name.
+    """
+    from transformers import AutoConfig
+
+    name = SHORT.get(name, name)
+    if name in OWN:
+        return AutoConfig.for_model(**OWN[name])
+    preset = find_preset(name)
+    if preset is None or preset.config["model_type"] not in FAMILIES:
+        raise UsageError(f"--blocks {name}: there is no such block; take {', '.join((*DEFAULT_BLOCKS, *SHORT))}, "
+                         "or a preset of the OPT and Llama families.")
+    return preset.to_config()
+
+
+def shape_of(config) -> BlockShape:
+    """Widths of one block of a transformers config of the families above."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    names = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
+    inner = next((size for name in names if isinstance(size := getattr(config, name, None), int)), 4 * config.hidden_size)
+    return BlockShape(hidden=config.hidden_size, query=heads * width,
+                      key=(getattr(config, "num_key_value_heads", None) or heads) * width, inner=inner,
+                      matrices=3 if config.model_type == "llama" else 2, causal=FAMILIES[config.model_type][1])
+
+
+def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None, seed: int = 0) -> Block:
+    """The block called `name` with seeded random weights, allocated on `device` in `dtype`; `config` instead of the name's."""
+    config = config if config is not None else block_config(name)
+    config._attn_implementation = "sdpa"  # what from_pretrained chooses for all of these families
+    torch.manual_seed(seed)
+    make, _ = FAMILIES[config.model_type]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # straight in `dtype`: an opt-175b block in float32 first would need twice the memory
+    try:
+        with torch.device(device):
+            module, parts = make(config)
+    finally:
+        torch.set_default_dtype(before)
+    return Block(name, shape_of(config), module.eval(), parts)

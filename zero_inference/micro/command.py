@@ -1,0 +1,234 @@
+"""`zero-inference micro matmul|elementwise|layer`: tables of figures, each beside the datasheet's rate and this machine's own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from zero_inference.config import NORM_KERNELS
+from zero_inference.errors import RunError, UsageError
+from zero_inference.tables import FORMATS, print_rows, shown_columns
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_inference.micro.timing import MachineRates
+
+KINDS = ("fp32", "tf32", "fp16", "bf16")
+MATMUL_SIZES = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512, 2048)}
+# Past the last-level cache: 50 MiB of L2 on an H200, 126 MB on a B200.
+ELEMENTWISE_SIZES = {"cuda": tuple(1 << p for p in range(14, 29, 2)), "cpu": tuple(1 << p for p in range(14, 27, 2))}
+LAYER_BATCHES = {"cuda": (4, 8, 16, 32, 64, 128), "cpu": (4,)}
+LAYER_SEQS = {"cuda": (128, 512), "cpu": (128,)}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What one of the three adds to the common part; `rows` measures, yielding a row as soon as it is there."""
+
+    module: str
+    what: str
+    rows: Callable[[argparse.Namespace, MachineRates, ModuleType], Iterable[dict[str, Any]]]
+    note: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `zero-inference micro`."""
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{matmul,elementwise,layer}",
+                                     parser_class=type(parser))
+    parsers = {name: commands.add_parser(name, help=benchmark.what) for name, benchmark in BENCHMARKS.items()}
+    for each in parsers.values():
+        each.add_argument("--device", choices=("cuda", "cpu"), help="(default: the GPU where there is one)")
+        each.add_argument("--min-run-time", type=_seconds, default=3.0, metavar="S",
+                          help="seconds a figure is measured for (default: 3)")
+        each.add_argument("--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)")
+        each.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the figures too")
+    parsers["matmul"].add_argument("--sizes", nargs="+", type=_count, metavar="N", help=_default("n", MATMUL_SIZES))
+    parsers["matmul"].add_argument("--dtype", nargs="+", choices=KINDS, help="(default: all that the device has)")
+    parsers["elementwise"].add_argument("--sizes", nargs="+", type=_count, metavar="N",
+                                        help="elements (default: 2^14 to 2^28 by 4, on a CPU to 2^26)")
+    layer = parsers["layer"]
+    layer.add_argument("--blocks", nargs="+", metavar="NAME",
+                       help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five)")
+    layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=_default("tokens", LAYER_SEQS))
+    layer.add_argument("--batch", nargs="+", type=_count, metavar="B", help=_default("sequences", LAYER_BATCHES))
+    layer.add_argument("--dtype", choices=KINDS, help="(default: fp16, on a CPU fp32)")
+    layer.add_argument("--norm-kernels", choices=NORM_KERNELS, default="auto",
+                       help="a second row of each block, with this package's norm kernels (default: auto, where there are any)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures, prints and draws; 0. Raises UsageError for what cannot be measured here, RunError where a row was not."""
+    if args.plot is not None:
+        _check_plot(args.plot)
+    from zero_inference.micro.timing import MachineRates, choose_device, device_name
+
+    benchmark = BENCHMARKS[args.benchmark]
+    rates = MachineRates(choose_device(args.device))
+    module = importlib.import_module(f"zero_inference.micro.{benchmark.module}")
+    rows = []
+    for row in benchmark.rows(args, rates, module):
+        rows.append(row)
+        _progress(row)
+    if args.benchmark == "layer":
+        module.compare_norms(rows)
+    if args.format == "json":
+        print(json.dumps(_context(args, rates, device_name(rates.device)) | {"rows": rows}, indent=2, allow_nan=False))
+    else:
+        print_rows(rows, module.COLUMNS if args.format == "csv" else shown_columns(rows, module.COLUMNS), args.format)
+    if args.format in ("table", "md"):
+        for line in _captions(rates, device_name(rates.device), benchmark.note):
+            print(("\n" if args.format == "md" else "") + line)
+    if args.plot is not None:
+        _plot(args.plot, module, rows, rates, device_name(rates.device))
+    failed = [row for row in rows if row.get("error")]
+    if failed:
+        raise RunError(f"{len(failed)} of {len(rows)} rows were not measured ({failed[0]['error']}): ask for smaller sizes.")
+    return 0
+
+
+def _matmul_rows(args, rates: MachineRates, module: ModuleType):
+    kinds = args.dtype or _kinds(rates.device)
+    _check_kinds(kinds, rates.device)
+    return module.measure(rates, args.sizes or MATMUL_SIZES[rates.device.type], kinds, args.min_run_time)
+
+
+def _elementwise_rows(args, rates: MachineRates, module: ModuleType):
+    return module.measure(rates, args.sizes or ELEMENTWISE_SIZES[rates.device.type], args.min_run_time)
+
+
+def _layer_rows(args, rates: MachineRates, module: ModuleType):
+    from zero_inference.micro.blocks import DEFAULT_BLOCKS, SHORT, block_config
+
+    kind, device = args.dtype or ("fp16" if rates.device.type == "cuda" else "fp32"), rates.device.type
+    _check_kinds([kind], rates.device)
+    blocks = [SHORT.get(name, name) for name in args.blocks or DEFAULT_BLOCKS]
+    seqs, batches = args.seq or LAYER_SEQS[device], args.batch or LAYER_BATCHES[device]
+    for name in blocks:
+        positions = getattr(block_config(name), "max_position_embeddings", None)
+        if positions and max(seqs) > positions:
+            raise UsageError(f"--seq {max(seqs)}: {name} has {positions} positions; shorten it.")
+    return module.measure(rates, blocks, seqs, batches, kind, args.min_run_time, norm_patch(args.norm_kernels, rates.device))
+
+
+def norm_patch(choice: str, device: torch.device):
+    """`patch_norms` of this package as `--norm-kernels` says, or None to leave the norms alone.
+
+    Raises UsageError for `cuda` where the kernels are not there.
+    """
+    if choice == "off" or (choice == "auto" and device.type != "cuda"):
+        return None
+    if device.type != "cuda":
+        raise UsageError("--norm-kernels cuda: the kernels run on a GPU, and the device here is the CPU; use auto or off.")
+    try:
+        from zero_inference.norms.patch import patch_norms
+    except ImportError as error:
+        if choice == "cuda":
+            raise UsageError("--norm-kernels cuda: this version has no compiled norm kernels; use auto or off.") from error
+        return None
+    return patch_norms
+
+
+BENCHMARKS = {
+    "matmul": Benchmark("matmul", "products of square matrices", _matmul_rows,
+                        "2 n^3 operations a product; of measured: of one large product of the type, measured in this process"),
+    "elementwise": Benchmark("elementwise", "a * 1.2: the memory's rate", _elementwise_rows,
+                             "8 n bytes; of measured: of a copy inside the device's memory; above 100% a cache served"),
+    "layer": Benchmark("layer", "transformer blocks and their parts", _layer_rows,
+                       "operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), forward + backward counted 3x, "
+                       "causal attention in full (causal half: what a causal kernel may skip); of measured: of one large product"),
+}
+
+
+def _kinds(device: torch.device) -> tuple[str, ...]:
+    from zero_inference.micro.timing import kinds_of
+
+    return kinds_of(device)
+
+
+def _check_kinds(kinds: Iterable[str], device: torch.device) -> None:
+    for kind in kinds:
+        if kind not in _kinds(device):
+            raise UsageError(f"--dtype {kind}: this {'GPU' if device.type == 'cuda' else 'CPU'} does not have it; "
+                             f"there are {', '.join(_kinds(device))}.")
+
+
+def _context(args, rates: MachineRates, name: str) -> dict[str, Any]:
+    import torch
+
+    card = rates.card
+    return {
+        "benchmark": args.benchmark, "device": rates.device.type, "device_name": name, "torch": torch.__version__,
+        "min_run_time_s": args.min_run_time,
+        "card": card and {"name": card.name, "memory_gbps": {"value": card.memory.value, "source": card.memory.source},
+                          "tflops": {kind: {"value": rate.value, "source": rate.source} for kind, rate in card.tflops.items()}},
+    }
+
+
+def _captions(rates: MachineRates, name: str, note: str) -> list[str]:
+    if rates.card:
+        sources = dict.fromkeys([*(rate.source for rate in rates.card.tflops.values()), rates.card.memory.source])
+        datasheet = f"datasheet: {rates.card.name}, dense rates; {'; '.join(sources)}"
+    else:
+        datasheet = "datasheet: no card of this name in zero_inference/micro/cards.json"
+    return [f"{name}: {note}", *([datasheet] if rates.device.type == "cuda" else [])]
+
+
+def _progress(row: dict[str, Any]) -> None:
+    if sys.stderr.isatty():
+        texts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
+        print("  ".join(texts[:8]), file=sys.stderr, flush=True)
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"--plot {path}: only PNG is drawn; end the name in .png.")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UsageError(f"--plot {path}: its folder is not there or cannot be written to; choose another.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed; `pip install matplotlib`.")
+
+
+def _plot(path: Path, module: ModuleType, rows: list[dict[str, Any]], rates: MachineRates, name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    module.draw(axes, rows, rates)
+    axes.set_title(f"{axes.get_title()}\n{name}", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _default(what: str, sizes: dict[str, tuple[int, ...]]) -> str:
+    texts = {device: " ".join(map(str, values)) for device, values in sizes.items()}
+    return f"{what} (default: {texts['cuda']}, on a CPU {texts['cpu']})"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a time above 0")
+    return value

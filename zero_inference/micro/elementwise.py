@@ -1,0 +1,59 @@
+"""`a * 1.2`: no arithmetic to speak of, so that memory decides; from what fits in a cache to far past it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_inference.micro.timing import MachineRates, median_s, out_of_memory
+from zero_inference.tables import Column, figures, percent
+
+BYTES = 8  # an element of float32 is read and one is written
+COLUMNS = (
+    Column("n", "n"),
+    Column("time_s", "time (us)", lambda seconds: figures(1e6 * seconds)),
+    Column("gflops", "GFLOP/s", figures),
+    Column("gbps", "GB/s", figures),
+    Column("of_datasheet", "of datasheet", percent),
+    Column("of_measured", "of measured", percent),
+    Column("error", "error", numeric=False),
+)
+
+
+def measure(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> Iterator[dict[str, Any]]:
+    """One row a size of a float32 vector: `n / t` FLOP/s and `8 n / t` bytes/s, and their share of the memory's bandwidth.
+
+    Above 100% the vectors came from a cache, which is faster than the memory. `of_measured` is held against a copy inside the
+    device's memory (`link.compute.device_copy_gbps`).
+    """
+    for n in sizes:
+        try:
+            spent = time_scale(rates.device, n, min_run_time)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            yield {"n": n, "error": "out of memory"}
+            continue
+        gbps, datasheet = BYTES * n / spent / 1e9, rates.datasheet_gbps()
+        yield {"n": n, "time_s": spent, "gflops": n / spent / 1e9, "gbps": gbps,
+               "of_datasheet": gbps / datasheet if datasheet else None, "of_measured": gbps / rates.copy_gbps()}
+
+
+def time_scale(device: torch.device, n: int, min_run_time: float) -> float:
+    """Median seconds of `a * 1.2` into a vector that is there already: a new one would cost a CPU mostly page faults."""
+    a = torch.randn(n, device=device)
+    out = torch.empty_like(a)
+    return median_s(lambda: torch.mul(a, 1.2, out=out), min_run_time)
+
+
+def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
+    """GB/s against n, and the rates it is held against as dashed lines."""
+    points = [(row["n"], row["gbps"]) for row in rows if "gbps" in row]
+    if points:
+        axes.plot(*zip(*points), marker="o", label="a * 1.2")
+    axes.axhline(rates.copy_gbps(), color="grey", linestyle=":", label="copy, measured")
+    if rates.datasheet_gbps():
+        axes.axhline(rates.datasheet_gbps(), color="black", linestyle="--", linewidth=1, label="datasheet")
+    axes.set(xscale="log", yscale="log", xlabel="n (float32)", ylabel="GB/s", title="a * 1.2")

@@ -1,0 +1,135 @@
+"""One transformer block and its parts: how much of the matrix rate a whole layer keeps, and where the rest goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_inference.micro.blocks import Block, build_block
+from zero_inference.micro.flops import FORWARD_AND_BACKWARD
+from zero_inference.micro.timing import DTYPES, MachineRates, median_s, out_of_memory, precision
+from zero_inference.tables import Column, decimals, figures, percent
+
+PatchNorms = Callable[[torch.nn.Module], int]
+
+COLUMNS = (
+    Column("block", "block", numeric=False),
+    Column("dtype", "type", numeric=False),
+    Column("norms", "norms", numeric=False),
+    Column("seq", "seq"),
+    Column("batch", "batch"),
+    Column("forward_s", "forward (ms)", lambda seconds: figures(1e3 * seconds)),
+    Column("forward_tflops", "forward TFLOP/s", figures),
+    Column("of_datasheet", "of datasheet", percent),
+    Column("of_measured", "of measured", percent),
+    Column("forward_backward_tflops", "fwd+bwd TFLOP/s", figures),
+    Column("dense_tflops", "dense", figures),
+    Column("dense_activation_tflops", "dense+act", figures),
+    Column("feed_forward_tflops", "feed-forward", figures),
+    Column("attention_tflops", "attention", figures),
+    Column("attention_of_feed_forward", "attention / ffn", decimals(2)),
+    Column("norm_speedup", "norm kernels' speedup", lambda ratio: f"{ratio:.3f}x"),
+    Column("skippable", "causal half", percent),
+    Column("error", "error", numeric=False),
+)
+
+
+def measure(rates: MachineRates, blocks: Sequence[str], seqs: Sequence[int], batches: Sequence[int], kind: str,
+            min_run_time: float, patch_norms: PatchNorms | None = None,
+            build: Callable[..., Block] = build_block) -> Iterator[dict[str, Any]]:
+    """One row a block, length and batch, all in TFLOP/s (1e12) by the formulas of `micro.flops`.
+
+    The row of the block has forward and forward + backward (counted three times; without the optimiser's step), its parts, and
+    the ratio of the attention's rate to the feed-forward's. `skippable` is the share of the forward count that a causal kernel
+    need not do. Where `patch_norms` is given there is a second row with this package's norm kernels in the same block, and how
+    much faster its forward is. Where memory did not suffice the row has an `error`.
+
+    Args:
+        kind: a key of `DTYPES`.
+        patch_norms: puts the kernels into a module and returns how many norms it replaced.
+        build: takes name, device and dtype.
+    """
+    for name in blocks:
+        with precision(kind):
+            block = build(name, rates.device, DTYPES[kind])
+            yield from _rows(rates, block, seqs, batches, kind, min_run_time, "torch")
+            if patch_norms is not None and patch_norms(block.module):
+                yield from _rows(rates, block, seqs, batches, kind, min_run_time, "cuda")
+        del block
+
+
+def compare_norms(rows: Sequence[dict[str, Any]]) -> None:
+    """Give the rows with norm kernels their `norm_speedup`: forward seconds with torch's norms over theirs."""
+    plain = {(row["block"], row["seq"], row["batch"]): row.get("forward_s") for row in rows if row["norms"] == "torch"}
+    for row in rows:
+        before = plain.get((row["block"], row["seq"], row["batch"]))
+        if row["norms"] == "cuda" and before and "forward_s" in row:
+            row["norm_speedup"] = before / row["forward_s"]
+
+
+def _rows(rates, block: Block, seqs, batches, kind, min_run_time, norms) -> Iterator[dict[str, Any]]:
+    for seq in seqs:
+        for batch in batches:
+            row = {"block": block.name, "dtype": kind, "norms": norms, "seq": seq, "batch": batch}
+            try:
+                yield row | _measure_one(rates, block, seq, batch, kind, min_run_time)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                yield row | {"error": "out of memory"}
+            if rates.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _measure_one(rates: MachineRates, block: Block, seq: int, batch: int, kind: str, min_run_time: float) -> dict[str, Any]:
+    x = torch.randn(batch, seq, block.shape.hidden, device=rates.device, dtype=DTYPES[kind])
+    shape = block.shape
+    work = {"layer": shape.forward(batch, seq), "dense": shape.dense(batch, seq), "dense_activation": shape.dense(batch, seq),
+            "feed_forward": shape.feed_forward(batch, seq), "attention": shape.attention(batch, seq)}
+    spent = {}
+    with torch.no_grad():
+        for part in work:
+            spent[part] = median_s(lambda call=block.parts[part]: call(x), min_run_time)
+    tflops = {part: work[part] / spent[part] / 1e12 for part in work}
+    step_s = median_s(forward_and_backward(block, x), min_run_time)
+    datasheet = rates.datasheet_tflops(kind)
+    return {
+        "forward_s": spent["layer"], "forward_tflops": tflops["layer"],
+        "of_datasheet": tflops["layer"] / datasheet if datasheet else None,
+        "of_measured": tflops["layer"] / rates.matmul_tflops(kind),
+        "forward_backward_s": step_s, "forward_backward_tflops": FORWARD_AND_BACKWARD * work["layer"] / step_s / 1e12,
+        **{f"{part}_s": spent[part] for part in work if part != "layer"},
+        **{f"{part}_tflops": tflops[part] for part in work if part != "layer"},
+        "attention_of_feed_forward": tflops["attention"] / tflops["feed_forward"],
+        "skippable": shape.skippable(batch, seq),
+    }
+
+
+def forward_and_backward(block: Block, x: torch.Tensor) -> Callable[[], object]:
+    """An action: the block's forward on `x` [batch, seq, hidden] and the gradients of its input and all its parameters."""
+    x = x.detach().requires_grad_(True)
+    wanted = [x, *block.module.parameters()]
+    gradient = torch.randn_like(x)
+
+    def step():
+        for each in wanted:
+            each.grad = None  # so that the backward pass sets it and does not add to it
+        block.parts["layer"](x).backward(gradient)
+
+    return step
+
+
+def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
+    """Forward TFLOP/s against the tokens of a batch, a line for each block, length and choice of norms."""
+    for key in dict.fromkeys((row["block"], row["seq"], row["norms"]) for row in rows):
+        points = [(row["batch"] * row["seq"], row["forward_tflops"]) for row in rows
+                  if (row["block"], row["seq"], row["norms"]) == key and "forward_tflops" in row]
+        if points:
+            block, seq, norms = key
+            axes.plot(*zip(*points), marker="o", linestyle="-" if norms == "torch" else "--",
+                      label=f"{block}, seq {seq}" + ("" if norms == "torch" else ", norm kernels"))
+    axes.set(xscale="log", xlabel="tokens (batch x seq)", ylabel="forward TFLOP/s", title="one block")
+    if rows:
+        axes.axhline(rates.matmul_tflops(rows[0]["dtype"]), color="grey", linestyle=":", label="matrix product, measured")

@@ -1,0 +1,62 @@
+"""Products of square matrices: what the matrix units reach, by size and type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_inference.micro import flops
+from zero_inference.micro.timing import DTYPES, MachineRates, median_s, out_of_memory, precision
+from zero_inference.tables import Column, figures, percent
+
+COLUMNS = (
+    Column("dtype", "type", numeric=False),
+    Column("n", "n"),
+    Column("time_s", "time (us)", lambda seconds: figures(1e6 * seconds)),
+    Column("tflops", "TFLOP/s", figures),
+    Column("of_datasheet", "of datasheet", percent),
+    Column("of_measured", "of measured", percent),
+    Column("error", "error", numeric=False),
+)
+
+
+def measure(rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min_run_time: float) -> Iterator[dict[str, Any]]:
+    """One row for [n, n] x [n, n] of every kind and size: `2 n^3 / t`, and its share of two rates.
+
+    `of_datasheet` is the share of the card's rate for the type, None without a card; `of_measured` that of one large product of
+    the type, measured in this process (`link.compute.matmul_tflops`). Where memory did not suffice the row has an `error`.
+    """
+    for kind in kinds:
+        for n in sizes:
+            row: dict[str, Any] = {"dtype": kind, "n": n}
+            try:
+                spent = time_matmul(rates.device, n, kind, min_run_time)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                yield row | {"error": "out of memory"}
+                continue
+            tflops, datasheet = flops.matmul(n) / spent / 1e12, rates.datasheet_tflops(kind)
+            yield row | {"time_s": spent, "tflops": tflops, "of_datasheet": tflops / datasheet if datasheet else None,
+                         "of_measured": tflops / rates.matmul_tflops(kind)}
+
+
+def time_matmul(device: torch.device, n: int, kind: str, min_run_time: float) -> float:
+    """Median seconds of one product of [n, n] by [n, n] into a third matrix that is there already."""
+    # random values: see link.compute.matmul_tflops
+    left, right = (torch.randn(n, n, device=device).to(DTYPES[kind]) for _ in range(2))
+    product = torch.empty_like(left)
+    with precision(kind):
+        return median_s(lambda: torch.mm(left, right, out=product), min_run_time)
+
+
+def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
+    """TFLOP/s against n, a line a type, and the datasheet's rate as a dashed one in its colour."""
+    for kind in dict.fromkeys(row["dtype"] for row in rows):
+        points = [(row["n"], row["tflops"]) for row in rows if row["dtype"] == kind and "tflops" in row]
+        (line,) = axes.plot(*zip(*points), marker="o", label=kind) if points else (None,)
+        if line is not None and rates.datasheet_tflops(kind):
+            axes.axhline(rates.datasheet_tflops(kind), color=line.get_color(), linestyle="--", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="n", ylabel="TFLOP/s", title="[n, n] x [n, n] (dashed: datasheet)")
