@@ -121,6 +121,7 @@ def become_program(task: dict, result_fd: int, switch_user: bool) -> None:
 
 
 def die_with_parent(parent: int) -> None:
+    """From here on, and not if the parent is gone already. A change of user forgets it."""
     call("die with the parent", libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -152,16 +153,14 @@ def warden(task: dict, report_fd: int, result_fd: int, switch_user: bool) -> Non
 
 def found(task: dict, report_fd: int, result_fd: int, ready: int, mapped: int) -> None:
     """The founder: enter the namespaces, wait until the users are mapped, start the warden."""
+    keeper = os.getppid()
     call("unshare", libc.unshare, NAMESPACES)
     os.write(ready, b"x")
     switch_user = os.read(mapped, 1) == b"2"
-    if switch_user or os.geteuid() == 0:
-        os.setresgid(0, 0, 0)
-        os.setresuid(0, 0, 0)
+    die_with_parent(keeper)
     child = os.fork()
     if child == 0:
         run_and_exit(report_fd, warden, task, report_fd, result_fd, switch_user)
-    die_with_parent(os.getppid())
     for fd in (0, 1, 2, report_fd, result_fd):
         os.close(fd)
     os.waitpid(child, 0)
@@ -207,6 +206,7 @@ def write(path: str, text: str) -> None:
 def keep(report_fd: int, result_fd: int) -> None:
     """The keeper, in the namespaces of whoever asked."""
     task = json.loads(sys.stdin.buffer.read())
+    die_with_parent(task["asker"])
     ready_out, ready_in = os.pipe()
     mapped_out, mapped_in = os.pipe()
     founder = os.fork()

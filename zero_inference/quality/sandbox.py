@@ -116,7 +116,7 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
     """
     secret = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as base:
-        task = {"base": os.path.realpath(base), "binds": _binds(), "python": _interpreter(), "driver": _DRIVER,
+        task = {"asker": os.getpid(), "base": os.path.realpath(base), "binds": _binds(), "python": _interpreter(), "driver": _DRIVER,
                 "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes, "processes": limits.processes,
                 "file_bytes": limits.file_bytes, "disk_bytes": limits.disk_bytes,
                 "program": {"source": source, "secret": secret, "paths": _package_folders()}}
