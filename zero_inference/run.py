@@ -27,6 +27,7 @@ from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.offload.host_cache import HostKVCache
 from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, other_layer_types
 from zero_inference.progress import Progress
+from zero_inference.quality import evaluate as quality
 from zero_inference.records import append_record, output_ids_sha256
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
 from zero_inference.watch import STOPPED, PeerWatch
@@ -50,6 +51,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _check_lengths(config, spec)
     if config.kv_offload:
         check_layer_types(spec.config)
+    questions = _questions(config, spec)
     if not config.dry_run:
         start_process_group(ranks)
     try:
@@ -60,7 +62,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             _print_plan(config, spec, ranks)
             return
         ids, tokenizer, note = _prompt_ids(config, spec)
-        _measured_run(config, spec, ranks, ids, tokenizer, note, argv)
+        _measured_run(config, spec, ranks, ids, tokenizer, note, argv, questions)
     except BaseException:
         if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
             stop_process_group()
@@ -69,7 +71,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
 
 
 def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, tokenizer, note: str | None,
-                  argv: list[str]) -> None:
+                  argv: list[str], questions: dict[str, list[dict]]) -> None:
     progress = Progress(enabled=ranks.is_first and config.verbose > 0)
     asked = _asked(config, spec, ranks, argv)
     log_path = _log_path(config, ranks)
@@ -87,7 +89,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
 
     watch = PeerWatch(ranks, record_failure).start()
     try:
-        measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress)
+        measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress, questions, tokenizer)
         ranks.barrier()
     except UsageError:
         watch.stop(failed=True)
@@ -114,7 +116,8 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     _print_results(measurement, tokenizer, block, measured, facts, log_path, record_path)
 
 
-def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress):
+def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress,
+                      questions: dict[str, list[dict]], tokenizer):
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
     advance = progress.loading(full_bytes // 2 * spec.dtype.itemsize)
@@ -134,9 +137,28 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         measured = _results(config, spec, ranks, loaded, measurement, rates) | {"model_bytes": full_bytes, "load_s": load_s}
         if config.trace and ranks.is_first:
             loaded.timeline.write_chrome_trace(Path(config.trace))
+        measured["quality"] = _quality(config, loaded, ranks, progress, questions, tokenizer) if questions else None
         return measured, measurement, dict(loaded.facts)
     finally:
         loaded.close()
+
+
+def _questions(config: RunConfig, spec: ModelSpec) -> dict[str, list[dict]]:
+    """The items of --quality by task, checked; empty without it."""
+    if not config.quality:
+        return {}
+    if load_tokenizer(spec) is None:
+        raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
+    return quality.prepare(config)
+
+
+def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Progress, questions: dict[str, list[dict]],
+             tokenizer) -> dict[str, dict]:
+    evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks),
+                                  progress.update)
+    if config.quality_items and ranks.is_first:
+        quality.write_items(config.quality_items, evaluation.items)
+    return evaluation.scores
 
 
 def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
@@ -283,6 +305,8 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
         print(f"decode fetches {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is no link to cross")
     if "quantized_fraction" in facts:
         print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")
+    for task, scores in (measured["quality"] or {}).items():
+        print(quality.in_words(task, scores))
     print(f"log: {log_path}\nrecord: {record_path}", flush=True)
 
 
