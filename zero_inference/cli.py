@@ -88,6 +88,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--allow-code-execution", action="store_true", help="humaneval: run what the model wrote, shut in")
     quality.add_argument("--humaneval-samples", type=int, metavar="N", help="programs a problem; 1 is greedy (default: %(default)s)")
     quality.add_argument("--humaneval-temperature", type=float, metavar="T", help="of several samples (default: %(default)s)")
+    quality.add_argument("--humaneval-tokens", type=int, metavar="N", help="the longest program (default: %(default)s)")
     quality.add_argument("--pass-at-k", type=_numbers, metavar="K,...", help="(default: those of 1, 10 and 100 that the samples allow)")
     quality.add_argument("--perplexity-window", type=int, metavar="TOKENS", help="(default: what the model has room for, at most 1024)")
     quality.add_argument("--perplexity-stride", type=int, metavar="TOKENS", help="new tokens a window (default: half of it)")

@@ -60,6 +60,7 @@ class RunConfig:
     allow_code_execution: bool = False
     humaneval_samples: int = 1
     humaneval_temperature: float = 0.8
+    humaneval_tokens: int = 512
     pass_at_k: tuple[int, ...] = ()
     perplexity_window: int | None = None
     perplexity_stride: int | None = None
@@ -112,7 +113,8 @@ class RunConfig:
             raise UsageError(f"--quality {','.join(self.quality)}: a task is named twice; name each once.")
         default = {field.name: field.default for field in fields(self)}
         for names, other, given in ((("quality_data", "quality_limit", "quality_batch_size", "quality_items"), "", bool(self.quality)),
-                                    (("allow_code_execution", "humaneval_samples", "humaneval_temperature", "pass_at_k"), " humaneval",
+                                    (("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens",
+                                      "pass_at_k"), " humaneval",
                                      "humaneval" in self.quality),
                                     (("perplexity_window", "perplexity_stride"), " perplexity", "perplexity" in self.quality)):
             for name in names:
@@ -128,7 +130,7 @@ class RunConfig:
         self._validate_quality_paths()
 
     def _validate_quality_numbers(self) -> None:
-        for name in ("quality_limit", "quality_batch_size", "humaneval_samples", "perplexity_window", "perplexity_stride"):
+        for name in ("quality_limit", "quality_batch_size", "humaneval_samples", "humaneval_tokens", "perplexity_window", "perplexity_stride"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} {value}: must be at least 1.")

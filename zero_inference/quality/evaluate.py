@@ -32,6 +32,7 @@ class QualitySettings:
     Attributes:
         batch_size: sequences in one forward of a rank.
         samples: programs for each humaneval problem; one is greedy, more are drawn at `temperature`.
+        new_tokens: the most tokens of a program.
         ks: the k of pass@k, none larger than `samples`; () takes those of 1, 10 and 100 that are allowed.
         window, stride: of perplexity, in tokens; None takes the model's room (at most 1024) and half the window.
         limits: of each program.
@@ -40,6 +41,7 @@ class QualitySettings:
     batch_size: int = 1
     samples: int = 1
     temperature: float = 0.8
+    new_tokens: int = 512
     ks: tuple[int, ...] = ()
     window: int | None = None
     stride: int | None = None
@@ -48,6 +50,11 @@ class QualitySettings:
 
     def resolved_ks(self) -> tuple[int, ...]:
         return self.ks or tuple(k for k in DEFAULT_KS if k <= self.samples)
+
+    def check_ks(self) -> None:
+        """Raises ValueError for a k that `samples` do not allow."""
+        for k in self.resolved_ks():
+            pass_at_k(self.samples, 0, k)
 
 
 @dataclass
@@ -72,8 +79,8 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
 
 def settings_of(config: RunConfig, ranks: Ranks) -> QualitySettings:
     return QualitySettings(batch_size=config.quality_batch_size or max(1, config.batch_size // ranks.world_size),
-                           samples=config.humaneval_samples, temperature=config.humaneval_temperature, ks=config.pass_at_k,
-                           window=config.perplexity_window, stride=config.perplexity_stride, seed=config.seed)
+                           samples=config.humaneval_samples, temperature=config.humaneval_temperature, new_tokens=config.humaneval_tokens,
+                           ks=config.pass_at_k, window=config.perplexity_window, stride=config.perplexity_stride, seed=config.seed)
 
 
 def evaluate(tasks: dict[str, list[dict]], model, tokenizer, device: torch.device, ranks: Ranks, settings: QualitySettings,
@@ -185,7 +192,7 @@ def _humaneval(task: str, items: list[dict], lm, device, ranks: Ranks, settings:
     share = items[ranks.rank::ranks.world_size]
     n = settings.samples
     with in_step(lm.model, device, ranks):
-        completions = complete_programs(lm, [item["prompt"] for item in share for _ in range(n)],
+        completions = complete_programs(lm, [item["prompt"] for item in share for _ in range(n)], settings.new_tokens,
                                         settings.temperature if n > 1 else None, settings.seed + ranks.rank)
     lm.progress(f"humaneval, running {len(completions)} programs")
     programs = [program_of(item, completion) for item, completion in zip((item for item in share for _ in range(n)), completions)]
@@ -194,7 +201,8 @@ def _humaneval(task: str, items: list[dict], lm, device, ranks: Ranks, settings:
     joined = _joined(mine, ranks)
     passed = [sum(reason == "passed" for _, reason in samples) for samples in joined]
     scores = pass_scores(passed, n, settings.resolved_ks())
-    scores |= {"problems": len(items), "temperature": settings.temperature if n > 1 else None, "passed": passed}
+    scores |= {"problems": len(items), "temperature": settings.temperature if n > 1 else None,
+               "new_tokens": settings.new_tokens, "passed": passed}
     details = [{"passed": right, "samples": [{"completion": completion, "verdict": reason} for completion, reason in samples]}
                for right, samples in zip(passed, joined)]
     return scores, details

@@ -26,7 +26,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from zero_inference.errors import RunError
 
 STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # of lm-eval's task humaneval, from Codex: the function is complete
-NEW_TOKENS = 512
 TOP_P = 0.95  # of several samples, as in the Codex paper
 
 
@@ -108,7 +107,7 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
 
 def choice_task(task: str, items: list[dict], folder: Path):
     """lm-eval's task over `items`, which it reads from a file in `folder`. No examples are shown before the question."""
-    docs = [_choice_doc(task, item) for item in items]
+    docs = choice_docs(task, items)
     path = folder / f"{task}.jsonl"
     path.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     text = datasets.Value("string")  # said, or texts that all look like dates would be read as such
@@ -120,13 +119,14 @@ def choice_task(task: str, items: list[dict], folder: Path):
         "doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold", "target_delimiter": " ", "metric_list": metrics})
 
 
-def _choice_doc(task: str, item: dict) -> dict:
+def choice_docs(task: str, items: list[dict]) -> list[dict]:
+    """What is asked: `query`, `choices`, and `gold`, the right one's number."""
     if task == "mmlu":
-        return {"query": item["prompt"], "choices": item["choices"], "gold": item["answer"]}
-    if {"activity_label", "ctx_a", "ctx_b"} <= item.keys():
-        made = hellaswag_docs(datasets.Dataset.from_list([item]))[0]
-        return {name: made[name] for name in ("query", "choices", "gold")}
-    return {"query": item["ctx"], "choices": item["endings"], "gold": item["label"]}
+        return [{"query": item["prompt"], "choices": item["choices"], "gold": item["answer"]} for item in items]
+    if all({"activity_label", "ctx_a", "ctx_b"} <= item.keys() for item in items):
+        made = hellaswag_docs(datasets.Dataset.from_list(items))
+        return [{name: doc[name] for name in ("query", "choices", "gold")} for doc in made]
+    return [{"query": item["ctx"], "choices": item["endings"], "gold": item["label"]} for item in items]
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,20 @@ def score_windows(lm: LoadedLM, windows: list[Window]) -> list[float]:
     return values
 
 
-def complete_programs(lm: LoadedLM, prompts: list[str], temperature: float | None, seed: int) -> list[str]:
-    """A completion of each prompt, cut where the function ends. Greedy without a temperature."""
+def complete_programs(lm: LoadedLM, prompts: list[str], new_tokens: int, temperature: float | None, seed: int) -> list[str]:
+    """A completion of each prompt, cut where the function ends. Greedy without a temperature.
+
+    Raises:
+        RunError: no room for a prompt beside `new_tokens`.
+    """
     if not prompts:
         return []
+    longest = max(len(lm.tok_encode(prompt)) for prompt in prompts)
+    if longest + new_tokens > lm.max_length:
+        raise RunError(f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model has room for {lm.max_length}; "
+                       "lower --humaneval-tokens.")
     lm.label = "humaneval"
-    room = min(NEW_TOKENS, lm.max_length // 2)
-    settings = {"until": STOP, "max_gen_toks": room, "do_sample": temperature is not None}
+    settings = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}
     if temperature is not None:
         settings |= {"temperature": temperature, "top_p": TOP_P, "top_k": 0}
         torch.manual_seed(seed)
