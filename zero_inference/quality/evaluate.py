@@ -79,8 +79,9 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
 
 def settings_of(config: RunConfig, ranks: Ranks) -> QualitySettings:
     return QualitySettings(batch_size=config.quality_batch_size or max(1, config.batch_size // ranks.world_size),
-                           samples=config.humaneval_samples, temperature=config.humaneval_temperature, new_tokens=config.humaneval_tokens,
-                           ks=config.pass_at_k, window=config.perplexity_window, stride=config.perplexity_stride, seed=config.seed)
+                           samples=config.humaneval_samples, temperature=config.humaneval_temperature,
+                           new_tokens=config.humaneval_tokens, ks=config.pass_at_k, window=config.perplexity_window,
+                           stride=config.perplexity_stride, seed=config.seed)
 
 
 def evaluate(tasks: dict[str, list[dict]], model, tokenizer, device: torch.device, ranks: Ranks, settings: QualitySettings,
@@ -98,7 +99,8 @@ def evaluate(tasks: dict[str, list[dict]], model, tokenizer, device: torch.devic
         start = time.perf_counter()
         lm.truncated = lm.forwards = 0
         scores, details = _TASKS[task](task, items, lm, device, ranks, settings)
-        scores |= {"batch_size": settings.batch_size, "truncated": ranks.total(lm.truncated), "seconds": time.perf_counter() - start}
+        scores |= {"batch_size": settings.batch_size, "truncated": ranks.total(lm.truncated),
+                   "seconds": time.perf_counter() - start}
         done.scores[task] = scores
         done.items += [{"task": task, "item": number, **detail} for number, detail in enumerate(details)]
     return done
@@ -112,13 +114,14 @@ def write_items(path: str | Path, items: list[dict]) -> None:
 def in_words(task: str, scores: dict) -> str:
     """One line for people."""
     if task == "perplexity":
-        return (f"perplexity: {scores['perplexity']:.3f}{_plus_minus(scores['stderr'], '.3f')} a token ({scores['tokens']} tokens, "
-                f"windows of {scores['window']}, stride {scores['stride']})")
+        return (f"perplexity: {scores['perplexity']:.3f}{_plus_minus(scores['stderr'], '.3f')} a token "
+                f"({scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']})")
     if task == "humaneval":
         parts = [f"pass@{k} {value:.1%}{_plus_minus(scores['stderr'][k], '.1%')}" for k, value in scores["pass_at_k"].items()]
         how = "greedy" if scores["n"] == 1 else f"{scores['n']} samples each at temperature {scores['temperature']:g}"
         return f"humaneval: {', '.join(parts)} ({scores['problems']} problems, {how})"
-    line = f"{task}: accuracy {scores['accuracy']:.1%}{_plus_minus(scores['stderr'], '.1%')} ({scores['correct']} of {scores['total']})"
+    line = f"{task}: accuracy {scores['accuracy']:.1%}{_plus_minus(scores['stderr'], '.1%')}"
+    line += f" ({scores['correct']} of {scores['total']})"
     if "acc_norm" in scores:
         line += f", acc_norm {scores['acc_norm']:.1%}{_plus_minus(scores['acc_norm_stderr'], '.1%')}"
     return line
@@ -182,7 +185,8 @@ def _perplexity(task: str, items: list[dict], lm, device, ranks: Ranks, settings
     scores = {"perplexity": perplexity, "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
               "nll_per_token": nll, "nll_stderr": nll_stderr, "tokens": tokens, "windows": m, "documents": len(items),
               "window": window, "stride": stride}
-    details = [{"document": one.document, "log_likelihood": value, "tokens": count} for one, value, count in zip(windows, values, counts)]
+    details = [{"document": one.document, "log_likelihood": value, "tokens": count}
+               for one, value, count in zip(windows, values, counts)]
     return scores, details
 
 

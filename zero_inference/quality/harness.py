@@ -36,7 +36,8 @@ class LoadedLM(HFLM):
     parameters where an engine manages its own.
     """
 
-    def __init__(self, model, tokenizer, device: torch.device, batch_size: int, progress: Callable[[str], None] = lambda line: None):
+    def __init__(self, model, tokenizer, device: torch.device, batch_size: int,
+                 progress: Callable[[str], None] = lambda line: None):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         with _weights_untouched(model):
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
@@ -53,8 +54,8 @@ class LoadedLM(HFLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, override_bs=None):
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
-                raise RunError(f"{self.label}: an answer of {len(continuation)} tokens, and the model has room for {self.max_length}; "
-                               "leave it out of the data.")
+                raise RunError(f"{self.label}: an answer of {len(continuation)} tokens, and the model has room for "
+                               f"{self.max_length}; leave it out of the data.")
         self.truncated += sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
@@ -116,7 +117,8 @@ def choice_task(task: str, items: list[dict], folder: Path):
     return lm_eval_task.ConfigurableTask(config={
         "task": task, "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice", "num_fewshot": 0,
         "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(folder / "cache"), "features": features},
-        "doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold", "target_delimiter": " ", "metric_list": metrics})
+        "doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold", "target_delimiter": " ",
+        "metric_list": metrics})
 
 
 def choice_docs(task: str, items: list[dict]) -> list[dict]:
@@ -148,7 +150,7 @@ def windows_of(lm: LoadedLM, texts: list[str], window: int, stride: int) -> list
     windows = []
     for number, text in enumerate(texts):
         tokens = lm.tok_encode(text)
-        pairs = get_rolling_token_windows(tokens, prefix_token=lm.prefix_token_id, max_seq_len=window, context_len=window - stride + 1)
+        pairs = get_rolling_token_windows(tokens, lm.prefix_token_id, max_seq_len=window, context_len=window - stride + 1)
         windows += [Window(number, *make_disjoint_window(pair)) for pair in pairs]
     return windows
 
@@ -178,8 +180,8 @@ def complete_programs(lm: LoadedLM, prompts: list[str], new_tokens: int, tempera
         return []
     longest = max(len(lm.tok_encode(prompt)) for prompt in prompts)
     if longest + new_tokens > lm.max_length:
-        raise RunError(f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model has room for {lm.max_length}; "
-                       "lower --humaneval-tokens.")
+        raise RunError(f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model has room for "
+                       f"{lm.max_length}; lower --humaneval-tokens.")
     lm.label = "humaneval"
     settings = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}
     if temperature is not None:

@@ -77,7 +77,8 @@ def build_root(task: dict) -> None:
     for name in DEVICES:
         bind(f"/dev/{name}", root, devices=True)
     os.mkdir(root + "/tmp")
-    mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={task['disk_bytes']},nr_inodes=1024,mode=1777")
+    room = f"size={task['disk_bytes']},nr_inodes=1024,mode=1777"
+    mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, room)
     make_read_only(base, recursive=False)
     os.chdir(base)
     call("pivot_root", libc.syscall, ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), b".", b".")

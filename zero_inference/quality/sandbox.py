@@ -1,4 +1,4 @@
-"""Running code that nobody has read: in namespaces of its own, with limits, or not at all (`jail.py` is the process that does it).
+"""Running code that nobody has read: in namespaces of its own, with limits, or not at all. `jail.py` is the process that does it.
 
 What a program can do is spend its time, its memory and its output, all limited, and be wrong. Whether its test finished is
 told by a secret that comes back only after the last statement: ending early, in whatever way, is a failure. (A program made
@@ -116,8 +116,9 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
     """
     secret = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as base:
-        task = {"asker": os.getpid(), "base": os.path.realpath(base), "binds": _binds(), "python": _interpreter(), "driver": _DRIVER,
-                "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes, "processes": limits.processes,
+        task = {"asker": os.getpid(), "base": os.path.realpath(base), "binds": _binds(),
+                "python": _interpreter(), "driver": _DRIVER, "cpu_s": limits.cpu_s,
+                "memory_bytes": limits.memory_bytes, "processes": limits.processes,
                 "file_bytes": limits.file_bytes, "disk_bytes": limits.disk_bytes,
                 "program": {"source": source, "secret": secret, "paths": _package_folders()}}
         return _watch(json.dumps(task).encode(), secret, limits)
@@ -131,7 +132,8 @@ def check_isolation() -> None:
         UsageError: it is not; the reason is in the message.
     """
     if sys.platform != "linux":
-        raise UsageError(f"code written by a model runs only in Linux namespaces, and this is {sys.platform}: leave humaneval out.")
+        raise UsageError(f"code written by a model runs only in Linux namespaces, and this is {sys.platform}: "
+                         "leave humaneval out.")
     probe = f"OUTSIDE = {sysconfig.get_path('purelib')!r}\nSECRET_FOLDER = {str(Path(__file__).parent)!r}\n{_PROBE}"
     try:
         outcome = run_program(probe, Limits(wall_s=30.0, cpu_s=30))
@@ -147,9 +149,9 @@ def check_isolation() -> None:
 def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
     report_out, report_in = os.pipe()
     result_out, result_in = os.pipe()
-    process = subprocess.Popen([_interpreter(), "-I", "-S", "-B", str(JAIL), str(report_in), str(result_in)], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(report_in, result_in), env={}, cwd="/",
-                               start_new_session=True)
+    command = [_interpreter(), "-I", "-S", "-B", str(JAIL), str(report_in), str(result_in)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               pass_fds=(report_in, result_in), env={}, cwd="/", start_new_session=True)
     os.close(report_in)
     os.close(result_in)
     streams = {"output": process.stdout.fileno(), "report": report_out, "result": result_out}
@@ -176,7 +178,8 @@ def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
                         selector.unregister(key.fd)
                     seen[key.data] += data
                     if len(seen[key.data]) > most[key.data]:
-                        failure = f"over {limits.output_bytes} bytes of output" if key.data == "output" else "wrote where it must not"
+                        much = f"over {limits.output_bytes} bytes of output"
+                        failure = much if key.data == "output" else "wrote where it must not"
                 if not started and seen["report"].startswith(b"started"):
                     deadline, started = time.monotonic() + limits.wall_s, True
     finally:
@@ -223,7 +226,8 @@ def _package_folders() -> list[str]:
 @functools.cache
 def _binds() -> list[str]:
     """What the program may read, outermost folders only."""
-    wanted = [*SYSTEM, sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.dirname(_interpreter())), *_package_folders()]
+    own = os.path.dirname(os.path.dirname(_interpreter()))
+    wanted = [*SYSTEM, sys.base_prefix, sys.base_exec_prefix, own, *_package_folders()]
     chosen: list[str] = []
     for path in sorted({path for path in wanted if path != "/" and os.path.exists(path)}):
         if not any(path == outer or path.startswith(outer + "/") for outer in chosen):
