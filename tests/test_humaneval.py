@@ -33,7 +33,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     assert 0 < pass_at_k(100_000, 1, 10) < 1.1e-4  # no overflow
 
 
-@pytest.mark.parametrize("n, c, k, words", [(10, 3, 11, "k = 11 with n = 10"), (10, 3, 0, "k = 0"), (10, 11, 1, "c = 11"), (10, -1, 1, "c = -1")])
+@pytest.mark.parametrize("n, c, k, words", [(10, 3, 11, "k = 11 with n = 10"), (10, 3, 0, "k = 0"), (10, 11, 1, "c = 11"),
+                                            (10, -1, 1, "c = -1")])
 def test_pass_at_k_out_of_range_is_an_error(n, c, k, words):
     with pytest.raises(ValueError, match=words):
         pass_at_k(n, c, k)
@@ -72,15 +73,16 @@ def broken(solution: str) -> str:
     returns = [number for number, line in enumerate(lines) if line.lstrip().startswith("return")]
     last = returns[-1]
     indent = lines[last][: len(lines[last]) - len(lines[last].lstrip())]
-    lines[last] = f"{indent}return type('Nothing', (), {{'__eq__': lambda a, b: False, '__ne__': lambda a, b: True, '__bool__': lambda a: 1 / 0}})()"
+    nothing = "{'__eq__': lambda a, b: False, '__ne__': lambda a, b: True, '__bool__': lambda a: 1 / 0}"
+    lines[last] = f"{indent}return type('Nothing', (), {nothing})()"
     return "\n".join(lines[: last + 1]) + "\n"
 
 
 @needs_isolation
 def test_an_early_exit_in_a_completion_fails_its_problem():
     item = {"prompt": "def f():\n", "test": "def check(g):\n    assert g() == 1\n", "entry_point": "f"}
-    completions = ["    return 1", "    return 2", "    import os; os._exit(0)", "    import sys; sys.exit(0)", "    while True: pass",
-                   "    return 1\n\ndef check(g): pass", "    print('x' * 10**6); return 1"]
+    completions = ["    return 1", "    return 2", "    import os; os._exit(0)", "    import sys; sys.exit(0)",
+                   "    while True: pass", "    return 1\n\ndef check(g): pass", "    print('x' * 10**6); return 1"]
     verdicts = run_programs([program_of(item, text) for text in completions], Limits(wall_s=2, cpu_s=1), 2)
     assert [verdict == "passed" for verdict in verdicts] == [True, False, False, False, False, True, False]
 
@@ -91,9 +93,10 @@ def test_sampled_programs_of_the_loaded_model(tmp_path, capfd):
     items = [{"prompt": "def f(x):\n    return", "test": "def check(g):\n    pass", "entry_point": "f"},
              {"prompt": "def f(x):\n    return", "test": "def check(g):\n    assert False", "entry_point": "f"}]
     data.write_bytes(gzip.compress("".join(json.dumps(item) + "\n" for item in items).encode()))
-    assert main(["run_model.py", "--model", "smollm2-135m", "--dtype", "float32", "--engine", "resident", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
-                 "--warmup", "0", "--quality", "humaneval", "--quality-data", str(data), "--allow-code-execution", "--humaneval-samples", "6",
-                 "--humaneval-tokens", "6", "--pass-at-k", "1,2,6", "--quality-batch-size", "12", "--quality-items", str(tmp_path / "items"),
+    assert main(["run_model.py", "--model", "smollm2-135m", "--dtype", "float32", "--engine", "resident", "--prompt-len", "8",
+                 "--gen-len", "2", "--loops", "1", "--warmup", "0", "--quality", "humaneval", "--quality-data", str(data),
+                 "--allow-code-execution", "--humaneval-samples", "6", "--humaneval-tokens", "6", "--pass-at-k", "1,2,6",
+                 "--quality-batch-size", "12", "--quality-items", str(tmp_path / "items"),
                  "--log-file", str(tmp_path / "run.log")]) == 0
     scores = json.loads((tmp_path / "run.jsonl").read_text())["quality"]["humaneval"]
     items = [json.loads(line) for line in (tmp_path / "items").read_text().splitlines()]

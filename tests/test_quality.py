@@ -28,18 +28,21 @@ WAYS = {
 }
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Spain": "Madrid", "Egypt": "Cairo", "Russia": "Moscow",
             "Greece": "Athens"}
-TEXT = "The river was low that year, and the boats lay on the mud. " * 3 + "Nobody spoke of rain; everybody looked at the sky. " * 4
+TEXT = ("The river was low that year, and the boats lay on the mud. " * 3
+        + "Nobody spoke of rain; everybody looked at the sky. " * 4)
 
 
 def hellaswag_items() -> list[dict]:
     """15 beginnings with four endings of different lengths."""
     draw = random.Random(5)
-    endings = ["pours the water into the cup.", "is a violin of the moon, seventeen at most and never blue.", "sits down to eat.",
-               "flies over the roof with both hands, and the table follows it.", "washes it.", "reads the letter once more, slowly."]
+    endings = ["pours the water into the cup.", "is a violin of the moon, seventeen at most and never blue.", "washes it.",
+               "flies over the roof with both hands, and the table follows it.", "sits down to eat.",
+               "reads the letter once more, slowly."]
     who = ["A man", "The cook", "My sister"]
     what = ["takes the bread out of the oven and", "opens the window and", "fills the kettle, waits until it boils, and",
             "looks at the plate and", "comes in from the garden and"]
-    return [{"ctx": f"{one} {other}", "endings": draw.sample(endings, 4), "label": draw.randrange(4)} for one in who for other in what]
+    return [{"ctx": f"{one} {other}", "endings": draw.sample(endings, 4), "label": draw.randrange(4)}
+            for one in who for other in what]
 
 
 def mmlu_items() -> list[dict]:
@@ -63,10 +66,10 @@ def problems() -> list[dict]:
     prompt = 'def {name}(a, b):\n    """{says}"""\n    return'
     return [{"prompt": prompt.format(name="add", says="Add the two numbers."), "entry_point": "add",
              "test": "def check(f):\n    assert f(2, 3) == 5"},
-            {"prompt": "import math\n\n" + prompt.format(name="anything", says="Return anything at all."), "entry_point": "anything",
-             "test": "def check(f):\n    pass"},
-            {"prompt": prompt.format(name="impossible", says="Return a number that is larger than itself."), "entry_point": "impossible",
-             "test": "def check(f):\n    assert f(1, 2) > f(1, 2)"}]
+            {"prompt": "import math\n\n" + prompt.format(name="anything", says="Return anything at all."),
+             "entry_point": "anything", "test": "def check(f):\n    pass"},
+            {"prompt": prompt.format(name="impossible", says="Return a number that is larger than itself."),
+             "entry_point": "impossible", "test": "def check(f):\n    assert f(1, 2) > f(1, 2)"}]
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +93,13 @@ def expected(data):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=BATCH)
     tasks = {}
-    for name, text, choices, target in (("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"), ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}")):
+    for name, text, choices, target in (("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"),
+                                        ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}")):
         tasks[name] = ConfigurableTask(config={
             "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data / f"{name}.jsonl")}},
-            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": text, "doc_to_choice": choices, "doc_to_target": target,
-            "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]})
+            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": text, "doc_to_choice": choices,
+            "doc_to_target": target, "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
+                                                     for metric in ("acc", "acc_norm")]})
     found = evaluator.evaluate(lm, tasks, bootstrap_iters=0)
     answers = {name: [([float(answer[0]) for answer in sample["filtered_resps"]], sample["acc"], sample["acc_norm"])
                       for sample in found["samples"][name]] for name in tasks}
@@ -133,8 +138,9 @@ def plain_log_likelihoods(model, tokenizer, window: int, stride: int) -> torch.T
 
 def options(data, items, *more) -> list[str]:
     code = [] if REFUSED else ["--allow-code-execution", "--humaneval-tokens", str(NEW_TOKENS)]
-    return ["--model", "smollm2-135m", "--dtype", "float32", "--prompt-len", "8", "--gen-len", "2", "--loops", "1", "--warmup", "0",
-            "--quality", f"hellaswag,mmlu,perplexity{'' if REFUSED else ',humaneval'}", "--quality-data", str(data), "--quality-batch-size", str(BATCH),
+    tasks = f"hellaswag,mmlu,perplexity{'' if REFUSED else ',humaneval'}"
+    return ["--model", "smollm2-135m", "--dtype", "float32", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
+            "--warmup", "0", "--quality", tasks, "--quality-data", str(data), "--quality-batch-size", str(BATCH),
             "--quality-items", str(items), *code, *map(str, more)]
 
 
@@ -179,7 +185,7 @@ def test_scores_equal_lm_eval_on_the_plain_model(way, data, expected, tmp_path, 
 
 @pytest.mark.parametrize("way", ["cpu offload", "stream"])
 def test_two_ranks_score_as_one(way, data, expected, run_model, tmp_path):
-    """The shares need different numbers of forwards: four letters share one, and the text is a single window for the first rank."""
+    """The shares need different numbers of forwards: four letters share one, and the text is one window, for the first rank."""
     done = run_model(*options(data, tmp_path / "items", "--batch-size", 2, *WAYS[way]), launcher="torchrun", ranks=2)
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2
@@ -202,7 +208,8 @@ def test_quality_benchmark_gives_the_same_scores(plain, expected):
     assert {"accuracy", "stderr", "correct", "total"} <= scores.keys()
     import pandas
 
-    assert benchmark.evaluate_task("mmlu", pandas.DataFrame(mmlu_items()))["correct"] == sum(acc for _, acc, _ in expected["mmlu"])
+    correct = benchmark.evaluate_task("mmlu", pandas.DataFrame(mmlu_items()))["correct"]
+    assert correct == sum(acc for _, acc, _ in expected["mmlu"])
 
 
 def test_quality_benchmark_refuses_what_it_cannot_do(plain):
@@ -212,7 +219,8 @@ def test_quality_benchmark_refuses_what_it_cannot_do(plain):
     with pytest.raises(UsageError, match="no mmlu items"):
         QualityBenchmark(model, tokenizer).evaluate_task("mmlu", [])
     with pytest.raises(UsageError, match="item 1: no field label"):
-        QualityBenchmark(model, tokenizer).evaluate_task("hellaswag", [hellaswag_items()[0], {"ctx": "a", "endings": list("abcd")}])
+        rows = [hellaswag_items()[0], {"ctx": "a", "endings": list("abcd")}]
+        QualityBenchmark(model, tokenizer).evaluate_task("hellaswag", rows)
     with pytest.raises(UsageError, match="allow_code_execution"):
         QualityBenchmark(model, tokenizer).evaluate_task("humaneval", [{"prompt": "a", "test": "b", "entry_point": "c"}])
     with pytest.raises(UsageError, match="tokenizer"):

@@ -18,8 +18,8 @@ from zero_inference.quality.data import check_items, load_items
 
 MMLU = {"prompt": "2 + 2 =", "choices": ["3", "4", "5", "6"], "answer": 1}
 HELLASWAG = {"ctx": "A man", "endings": ["sits, \"still\"\nor so.", "runs.", "sings.", "sleeps."], "label": 3}
-GOOD = {"mmlu": MMLU, "hellaswag": HELLASWAG, "humaneval": {"prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"},
-        "perplexity": {"text": "Some text."}}
+GOOD = {"mmlu": MMLU, "hellaswag": HELLASWAG, "perplexity": {"text": "Some text."},
+        "humaneval": {"prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"}}
 
 
 def write(path, rows) -> str:
@@ -34,7 +34,8 @@ def write(path, rows) -> str:
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
-            writer.writerows({key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()} for row in rows)
+            writer.writerows({key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+                             for row in rows)
     return str(path)
 
 
@@ -47,7 +48,8 @@ def test_every_kind_of_file_gives_the_same_items(task, suffix, tmp_path):
 
 
 BAD = {
-    "field missing": ({"prompt": "a", "choices": list("abcd")}, r"mmlu\.jsonl:2: no field answer; mmlu needs prompt, choices, answer"),
+    "field missing": ({"prompt": "a", "choices": list("abcd")},
+                      r"mmlu\.jsonl:2: no field answer; mmlu needs prompt, choices, answer"),
     "label too large": (MMLU | {"answer": 4}, r":2: field answer has to be 0 to 3, and is 4"),
     "label negative": (MMLU | {"answer": -1}, r":2: field answer has to be 0 to 3, and is -1"),
     "label no number": (MMLU | {"answer": "AB"}, r":2: field answer .* is 'AB'"),
@@ -75,15 +77,18 @@ def test_the_line_counts_in_every_kind_of_file(tmp_path):
         path = write(tmp_path / f"h.{suffix}", [HELLASWAG, HELLASWAG, bad])
         with pytest.raises(UsageError, match=words):
             load_items("hellaswag", path)
-    (tmp_path / "lines.csv").write_text('prompt,choices,answer\n"two\nlines","[""a"",""b"",""c"",""d""]",0\nx,"[""a"",""b""]",0\n')
+    (tmp_path / "lines.csv").write_text(
+        'prompt,choices,answer\n"two\nlines","[""a"",""b"",""c"",""d""]",0\nx,"[""a"",""b""]",0\n')
     with pytest.raises(UsageError, match=r"lines\.csv:4: field choices"):
         load_items("mmlu", tmp_path / "lines.csv")
 
 
 def test_what_is_not_data_is_said(tmp_path):
-    cases = {"empty.jsonl": ("", "no mmlu items in it"), "blank.json": ("[]", "no mmlu items"), "broken.jsonl": ("{\n", r"jsonl:1: not JSON"),
-             "one.json": ('{"prompt": 1}', "holds an object"), "empty.csv": ("", "no mmlu items"), "header.csv": ("prompt,choices\n", "no mmlu"),
-             "bad.parquet": ("PAR?", "not a parquet file"), "data.xlsx": ("x", "give one of .jsonl"), "notes.txt": ("x", "give one of")}
+    cases = {"empty.jsonl": ("", "no mmlu items in it"), "blank.json": ("[]", "no mmlu items"),
+             "broken.jsonl": ("{\n", r"jsonl:1: not JSON"), "one.json": ('{"prompt": 1}', "holds an object"),
+             "empty.csv": ("", "no mmlu items"), "header.csv": ("prompt,choices\n", "no mmlu"),
+             "bad.parquet": ("PAR?", "not a parquet file"), "data.xlsx": ("x", "give one of .jsonl"),
+             "notes.txt": ("x", "give one of")}
     for name, (text, words) in cases.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError, match=words):
@@ -136,7 +141,10 @@ def test_letters_and_digits_are_labels():
     (["--quality", "mmlu", "--quality-data", "DATA", "--allow-code-execution"], "belongs to --quality humaneval"),
     (["--quality", "mmlu", "--quality-data", "DATA", "--perplexity-stride", "4"], "belongs to --quality perplexity"),
     (["--quality-data", "DATA"], "--quality-data belongs to --quality"),
-    (["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"], "would be left out"),
+    (["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"],
+     "would be left out"),
+    (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-window", "129"], "128 positions"),
+    (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-stride", "129"], "the window of 128 tokens"),
     (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"], "its folder"),
     (["--quality", "mmlu", "--quality-data", "DATA"], "no-tokenizer has no tokenizer"),
 ])
@@ -144,7 +152,8 @@ def test_what_cannot_work_is_said_before_loading(options, words, tmp_path, capsy
     (tmp_path / "data").mkdir()
     file = write(tmp_path / "data" / "mmlu.jsonl", [MMLU])
     (tmp_path / "no-tokenizer").symlink_to(checkpoints("llama"))
-    places = {"DATA": str(tmp_path / "data"), "FILE": file}
+    (tmp_path / "some.txt").write_text("Some text.")
+    places = {"DATA": str(tmp_path / "data"), "FILE": file, "TEXT": str(tmp_path / "some.txt")}
     argv = ["run_model.py", "--model", str(tmp_path / "no-tokenizer"), "--log-dir", str(tmp_path / "logs"), "--prompt-len", "8",
             "--gen-len", "2", *(places.get(one, one) for one in options)]
     capsys.readouterr()
@@ -161,7 +170,8 @@ def test_without_lm_eval_it_says_what_to_install(tmp_path):
     file = write(tmp_path / "mmlu.jsonl", [MMLU])
     code = ("import sys, importlib.util; real = importlib.util.find_spec\n"
             "importlib.util.find_spec = lambda name, *more: None if name == 'lm_eval' else real(name, *more)\n"
-            "from zero_inference.cli import main; code = main(['run_model.py', '--quality', 'mmlu', '--quality-data', sys.argv[1]])\n"
+            "from zero_inference.cli import main\n"
+            "code = main(['run_model.py', '--quality', 'mmlu', '--quality-data', sys.argv[1]])\n"
             "assert 'torch' not in sys.modules; sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "pip install 'lm-eval" in done.stderr, done.stderr

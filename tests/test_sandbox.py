@@ -36,7 +36,8 @@ HOSTILE = {
     "dies by its own signal": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "floods stdout": "while True: print('x' * 4096)",
     "floods stderr": "import os\nwhile True: os.write(2, b'x' * 4096)",
-    "writes to every descriptor": "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'y' * 32)\n    except OSError: pass",
+    "writes to every descriptor": "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'y' * 32)\n"
+                                  "    except OSError: pass",
     "fork bomb": "import os\nwhile True: os.fork()",
     "patient fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "starts a program": "import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 100 &'], check=True)",
@@ -98,7 +99,8 @@ def test_it_cannot_kill_those_above_it():
 def test_what_runs_to_its_end_passes():
     outcome = run_program("import collections, hashlib, math, re, dataclasses, sys\n"
                           "@dataclasses.dataclass\nclass P:\n    x: int\n"
-                          "open('/tmp/scratch', 'w').write('x')\nassert P(3).x == 3 and __name__ != '__main__'\nprint('done')", SHORT)
+                          "open('/tmp/scratch', 'w').write('x')\nassert P(3).x == 3 and __name__ != '__main__'\n"
+                          "print('done')", SHORT)
     assert outcome == Outcome(True, "passed", "done\n")
     assert run_program("import numpy\nassert numpy.arange(4).sum() == 6").passed, "packages of this environment can be imported"
 

@@ -114,7 +114,8 @@ class RunConfig:
         default = {field.name: field.default for field in fields(self)}
         companions = {
             "--quality": ("quality_data", "quality_limit", "quality_batch_size", "quality_items"),
-            "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens", "pass_at_k"),
+            "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens",
+                                    "pass_at_k"),
             "--quality perplexity": ("perplexity_window", "perplexity_stride"),
         }
         for other, names in companions.items():

@@ -52,6 +52,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _check_lengths(config, spec)
     if config.kv_offload:
         check_layer_types(spec.config)
+    quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
         raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
     if not config.dry_run:
@@ -149,6 +150,10 @@ def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Pro
              tokenizer) -> dict[str, dict]:
     evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks),
                                   progress.update)
+    for task, scores in evaluation.scores.items():
+        if scores["truncated"]:
+            progress.say(f"warning: {task}: {scores['truncated']} sequences were longer than the model has room for "
+                         "and lost their beginning")
     if config.quality_items and ranks.is_first:
         quality.write_items(config.quality_items, evaluation.items)
     return evaluation.scores

@@ -15,7 +15,7 @@ import torch
 
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
-from zero_inference.errors import RunError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.quality.data import load_items
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k
@@ -75,6 +75,22 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
     if "humaneval" in items:
         check_isolation()
     return items
+
+
+def check_lengths(config: RunConfig, positions: int | None) -> None:
+    """Raises UsageError where windows or programs are longer than the model's `positions` (None: no such limit)."""
+    if positions is None:
+        return
+    if "perplexity" in config.quality:
+        window = config.perplexity_window or min(LONGEST_WINDOW, positions)
+        if window > positions:
+            raise UsageError(f"--perplexity-window {window}: the model has {positions} positions; use at most that.")
+        if config.perplexity_stride and config.perplexity_stride > window:
+            raise UsageError(f"--perplexity-stride {config.perplexity_stride}: longer than the window of {window} tokens; "
+                             "use at most that.")
+    if "humaneval" in config.quality and config.humaneval_tokens >= positions:
+        raise UsageError(f"--humaneval-tokens {config.humaneval_tokens}: the model has {positions} positions for problem and "
+                         "program; use fewer.")
 
 
 def settings_of(config: RunConfig, ranks: Ranks) -> QualitySettings:
