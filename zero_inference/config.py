@@ -5,6 +5,7 @@ Importing this module imports neither torch nor transformers, so that `--help` a
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 NORM_KERNELS = ("auto", "cuda", "off")
 QUANT_BITS = (16, 8, 4)
+QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,18 @@ class RunConfig:
     ring_depth: int | None = None
     trace: str | None = None
     ds_config: str | None = None
+    quality: tuple[str, ...] = ()
+    quality_data: str | None = None
+    quality_limit: int | None = None
+    quality_batch_size: int | None = None
+    quality_items: str | None = None
+    allow_code_execution: bool = False
+    humaneval_samples: int = 1
+    humaneval_temperature: float = 0.8
+    humaneval_tokens: int = 512
+    pass_at_k: tuple[int, ...] = ()
+    perplexity_window: int | None = None
+    perplexity_stride: int | None = None
     log_file: str | None = None
     log_dir: str = "logs"
     seed: int = 0
@@ -89,7 +103,76 @@ class RunConfig:
             raise UsageError(f"--prompts {self.prompts}: no such file; give a text file with one prompt a line.")
         if self.trace and not os.access(Path(self.trace).absolute().parent, os.W_OK):
             raise UsageError(f"--trace {self.trace}: its folder is not there or cannot be written to; choose another.")
+        self._validate_quality()
         return replace(self, cpu_offload=True) if self.engine == "stream" else self
+
+    def _validate_quality(self) -> None:
+        for task in self.quality:
+            if task not in QUALITY_TASKS:
+                raise UsageError(f"--quality {task}: no such task; choose of {', '.join(QUALITY_TASKS)}.")
+        if len(set(self.quality)) < len(self.quality):
+            raise UsageError(f"--quality {','.join(self.quality)}: a task is named twice; name each once.")
+        default = {field.name: field.default for field in fields(self)}
+        companions = {
+            "--quality": ("quality_data", "quality_limit", "quality_batch_size", "quality_items"),
+            "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens",
+                                    "pass_at_k"),
+            "--quality perplexity": ("perplexity_window", "perplexity_stride"),
+        }
+        for other, names in companions.items():
+            task = other.removeprefix("--quality").strip()
+            for name in names:
+                if getattr(self, name) != default[name] and not (task in self.quality if task else self.quality):
+                    raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
+        if not self.quality:
+            return
+        if self.dummy:
+            raise UsageError("--quality needs a model with a tokenizer and --dummy has none, and random weights: "
+                             "keep one of the two.")
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UsageError("--quality works through lm-evaluation-harness, which is not installed: "
+                             "pip install 'lm-eval>=0.4.13'.")
+        self._validate_quality_numbers()
+        self._validate_quality_paths()
+
+    def _validate_quality_numbers(self) -> None:
+        for name in ("quality_limit", "quality_batch_size", "humaneval_samples", "humaneval_tokens", "perplexity_window",
+                     "perplexity_stride"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{_flag(name)} {value}: must be at least 1.")
+        if self.humaneval_temperature <= 0:
+            raise UsageError(f"--humaneval-temperature {self.humaneval_temperature}: must be above 0; "
+                             "one sample (--humaneval-samples 1) is greedy.")
+        if self.humaneval_samples == 1 and self.humaneval_temperature != RunConfig.humaneval_temperature:
+            raise UsageError("--humaneval-temperature: a single sample is greedy and has none; "
+                             "add --humaneval-samples or drop it.")
+        for k in self.pass_at_k:
+            if not 1 <= k <= self.humaneval_samples:
+                raise UsageError(f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {self.humaneval_samples}; "
+                                 f"lower k or use --humaneval-samples {max(k, 1)}.")
+        window = self.perplexity_window
+        if window is not None and self.perplexity_stride is not None and self.perplexity_stride > window:
+            raise UsageError(f"--perplexity-stride {self.perplexity_stride}: longer than the window of {window} tokens, "
+                             "so text would be left out; use at most the window.")
+        if "humaneval" in self.quality and not self.allow_code_execution:
+            raise UsageError("--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
+                             "(it is shut in, see the README), or leave humaneval out.")
+
+    def _validate_quality_paths(self) -> None:
+        needing = [task for task in self.quality if task != "humaneval"]
+        if needing and self.quality_data is None:
+            raise UsageError(f"--quality {','.join(self.quality)}: no data for {', '.join(needing)}; "
+                             "add --quality-data with a file or folder.")
+        if self.quality_data is not None:
+            if not Path(self.quality_data).exists():
+                raise UsageError(f"--quality-data {self.quality_data}: no such file or folder.")
+            if Path(self.quality_data).is_file() and len(self.quality) > 1:
+                raise UsageError(f"--quality-data {self.quality_data} is one file and --quality names {len(self.quality)} tasks; "
+                                 "give a folder with a file named after each.")
+        if self.quality_items and not os.access(Path(self.quality_items).absolute().parent, os.W_OK):
+            raise UsageError(f"--quality-items {self.quality_items}: its folder is not there or cannot be written to; "
+                             "choose another.")
 
     def _validate_companions(self) -> None:
         """An option that would do nothing without another one is a mistake, not a wish."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,14 @@ class Ranks:
         parts = [torch.empty_like(rows) for _ in range(self.world_size)]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts).cpu()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order. Anything that pickles."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -63,7 +63,7 @@ def _gpu_names(value: str) -> str:
 class Column:
     """One column of the report.
 
-    `key` is where a record holds the value (dotted where nested) and its last part names the column, `dtype` is
+    `key` is where a record holds the value (dotted where nested) and `called`, or else its last part, names the column, `dtype` is
     the pandas dtype, `show` turns a value in SI units into the text under `header`. `shown` says when the
     column is kept: `always`, where the runs differ in it (`differs`), where any run has it (`present`), or only
     on request (`detail`: measured values differ between any two runs, which tells nothing about the choice).
@@ -76,14 +76,19 @@ class Column:
     show: Callable[[Any], str] = _plain
     shown: str = "differs"
     best_first: bool = False
+    called: str | None = None
 
     @property
     def name(self) -> str:
-        return self.key.rpartition(".")[2]
+        return self.called or self.key.rpartition(".")[2]
 
     @property
     def numeric(self) -> bool:
         return self.dtype in ("Int64", "Float64")
+
+
+def _score(key: str, header: str, called: str, show: Callable[[Any], str] = _percent, best_first: bool = True) -> Column:
+    return Column(f"quality.{key}", header, "Float64", show, "present", best_first, called)
 
 
 COLUMNS = (
@@ -113,6 +118,16 @@ COLUMNS = (
     Column("prefill_latency_s", "prefill (s)", "Float64", _three_decimals, "always"),
     Column("limit.fraction_of_limit", "of limit (%)", "Float64", _percent, "always", best_first=True),
     Column("peak_gpu_bytes", "peak gpu (GiB)", "Int64", _gib, "always"),
+    _score("mmlu.accuracy", "mmlu (%)", "mmlu_accuracy"),
+    _score("mmlu.stderr", "+- (%)", "mmlu_stderr", best_first=False),
+    _score("hellaswag.accuracy", "hellaswag (%)", "hellaswag_accuracy"),
+    _score("hellaswag.stderr", "+- (%)", "hellaswag_stderr", best_first=False),
+    _score("hellaswag.acc_norm", "hellaswag norm (%)", "hellaswag_acc_norm"),
+    _score("hellaswag.acc_norm_stderr", "+- (%)", "hellaswag_acc_norm_stderr", best_first=False),
+    _score("humaneval.pass_at_k.1", "humaneval pass@1 (%)", "humaneval_pass_at_1"),
+    _score("humaneval.stderr.1", "+- (%)", "humaneval_stderr", best_first=False),
+    _score("perplexity.perplexity", "perplexity", "perplexity", _three_decimals, best_first=False),
+    _score("perplexity.stderr", "+-", "perplexity_stderr", _three_decimals, best_first=False),
     Column("prefill_throughput", "prefill (token/s)", "Float64", _three_decimals, "detail", best_first=True),
     Column("decode_latency_s", "decode (s)", "Float64", _three_decimals, "detail"),
     Column("total_latency_s", "total (s)", "Float64", _three_decimals, "detail"),

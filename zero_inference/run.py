@@ -29,6 +29,7 @@ from zero_inference.offload.host_cache import HostKVCache
 from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, other_layer_types
 from zero_inference.profiling import trace_generation
 from zero_inference.progress import Progress
+from zero_inference.quality import evaluate as quality
 from zero_inference.records import append_record, output_ids_sha256
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
 from zero_inference.watch import STOPPED, PeerWatch
@@ -48,10 +49,14 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _quiet_libraries(config.verbose)
     ranks = detect_ranks(local_rank)
     _check_launch(config, ranks)
+    questions = quality.prepare(config)
     spec = resolve_model(config, ranks.device.type)
     _check_lengths(config, spec)
     if config.kv_offload:
         check_layer_types(spec.config)
+    quality.check_lengths(config, spec.max_positions)
+    if questions and load_tokenizer(spec) is None:
+        raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
     if not config.dry_run:
         start_process_group(ranks)
     try:
@@ -65,7 +70,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             return
         memory_plan.refuse_hopeless(config, spec, ranks)
         ids, tokenizer, note = _prompt_ids(config, spec)
-        _measured_run(config, spec, ranks, ids, tokenizer, note, argv)
+        _measured_run(config, spec, ranks, ids, tokenizer, note, argv, questions)
     except BaseException:
         if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
             stop_process_group()
@@ -74,7 +79,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
 
 
 def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, tokenizer, note: str | None,
-                  argv: list[str]) -> None:
+                  argv: list[str], questions: dict[str, list[dict]]) -> None:
     progress = Progress(enabled=ranks.is_first and config.verbose > 0)
     asked = _asked(config, spec, ranks, argv)
     log_path = _log_path(config, ranks)
@@ -93,7 +98,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     watch = PeerWatch(ranks, record_failure)
     watch.start()
     try:
-        measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress)
+        measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress, questions, tokenizer)
         ranks.barrier()
     except UsageError:
         watch.stop(failed=True)
@@ -122,7 +127,8 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     _print_results(measurement, tokenizer, block, measured, facts, log_path, record_path)
 
 
-def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress):
+def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress,
+                      questions: dict[str, list[dict]], tokenizer):
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
     advance = progress.loading(parameter_bytes(empty_model(spec)))
@@ -146,9 +152,23 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         measured = _results(config, spec, ranks, loaded, measurement, rates) | {"model_bytes": full_bytes, "load_s": load_s}
         if config.trace:
             measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
+        measured["quality"] = _quality(config, loaded, ranks, progress, questions, tokenizer) if questions else None
         return measured, measurement, dict(loaded.facts)
     finally:
         loaded.close()
+
+
+def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Progress, questions: dict[str, list[dict]],
+             tokenizer) -> dict[str, dict]:
+    evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks),
+                                  progress.update)
+    for task, scores in evaluation.scores.items():
+        if scores["truncated"]:
+            progress.say(f"warning: {task}: {scores['truncated']} sequences were longer than the model has room for "
+                         "and lost their beginning")
+    if config.quality_items and ranks.is_first:
+        quality.write_items(config.quality_items, evaluation.items)
+    return evaluation.scores
 
 
 def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
@@ -306,6 +326,8 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
         print(f"decode fetches {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is no link to cross")
     if "quantized_fraction" in facts:
         print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")
+    for task, scores in (measured["quality"] or {}).items():
+        print(quality.in_words(task, scores))
     print(f"log: {log_path}\nrecord: {record_path}", flush=True)
 
 

@@ -8,6 +8,7 @@ import importlib
 _HOMES = {
     "ArchitectureBenchmark": "benchmark",
     "BenchmarkResult": "benchmark",
+    "QualityBenchmark": "quality",
     "BenchmarkConfig": "comparison",
     "compare_architectures": "comparison",
     "summarize": "comparison",

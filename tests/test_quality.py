@@ -1,0 +1,259 @@
+"""Scores of the loaded model equal those of lm-eval on the plain transformers model, item by item, in every engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from test_sandbox import REFUSED
+
+from zero_inference.architectures import QualityBenchmark
+from zero_inference.cli import main
+from zero_inference.distributed import Ranks
+from zero_inference.errors import RunError, UsageError
+from zero_inference.models.smollm2 import smollm2_checkpoint
+
+BATCH = 4
+WINDOW, STRIDE = 48, 20
+NEW_TOKENS = 12
+WAYS = {
+    "resident": ["--engine", "resident"],
+    "accelerate": ["--engine", "accelerate", "--cpu-offload"],
+    "cpu offload": ["--cpu-offload"],
+    "NVMe": ["--disk-offload"],
+    "stream": ["--engine", "stream", "--ring-depth", "3"],
+}
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Spain": "Madrid", "Egypt": "Cairo", "Russia": "Moscow",
+            "Greece": "Athens"}
+TEXT = ("The river was low that year, and the boats lay on the mud. " * 3
+        + "Nobody spoke of rain; everybody looked at the sky. " * 4)
+
+
+def hellaswag_items() -> list[dict]:
+    """15 beginnings with four endings of different lengths."""
+    draw = random.Random(5)
+    endings = ["pours the water into the cup.", "is a violin of the moon, seventeen at most and never blue.", "washes it.",
+               "flies over the roof with both hands, and the table follows it.", "sits down to eat.",
+               "reads the letter once more, slowly."]
+    who = ["A man", "The cook", "My sister"]
+    what = ["takes the bread out of the oven and", "opens the window and", "fills the kettle, waits until it boils, and",
+            "looks at the plate and", "comes in from the garden and"]
+    return [{"ctx": f"{one} {other}", "endings": draw.sample(endings, 4), "label": draw.randrange(4)}
+            for one in who for other in what]
+
+
+def mmlu_items() -> list[dict]:
+    """Questions answered by a letter (one token: four share a forward), by a word, and by what looks like a date."""
+    draw = random.Random(6)
+    items = []
+    for country, city in CAPITALS.items():
+        choices = draw.sample(sorted(set(CAPITALS.values()) - {city}), 3) + [city]
+        draw.shuffle(choices)
+        question = f"What is the capital of {country}?"
+        letters = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", choices))
+        items.append({"prompt": f"{question}{letters}\nAnswer:", "choices": list("ABCD"), "answer": choices.index(city)})
+        items.append({"prompt": f"{question}\nAnswer:", "choices": choices, "answer": choices.index(city)})
+    items.append({"prompt": "The second world war in Europe ended on",
+                  "choices": ["1945-05-08", "1944-06-06", "1939-09-01", "1918-11-11"], "answer": 0})
+    return items
+
+
+def problems() -> list[dict]:
+    """Three, so that two ranks have unequal work; 1 is what any body passes."""
+    prompt = 'def {name}(a, b):\n    """{says}"""\n    return'
+    return [{"prompt": prompt.format(name="add", says="Add the two numbers."), "entry_point": "add",
+             "test": "def check(f):\n    assert f(2, 3) == 5"},
+            {"prompt": "import math\n\n" + prompt.format(name="anything", says="Return anything at all."),
+             "entry_point": "anything", "test": "def check(f):\n    pass"},
+            {"prompt": prompt.format(name="impossible", says="Return a number that is larger than itself."),
+             "entry_point": "impossible", "test": "def check(f):\n    assert f(1, 2) > f(1, 2)"}]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, items in (("hellaswag", hellaswag_items()), ("mmlu", mmlu_items()), ("humaneval", problems())):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (folder / "perplexity.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(data):
+    """What lm-eval says of plain transformers: task -> log-likelihoods, acc and acc_norm of each item; and its perplexity."""
+    from lm_eval import evaluator
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2_checkpoint()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=BATCH)
+    tasks = {}
+    for name, text, choices, target in (("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"),
+                                        ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}")):
+        tasks[name] = ConfigurableTask(config={
+            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data / f"{name}.jsonl")}},
+            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": text, "doc_to_choice": choices,
+            "doc_to_target": target, "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
+                                                     for metric in ("acc", "acc_norm")]})
+    found = evaluator.evaluate(lm, tasks, bootstrap_iters=0)
+    answers = {name: [([float(answer[0]) for answer in sample["filtered_resps"]], sample["acc"], sample["acc_norm"])
+                      for sample in found["samples"][name]] for name in tasks}
+    return answers | {"scores": found["results"], "completions": plain_completions(model, lm.tokenizer),
+                      "text": {window: plain_log_likelihoods(model, lm.tokenizer, window, stride)
+                               for window, stride in ((WINDOW, STRIDE), (1024, 512))}}
+
+
+def plain_completions(model, tokenizer) -> list[str]:
+    """What `generate` makes of each problem alone, up to the first sign that the function has ended."""
+    texts = []
+    for problem in problems():
+        ids = tokenizer(problem["prompt"], return_tensors="pt")
+        new = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids["input_ids"].shape[1]:]
+        text = tokenizer.decode(new, skip_special_tokens=True)
+        for stop in ("\nclass", "\ndef", "\n#", "\nif", "\nprint"):
+            text = text.split(stop)[0]
+        texts.append(text)
+    return texts
+
+
+def plain_log_likelihoods(model, tokenizer, window: int, stride: int) -> torch.Tensor:
+    """Of each token of TEXT, seen through windows: slices of the plain model's logits, computed without lm-eval."""
+    tokens = [tokenizer.bos_token_id] + tokenizer(TEXT)["input_ids"]
+    values, done = [], 1
+    while done < len(tokens):
+        new = min(window if done == 1 else stride, len(tokens) - done)
+        end = done + new
+        ids = torch.tensor([tokens[max(0, end - 1 - window):end - 1]])
+        with torch.no_grad():
+            scores = model(ids).logits[0, -new:].log_softmax(-1)
+        values.append(scores.gather(1, torch.tensor(tokens[done:end])[:, None])[:, 0])
+        done = end
+    return torch.cat(values)
+
+
+def options(data, items, *more) -> list[str]:
+    code = [] if REFUSED else ["--allow-code-execution", "--humaneval-tokens", str(NEW_TOKENS)]
+    tasks = f"hellaswag,mmlu,perplexity{'' if REFUSED else ',humaneval'}"
+    return ["--model", "smollm2-135m", "--dtype", "float32", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
+            "--warmup", "0", "--quality", tasks, "--quality-data", str(data), "--quality-batch-size", str(BATCH),
+            "--quality-items", str(items), *code, *map(str, more)]
+
+
+def check_against(expected, record: dict, items_file, window: int, stride: int) -> None:
+    items = [json.loads(line) for line in items_file.read_text().splitlines()]
+    for task in ("hellaswag", "mmlu"):
+        mine = [item for item in items if item["task"] == task]
+        assert [item["item"] for item in mine] == list(range(len(expected[task])))
+        for item, (values, acc, acc_norm) in zip(mine, expected[task]):
+            assert item["log_likelihoods"] == pytest.approx(values, abs=2e-3, rel=1e-4)
+            assert item["correct"] == acc and item.get("correct_norm", acc_norm) == acc_norm
+        scores, theirs = record["quality"][task], expected["scores"][task]
+        assert scores["accuracy"] == pytest.approx(theirs["acc,none"]) and scores["total"] == len(mine)
+        p, n = scores["accuracy"], len(mine)
+        assert 0 < p < 1 and scores["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / (n - 1)))
+        assert scores["outcomes"].count("1") == scores["correct"] == round(p * n) and len(scores["outcomes"]) == n
+    assert record["quality"]["hellaswag"]["acc_norm"] == pytest.approx(expected["scores"]["hellaswag"]["acc_norm,none"])
+    text, values = record["quality"]["perplexity"], expected["text"][window]
+    assert (text["tokens"], text["window"], text["stride"]) == (len(values), window, stride)
+    assert text["windows"] == 1 + max(0, math.ceil((text["tokens"] - window) / stride))
+    assert text["perplexity"] == pytest.approx(math.exp(-values.mean().item()), rel=1e-4)
+    assert text["stderr"] is None if text["windows"] == 1 else text["stderr"] > 0
+    if not REFUSED:
+        written = [item["samples"][0] for item in items if item["task"] == "humaneval"]
+        assert [one["completion"] for one in written] == expected["completions"]
+        assert written[1]["verdict"] == "passed" and "AssertionError" in written[2]["verdict"]
+        scores = record["quality"]["humaneval"]
+        assert scores["problems"] == 3 and scores["n"] == 1 and scores["k"] == [1]
+        assert scores["pass_at_k"]["1"] == sum(scores["passed"]) / 3 == sum(one["verdict"] == "passed" for one in written) / 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scores_equal_lm_eval_on_the_plain_model(way, data, expected, tmp_path, capfd):
+    more = [*WAYS[way], "--perplexity-window", WINDOW, "--perplexity-stride", STRIDE, "--log-file", tmp_path / "run.log"]
+    if way == "NVMe":
+        more += ["--offload-dir", tmp_path / "offload"]
+    assert main(["run_model.py", *options(data, tmp_path / "items", *more)]) == 0
+    check_against(expected, json.loads((tmp_path / "run.jsonl").read_text()), tmp_path / "items", WINDOW, STRIDE)
+    printed = capfd.readouterr().out
+    assert "hellaswag: accuracy" in printed and "acc_norm" in printed and "mmlu: accuracy" in printed and "stride 20" in printed
+
+
+@pytest.mark.parametrize("way", ["cpu offload", "stream"])
+def test_two_ranks_score_as_one(way, data, expected, run_model, tmp_path):
+    """The shares need different numbers of forwards: four letters share one, and the text is one window, for the first rank."""
+    done = run_model(*options(data, tmp_path / "items", "--batch-size", 2, *WAYS[way]), launcher="torchrun", ranks=2)
+    assert done.code == 0, done.stderr
+    assert done.record["world_size"] == 2
+    check_against(expected, done.record, tmp_path / "items", 1024, 512)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2_checkpoint()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def test_quality_benchmark_gives_the_same_scores(plain, expected):
+    benchmark = QualityBenchmark(*plain, batch_size=BATCH)
+    scores = benchmark.evaluate_task("hellaswag", hellaswag_items())
+    theirs = expected["scores"]["hellaswag"]
+    assert (scores["accuracy"], scores["acc_norm"]) == pytest.approx((theirs["acc,none"], theirs["acc_norm,none"]))
+    assert {"accuracy", "stderr", "correct", "total"} <= scores.keys()
+    import pandas
+
+    correct = benchmark.evaluate_task("mmlu", pandas.DataFrame(mmlu_items()))["correct"]
+    assert correct == sum(acc for _, acc, _ in expected["mmlu"])
+
+
+def test_quality_benchmark_refuses_what_it_cannot_do(plain):
+    model, tokenizer = plain
+    with pytest.raises(ValueError, match="arc.*mmlu, hellaswag, humaneval, perplexity"):
+        QualityBenchmark(model, tokenizer).evaluate_task("arc", [])
+    with pytest.raises(UsageError, match="no mmlu items"):
+        QualityBenchmark(model, tokenizer).evaluate_task("mmlu", [])
+    with pytest.raises(UsageError, match="item 1: no field label"):
+        rows = [hellaswag_items()[0], {"ctx": "a", "endings": list("abcd")}]
+        QualityBenchmark(model, tokenizer).evaluate_task("hellaswag", rows)
+    with pytest.raises(UsageError, match="allow_code_execution"):
+        QualityBenchmark(model, tokenizer).evaluate_task("humaneval", [{"prompt": "a", "test": "b", "entry_point": "c"}])
+    with pytest.raises(UsageError, match="tokenizer"):
+        QualityBenchmark(model, None)
+    with pytest.raises(ValueError, match="k = 5 with n = 1"):
+        QualityBenchmark(model, tokenizer, ks=(5,))
+
+
+def test_published_hellaswag_columns_are_read_in_lm_evals_way():
+    from zero_inference.quality.data import check_items
+    from zero_inference.quality.harness import choice_docs
+
+    row = {"ctx": "raw [header] text", "ctx_a": "[header] How to sit [title] Find a  chair.", "ctx_b": "then you", "label": "2",
+           "activity_label": "Sitting", "endings": ["[step] sit.", "stand.", "run.", "fly."], "split": "val"}
+    (item,) = check_items("hellaswag", [("row", row)])
+    assert choice_docs("hellaswag", [item]) == [
+        {"query": "Sitting: How to sit. Find a chair. Then you", "choices": [" sit.", "stand.", "run.", "fly."], "gold": 2}]
+
+
+def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
+    model, tokenizer = plain
+    monkeypatch.setattr(model, "lm_head", torch.nn.Linear(576, model.config.vocab_size).requires_grad_(False))
+    model.lm_head.weight.fill_(float("nan"))
+    for task, items in (("mmlu", mmlu_items()[:2]), ("perplexity", [{"text": TEXT}])):
+        with pytest.raises(RunError, match=f"{task}.*--dtype"):
+            QualityBenchmark(model, tokenizer).evaluate_task(task, items)
+
+
+def test_ranks_join_shares_in_the_order_of_the_items():
+    from zero_inference.quality.evaluate import _joined
+
+    class Three(Ranks):
+        def gather_objects(self, value):
+            return [[0, 3, 6], [1, 4], [2, 5]]
+
+    assert _joined([], Three(0, 3, 0, 3, torch.device("cpu"))) == list(range(7))

