@@ -257,3 +257,16 @@ def test_ranks_join_shares_in_the_order_of_the_items():
             return [[0, 3, 6], [1, 4], [2, 5]]
 
     assert _joined([], Three(0, 3, 0, 3, torch.device("cpu"))) == list(range(7))
+
+
+def test_a_score_that_cannot_be_had_keeps_the_timings(data, tmp_path, monkeypatch, capfd):
+    from zero_inference import run as run_module
+
+    def failing(*args):
+        raise ValueError("no score")
+
+    monkeypatch.setattr(run_module, "_quality", failing)
+    assert main(["run_model.py", "--model", "smollm2-135m", "--engine", "resident", "--prompt-len", "8", "--gen-len", "3", "--loops", "1",
+                 "--quality", "mmlu", "--quality-data", str(data), "--log-file", str(tmp_path / "run.log")]) == 1
+    record = json.loads((tmp_path / "run.jsonl").read_text())
+    assert record["status"] == "failed" and "no score" in record["error"] and record["decode_latency_s"] > 0

@@ -92,13 +92,14 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     def record_failure(reason: str) -> str:
         reason += f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
         if watch.claims_failure():
-            append_record(record_path, asked | {"status": "failed", "error": reason})
+            append_record(record_path, asked | measured | {"status": "failed", "error": reason})
         return reason
 
+    measured: dict[str, Any] = {}
     watch = PeerWatch(ranks, record_failure)
     watch.start()
     try:
-        measured, measurement, facts = _load_and_measure(config, spec, ranks, ids, progress, questions, tokenizer)
+        measurement, facts = _load_and_measure(config, spec, ranks, ids, progress, questions, tokenizer, measured)
         ranks.barrier()
     except UsageError:
         watch.stop(failed=True)
@@ -128,7 +129,8 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
 
 
 def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress,
-                      questions: dict[str, list[dict]], tokenizer):
+                      questions: dict[str, list[dict]], tokenizer, measured: dict[str, Any]):
+    """Load, time and score; fills `measured` on the way, so that what is known stays known if a later part fails."""
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
     advance = progress.loading(parameter_bytes(empty_model(spec)))
@@ -149,11 +151,11 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         if measurement.warmed_up is False:
             progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
                          f"{config.warmup_spread:.0%}")
-        measured = _results(config, spec, ranks, loaded, measurement, rates) | {"model_bytes": full_bytes, "load_s": load_s}
+        measured.update(_results(config, spec, ranks, loaded, measurement, rates), model_bytes=full_bytes, load_s=load_s)
         if config.trace:
             measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
         measured["quality"] = _quality(config, loaded, ranks, progress, questions, tokenizer) if questions else None
-        return measured, measurement, dict(loaded.facts)
+        return measurement, dict(loaded.facts)
     finally:
         loaded.close()
 
