@@ -79,7 +79,7 @@ def _load(say: Callable[[str], None]) -> str | None:
                 torch.ops.load_library(str(folder / f"{name}.so"))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
         reason = _in_one_line(error)
-        say(f"warning: the CUDA kernels could not be compiled, the slower PyTorch unpacking is used: {reason}")
+        say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
         return reason
     return None
 
