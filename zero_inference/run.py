@@ -49,7 +49,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _check_launch(config, ranks)
     spec = resolve_model(config, ranks.device.type)
     _check_lengths(config, spec)
-    refuse_norm_kernels(config.norm_kernels, spec.text_config.model_type)
+    refuse_norm_kernels(config.norm_kernels, spec.config.model_type)
     if config.kv_offload:
         check_layer_types(spec.config)
     if not config.dry_run:
@@ -119,7 +119,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
 def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress):
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
-    no_kernels = prepare_norm_kernels(config.norm_kernels, spec.text_config.model_type, ranks.device, spec.dtype,
+    no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
                                       spec.text_config.hidden_size, progress.say)
     advance = progress.loading(full_bytes // 2 * spec.dtype.itemsize)
     with redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
