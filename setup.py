@@ -1,5 +1,5 @@
-"""The CUDA sources travel inside the package, as `zero_inference.csrc`, and so does the library compiled of them where that can be
-done now; everything else is in pyproject.toml.
+"""The CUDA sources travel inside the package, as `zero_inference.csrc`, and so does the library compiled of them where that can
+be done now; everything else is in pyproject.toml.
 
 ZERO_INFERENCE_BUILD_CUDA=0 compiles nothing, 1 fails where it cannot be compiled, auto (the default) then installs without: the
 library is compiled at first use, or PyTorch does its work.
@@ -43,8 +43,8 @@ class BuildWithKernels(build_py):
             return
         # -I: pip builds in an environment of its own, and the torch that counts is the one beside it
         folder = Path(self.build_lib).absolute() / "zero_inference" / "prebuilt"
-        done = subprocess.run([sys.executable, "-I", "-c", BUILD, str(Path("zero_inference/extension.py").absolute()), str(folder)],
-                              stderr=subprocess.PIPE, text=True)
+        code = str(Path("zero_inference/extension.py").absolute())
+        done = subprocess.run([sys.executable, "-I", "-c", BUILD, code, str(folder)], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             if wanted == "1":
@@ -65,9 +65,11 @@ class WheelOfThisPlatform(bdist_wheel):
         return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 
 
+OF_FOLDERS = {f"zero_inference.{source.replace('/', '.')}": source for source in SOURCES}
+
 setup(
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfThisPlatform},
-    packages=find_packages(include=["zero_inference", "zero_inference.*"]) + [f"zero_inference.{s.replace('/', '.')}" for s in SOURCES],
-    package_dir={f"zero_inference.{s.replace('/', '.')}": s for s in SOURCES},
-    package_data={"zero_inference.models": ["presets/*.json"], **{f"zero_inference.{s.replace('/', '.')}": ["*.cu", "*.cuh", "*.h"] for s in SOURCES}},
+    packages=find_packages(include=["zero_inference", "zero_inference.*"]) + list(OF_FOLDERS),
+    package_dir=OF_FOLDERS,
+    package_data={"zero_inference.models": ["presets/*.json"], **{package: ["*.cu", "*.cuh", "*.h"] for package in OF_FOLDERS}},
 )

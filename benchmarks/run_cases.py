@@ -78,7 +78,8 @@ def check(case, dtype, device: str = "cuda", sizes=CHECKED) -> None:
     for batch, length, hidden in sizes:
         errors = calculate_diff(case, bs=batch, sl=length, hidden_size=hidden, dtype=dtype, eps=EPS, device=device)
         worst = max(errors, key=errors.get)
-        print(f"{case.name} {dtype_name(dtype)} at {batch} x {length} x {hidden}: right, largest error {errors[worst]:.1e} ({worst})")
+        print(f"{case.name} {dtype_name(dtype)} at {batch} x {length} x {hidden}: right, "
+              f"largest error {errors[worst]:.1e} ({worst})")
 
 
 def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, int]]:
@@ -100,7 +101,8 @@ def measure(case, name: str, dtype, args: argparse.Namespace) -> None:
               "bwd": (bench.make_bwd_benchmark_for_case, bench.make_bwd_benchmark_plot_for_case)}
     for direction, (table, plot) in makers.items():
         file = f"{case.name}-{name}-{direction}-{'plot' if args.plot else 'perf'}"
-        benchmark = (plot if args.plot else table)(case=case, configs=configs, plot_name=file, dtype=dtype, eps=EPS, peers=args.peers)
+        make = plot if args.plot else table
+        benchmark = make(case=case, configs=configs, plot_name=file, dtype=dtype, eps=EPS, peers=args.peers)
         benchmark.run(print_data=True, save_path=str(folder))
         for left_over in (folder / f"{file}.png", folder / "results.html"):  # perf_report's own drawing knows one size only
             left_over.unlink(missing_ok=True)

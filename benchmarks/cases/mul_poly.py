@@ -18,7 +18,8 @@ class MulPolyCase(DiffCase):
         torch.manual_seed(0)
         return {"x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
                 "mul": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "weight": random_tensor(3, dtype=dtype, device=device), "bias": random_tensor(1, dtype=dtype, device=device), "eps": eps}
+                "weight": random_tensor(3, dtype=dtype, device=device),
+                "bias": random_tensor(1, dtype=dtype, device=device), "eps": eps}
 
     def make_naive(self, inputs):
         return fused_mul_poly_norm_ref

@@ -37,14 +37,14 @@ def make_bwd_benchmark_for_case(*, case: DiffCase, configs: list[Config], plot_n
     return _table(case, configs, plot_name, Times(case, dtype, eps, peers, backward=True))
 
 
-def make_fwd_benchmark_plot_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype, eps: float = 1e-6,
-                                     peers: bool = False):
+def make_fwd_benchmark_plot_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype,
+                                     eps: float = 1e-6, peers: bool = False):
     """Speedups over naive by sequence length: one line a provider."""
     return _speedups(case, configs, plot_name, Times(case, dtype, eps, peers, backward=False))
 
 
-def make_bwd_benchmark_plot_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype, eps: float = 1e-6,
-                                     peers: bool = False):
+def make_bwd_benchmark_plot_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype,
+                                     eps: float = 1e-6, peers: bool = False):
     """The same of the backward pass."""
     return _speedups(case, configs, plot_name, Times(case, dtype, eps, peers, backward=True))
 
@@ -67,9 +67,9 @@ class Times:
 
     def of(self, config: Config, provider: str) -> float:
         """Median microseconds."""
-        from triton.testing import do_bench
-
         if (config, provider) not in self.us:
+            from triton.testing import do_bench
+
             call = self.call(config, provider)
             self.us[config, provider] = do_bench(call, return_mode="median") * 1e3
             if self.us[config, provider] < GRAPH_BELOW_US:
@@ -81,7 +81,7 @@ class Times:
 
         torch.cuda.synchronize()
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):  # a backward pass runs where its forward ran, and that has to be captured
+            with torch.cuda.stream(torch.cuda.Stream()):  # a backward pass runs on its forward's stream
                 return do_bench_cudagraph(self.call(config, provider), return_mode="median") * 1e3
         except RuntimeError as error:
             print(f"note: no CUDA-graph time of {provider} at {config}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
@@ -185,7 +185,8 @@ def draw_speedups(times: Times, configs: list[Config], title: str, path: Path) -
     for provider in times.providers:
         if provider != "naive":
             speedups = [times.of(config, "naive") / times.of(config, provider) for config in configs]
-            axes.plot(lengths, speedups, marker="o", label=f"{LINE_NAMES[provider]} (geometric mean {geometric_mean(speedups):.2f}x)")
+            label = f"{LINE_NAMES[provider]} (geometric mean {geometric_mean(speedups):.2f}x)"
+            axes.plot(lengths, speedups, marker="o", label=label)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])

@@ -89,12 +89,14 @@ def calculate_diff(case: DiffCase, *, bs: int, sl: int, hidden_size: int, dtype:
     pairs = [(f"output {index}", *pair) for index, pair in enumerate(zip(found, expected))]
     pairs += [(f"gradient of {name}", *pair) for name, *pair in zip(names, found_grads, expected_grads)]
     for name, here, there in pairs:
+        here, there = here.detach(), there.detach()
         difference = (here.double() - there).abs()
         scale = there.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         errors[name] = float(difference.max() / scale)
         if not bool((difference <= atol * scale + rtol * there.abs()).all()):  # nan too
             where = f"batch {bs}, sequence {sl}, hidden {hidden_size}, {dtype_name(dtype)}"
-            raise WrongResult(f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value ({where}; allowed {atol:.0e})")
+            raise WrongResult(f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value "
+                              f"({where}; allowed {atol:.0e})")
     return errors
 
 

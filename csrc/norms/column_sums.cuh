@@ -12,8 +12,8 @@ constexpr int kRowLanes = 16;     // threads that share a column
 
 // partial float32 [parts, columns * (second ? 2 : 1)] -> first [columns], second [columns].
 template <typename T>
-__global__ void __launch_bounds__(kColumnLanes* kRowLanes)
-sum_columns(const float* partial, int64_t parts, int64_t columns, T* first, T* second) {
+__global__ void __launch_bounds__(kColumnLanes * kRowLanes)
+    sum_columns(const float* partial, int64_t parts, int64_t columns, T* first, T* second) {
   float* shared = reinterpret_cast<float*>(dynamic_shared());
   const int lane = threadIdx.x % kColumnLanes;
   const int part_lane = threadIdx.x / kColumnLanes;
@@ -36,8 +36,8 @@ sum_columns(const float* partial, int64_t parts, int64_t columns, T* first, T* s
 template <typename T>
 void launch_sum_columns(const float* partial, int64_t parts, int64_t columns, T* first, T* second, const Device& device) {
   const int64_t width = second == nullptr ? columns : 2 * columns;
-  launch(sum_columns<T>, dim3(divided_up(width, kColumnLanes)), kColumnLanes * kRowLanes, kColumnLanes * kRowLanes * 4, device, partial,
-         parts, columns, first, second);
+  launch(sum_columns<T>, dim3(divided_up(width, kColumnLanes)), kColumnLanes * kRowLanes, kColumnLanes * kRowLanes * 4, device,
+         partial, parts, columns, first, second);
 }
 
 }  // namespace zero_inference::norms

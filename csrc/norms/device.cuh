@@ -105,8 +105,8 @@ struct Chunk {
 template <int kThreads, int kCount>
 constexpr int kSumScratch = kThreads > kWarp ? 2 * kCount * (kThreads / kWarp) : 0;
 
-// Sums of kCount values over the kThreads threads of a row, in every one of them and with the same bits: a butterfly adds the same
-// pairs in every lane. `turn` alternates between 0 and 1 from call to call; all threads of the block call this together.
+// Sums of kCount values over the kThreads threads of a row, in every one of them and with the same bits: a butterfly adds the
+// same pairs in every lane. `turn` alternates between 0 and 1 from call to call; all threads of the block call this together.
 template <int kThreads, int kCount>
 __device__ __forceinline__ void row_sum(float (&value)[kCount], float* scratch, int& turn) {
 #pragma unroll

@@ -31,7 +31,8 @@ struct Device {
 };
 
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, const Device& device, Arguments... arguments) {
+void launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, const Device& device,
+            Arguments... arguments) {
   kernel<<<grid, threads, shared_bytes, device.stream>>>(arguments...);
   check_cuda(cudaGetLastError());
 }

@@ -8,8 +8,8 @@ namespace {
 
 using namespace zero_inference::norms;
 
-void forward(Call& call, const Tensor& x, const Tensor* residual, const Tensor& weight, const Tensor& bias, double eps, Tensor& out,
-             Tensor* sum) {
+void forward(Call& call, const Tensor& x, const Tensor* residual, const Tensor& weight, const Tensor& bias, double eps,
+             Tensor& out, Tensor* sum) {
   const int64_t numel = call.rows * call.columns;
   const void* values = call.input("x", x, numel);
   const void* added = residual == nullptr ? nullptr : call.input("residual", *residual, numel);
@@ -47,8 +47,8 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residua
   return {out, sum};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_sum, const Tensor& x,
-                                                       const Tensor& weight, double eps) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const std::optional<Tensor>& grad_sum,
+                                                       const Tensor& x, const Tensor& weight, double eps) {
   Call call("layer_norm_backward", x);
   const int64_t numel = call.rows * call.columns;
   const void* grads = call.input("grad", grad, numel);

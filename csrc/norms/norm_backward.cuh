@@ -3,8 +3,8 @@
 //   rms:    dx = s (m - n mean(m n))                 dweight = sum over rows of grad n
 //   layer:  dx = s (m - mean(m) - n mean(m n))       and dbias = sum over rows of grad
 //
-// and of a fused sum, whose own gradient is added to dx. Nothing is kept from the forward pass: the row is read anyway. In rows of
-// one element rms's difference would be all rounding error; there 1 - n^2 = eps s^2, so that dx = eps s^3 m.
+// and of a fused sum, whose own gradient is added to dx. Nothing is kept from the forward pass: the row is read anyway. In rows
+// of one element rms's difference would be all rounding error; there 1 - n^2 = eps s^2, so that dx = eps s^3 m.
 #pragma once
 
 #include "column_sums.cuh"
@@ -305,7 +305,8 @@ void launch_norm_backward_loop(NormBackward<T>& a, const Device& device, Allocat
   const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
   constexpr int kShared = (kSumScratch<kLoopThreads, 1> + kSumScratch<kLoopThreads, kNormSums<kLayer>>) * 4;
   launch(norm_backward_loop<T, kVec, kLayer>, grid, kLoopThreads, kShared, device, a);
-  launch(norm_weight_parts<T, kVec, kLayer>, dim3(divided_up(a.columns, kLoopThreads * kVec), parts), kLoopThreads, 0, device, a);
+  launch(norm_weight_parts<T, kVec, kLayer>, dim3(divided_up(a.columns, kLoopThreads * kVec), parts), kLoopThreads, 0, device,
+         a);
   launch_sum_columns(a.partial, parts, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
 }
 
@@ -317,8 +318,8 @@ void norm_backward(NormBackward<T> a, const Device& device, Allocate allocate) {
     launch_sum_columns<T>(nullptr, 0, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
     return;
   }
-  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.grad) && aligned(a.grad_sum) && aligned(a.weight) &&
-                       aligned(a.grad_x);
+  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.grad) && aligned(a.grad_sum) &&
+                       aligned(a.weight) && aligned(a.grad_x);
   if (vectors && (a.grad_sum != nullptr ? launch_norm_backward_rows<T, kLayer, true>(a, device, allocate)
                                         : launch_norm_backward_rows<T, kLayer, false>(a, device, allocate)))
     return;

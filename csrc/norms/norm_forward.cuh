@@ -200,13 +200,15 @@ template <typename T, bool kLayer>
 void norm_forward(const NormForward<T>& a, const Device& device) {
   if (a.rows == 0 || a.columns == 0) return;
   const bool add = a.residual != nullptr;
-  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.residual) && aligned(a.weight) && aligned(a.bias) &&
-                       aligned(a.out) && aligned(a.sum);
-  if (vectors && (add ? launch_norm_forward_rows<T, kLayer, true>(a, device) : launch_norm_forward_rows<T, kLayer, false>(a, device)))
+  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.residual) && aligned(a.weight) &&
+                       aligned(a.bias) && aligned(a.out) && aligned(a.sum);
+  if (vectors &&
+      (add ? launch_norm_forward_rows<T, kLayer, true>(a, device) : launch_norm_forward_rows<T, kLayer, false>(a, device)))
     return;
   const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
   constexpr int kShared = kSumScratch<kLoopThreads, 1> * 4;
-  launch(vectors ? norm_forward_loop<T, kVector<T>, kLayer> : norm_forward_loop<T, 1, kLayer>, grid, kLoopThreads, kShared, device, a);
+  launch(vectors ? norm_forward_loop<T, kVector<T>, kLayer> : norm_forward_loop<T, 1, kLayer>, grid, kLoopThreads, kShared,
+         device, a);
 }
 
 }  // namespace zero_inference::norms

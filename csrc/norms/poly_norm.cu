@@ -54,9 +54,10 @@ Tensor poly_norm(const Tensor& x, const std::optional<Tensor>& mul, const Tensor
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> poly_norm_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& mul,
-                                                              const Tensor& weight, const Tensor& bias,
-                                                              const std::optional<Tensor>& offsets, double eps) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> poly_norm_backward(const Tensor& grad, const Tensor& x,
+                                                              const std::optional<Tensor>& mul, const Tensor& weight,
+                                                              const Tensor& bias, const std::optional<Tensor>& offsets,
+                                                              double eps) {
   Call call("poly_norm_backward", x);
   const Inputs inputs = inputs_of(call, x, mul, weight, bias, offsets);
   const void* grads = call.input("grad", grad, call.rows * call.columns);

@@ -5,8 +5,8 @@
 //   dx = sum_p c_p r_p p x^(p-1) (h - x^p r_p^2 S_p / D)      dmul = grad * poly
 //   dc_p = sum over rows of r_p S_p                           db = sum of h
 //
-// (by differentiating N(x^p); checked against autograd in tests/test_norms_reference.py). All sums of a row take one pass. In rows
-// of one element the difference would be all rounding error; there it is h eps r_p^2.
+// (by differentiating N(x^p); checked against autograd in tests/test_norms_reference.py). All sums of a row take one pass. In
+// rows of one element the difference would be all rounding error; there it is h eps r_p^2.
 #pragma once
 
 #include "rows.cuh"
@@ -18,9 +18,9 @@ constexpr int kSegmentThreads = 1024;  // of a block that sums the weight gradie
 template <typename T>
 struct Poly {
   const T* x;
-  const T* mul;  // null: 1
-  const T* weight;  // [experts, 3]
-  const T* bias;    // [experts]
+  const T* mul;            // null: 1
+  const T* weight;         // [experts, 3]
+  const T* bias;           // [experts]
   const int32_t* offsets;  // [experts] inclusive ends; null: one expert has all rows
   T* out;
   const T* grad;  // from here on of the backward pass
@@ -28,7 +28,8 @@ struct Poly {
   T* grad_mul;
   T* grad_weight;
   T* grad_bias;
-  float4* sums;  // [rows] with experts, else [blocks * rows of a block]: gradients of the weights in their order, then of the bias
+  float4*
+      sums;  // [rows] with experts, else [blocks * rows of a block]: gradients of the weights in their order, then of the bias
   int64_t rows;
   int columns;
   int experts;
@@ -58,7 +59,8 @@ __device__ __forceinline__ int expert_of(const int32_t* offsets, int experts, in
 template <typename T>
 __device__ __forceinline__ PolyWeights weights_of(const Poly<T>& a, int expert) {
   const T* weight = a.weight + 3 * static_cast<int64_t>(expert);
-  return {Element<T>::load(weight[0]), Element<T>::load(weight[1]), Element<T>::load(weight[2]), Element<T>::load(a.bias[expert])};
+  return {Element<T>::load(weight[0]), Element<T>::load(weight[1]), Element<T>::load(weight[2]),
+          Element<T>::load(a.bias[expert])};
 }
 
 // poly(x) = ((cube x + square) x + line) x + bias, with the scales of the row in the coefficients.
@@ -66,7 +68,9 @@ __device__ __forceinline__ PolyWeights scaled(const PolyWeights& weights, float 
   return {weights.cube * scale3, weights.square * scale2, weights.line * scale1, weights.bias};
 }
 
-__device__ __forceinline__ float poly_of(const PolyWeights& c, float x) { return ((c.cube * x + c.square) * x + c.line) * x + c.bias; }
+__device__ __forceinline__ float poly_of(const PolyWeights& c, float x) {
+  return ((c.cube * x + c.square) * x + c.line) * x + c.bias;
+}
 
 // Sums of x^2, x^4, x^6.
 __device__ __forceinline__ void add_powers(float* total, float x) {
@@ -186,7 +190,8 @@ __device__ __forceinline__ void add_poly_sums(float (&total)[kPolySums], float x
   total[6] += h;
 }
 
-__device__ __forceinline__ PolyRow poly_row(const PolyWeights& weights, const float (&total)[kPolySums], float count, float eps) {
+__device__ __forceinline__ PolyRow poly_row(const PolyWeights& weights, const float (&total)[kPolySums], float count,
+                                            float eps) {
   const float scale1 = rsqrtf(total[0] / count + eps);
   const float scale2 = rsqrtf(total[1] / count + eps);
   const float scale3 = rsqrtf(total[2] / count + eps);
@@ -331,7 +336,7 @@ __global__ void __launch_bounds__(kLoopThreads) poly_backward_loop(const Poly<T>
 // One block an expert: sums[begin, end) in a fixed order.
 template <typename T>
 __global__ void __launch_bounds__(kSegmentThreads)
-sum_segments(const float4* sums, int64_t rows, const int32_t* offsets, T* grad_weight, T* grad_bias) {
+    sum_segments(const float4* sums, int64_t rows, const int32_t* offsets, T* grad_weight, T* grad_bias) {
   float* scratch = reinterpret_cast<float*>(dynamic_shared());
   int turn = 0;
   const int expert = blockIdx.x;
@@ -355,8 +360,8 @@ sum_segments(const float4* sums, int64_t rows, const int32_t* offsets, T* grad_w
 
 template <typename T>
 bool poly_vectors(const Poly<T>& a) {
-  return a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.mul) && aligned(a.out) && aligned(a.grad) && aligned(a.grad_x) &&
-         aligned(a.grad_mul);
+  return a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.mul) && aligned(a.out) && aligned(a.grad) &&
+         aligned(a.grad_x) && aligned(a.grad_mul);
 }
 
 template <typename T, bool kMul>
@@ -377,7 +382,8 @@ template <typename T>
 void poly_forward(const Poly<T>& a, const Device& device) {
   if (a.rows == 0 || a.columns == 0) return;
   const bool vectors = poly_vectors(a);
-  if (vectors && (a.mul != nullptr ? launch_poly_forward_rows<T, true>(a, device) : launch_poly_forward_rows<T, false>(a, device)))
+  if (vectors &&
+      (a.mul != nullptr ? launch_poly_forward_rows<T, true>(a, device) : launch_poly_forward_rows<T, false>(a, device)))
     return;
   const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
   constexpr int kShared = kSumScratch<kLoopThreads, 3> * 4;
@@ -418,8 +424,8 @@ void poly_backward(Poly<T> a, const Device& device, Allocate allocate) {
     }
   }
   if (a.experts > 0) {
-    launch(sum_segments<T>, dim3(a.experts), kSegmentThreads, kSumScratch<kSegmentThreads, 4> * 4, device, a.sums, sums, a.offsets,
-           a.grad_weight, a.grad_bias);
+    launch(sum_segments<T>, dim3(a.experts), kSegmentThreads, kSumScratch<kSegmentThreads, 4> * 4, device, a.sums, sums,
+           a.offsets, a.grad_weight, a.grad_bias);
   }
 }
 

@@ -8,8 +8,8 @@ namespace {
 
 using namespace zero_inference::norms;
 
-void forward(Call& call, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, double offset, bool round_first,
-             Tensor& out, Tensor* sum) {
+void forward(Call& call, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, double offset,
+             bool round_first, Tensor& out, Tensor* sum) {
   const int64_t numel = call.rows * call.columns;
   const void* values = call.input("x", x, numel);
   const void* added = residual == nullptr ? nullptr : call.input("residual", *residual, numel);

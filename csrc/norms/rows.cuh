@@ -1,4 +1,5 @@
-// Rows that pass through shared memory: persistent blocks, each thread fetching its own share of the next rows while it computes.
+// Rows that pass through shared memory: persistent blocks, each thread fetching its own share of the next rows while it
+// computes.
 //
 // A thread reads back only what it copied itself, so the ring needs no barrier, and a vector's place is refilled as soon as the
 // thread has used it. In flight are one to three rows a block whatever the registers hold, which the latency of HBM wants.
@@ -19,15 +20,17 @@ struct Shape {
   static constexpr int kThreads = kThreads_;
   static constexpr int kPer = kPer_;
   static constexpr int kTensors = kTensors_;
-  static constexpr int kVectors = kPer / kVector<T>;                    // of a thread and tensor
+  static constexpr int kVectors = kPer / kVector<T>;  // of a thread and tensor
   static constexpr int kBlock = kThreads > kWarp ? kThreads : 4 * kWarp;
-  static constexpr int kRows = kBlock / kThreads;                       // of a block at a time
+  static constexpr int kRows = kBlock / kThreads;  // of a block at a time
   static constexpr int kStageBytes = kTensors * kBlock * kVectors * 16;
   static constexpr int kStages = kStageBytes <= 16 << 10 ? 3 : 2 * kStageBytes <= kSharedBudget ? 2 : 1;
   static constexpr int kRingBytes = kStages * kStageBytes;
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kThreads; }
-  static __device__ __forceinline__ int64_t first_row() { return static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreads; }
+  static __device__ __forceinline__ int64_t first_row() {
+    return static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreads;
+  }
   static __device__ __forceinline__ int64_t row_stride() { return static_cast<int64_t>(gridDim.x) * kRows; }
   static __device__ __forceinline__ int column(int vector) { return (vector * kThreads + thread()) * kVector<T>; }
 };
@@ -69,7 +72,9 @@ struct RowRing {
   __device__ __forceinline__ uint4& at(int tensor, int vector) const { return *place(stage, tensor, vector); }
 
   // Behind the last use of a vector of `row`: the same place takes the row that comes kStages turns later.
-  __device__ __forceinline__ void refill(int64_t row, int vector) const { fetch(row + S::kStages * S::row_stride(), stage, vector); }
+  __device__ __forceinline__ void refill(int64_t row, int vector) const {
+    fetch(row + S::kStages * S::row_stride(), stage, vector);
+  }
 
   __device__ __forceinline__ void advance() {
     copy_commit();

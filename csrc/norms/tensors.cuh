@@ -37,13 +37,15 @@ class Call {
   }
 
   // A contiguous tensor of `numel` elements, kept until the call ends.
-  const void* input(const char* what, const Tensor& tensor, int64_t numel) { return input(what, tensor, numel, like_.scalar_type()); }
+  const void* input(const char* what, const Tensor& tensor, int64_t numel) {
+    return input(what, tensor, numel, like_.scalar_type());
+  }
 
   const void* input(const char* what, const Tensor& tensor, int64_t numel, ScalarType dtype) {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like_.get_device_index(), name_, ": ", what,
                     " must be on the CUDA device of x, index ", like_.get_device_index());
-    STD_TORCH_CHECK(tensor.scalar_type() == dtype, name_, ": ", what, " must be ", torch::headeronly::toString(dtype), ", found ",
-                    torch::headeronly::toString(tensor.scalar_type()));
+    STD_TORCH_CHECK(tensor.scalar_type() == dtype, name_, ": ", what, " must be ", torch::headeronly::toString(dtype),
+                    ", found ", torch::headeronly::toString(tensor.scalar_type()));
     STD_TORCH_CHECK(tensor.numel() == numel, name_, ": ", what, " must have ", numel, " elements, found ", tensor.numel());
     kept_.push_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor));
     return kept_.back().const_data_ptr();
@@ -73,7 +75,8 @@ class Call {
     const ScalarType dtype = like_.scalar_type();
     if (dtype == ScalarType::Half) return run(__half{});
     if (dtype == ScalarType::BFloat16) return run(__nv_bfloat16{});
-    STD_TORCH_CHECK(dtype == ScalarType::Float, name_, ": x must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
+    STD_TORCH_CHECK(dtype == ScalarType::Float, name_, ": x must be Half, BFloat16 or Float, found ",
+                    torch::headeronly::toString(dtype));
     run(float{});
   }
 

@@ -81,13 +81,16 @@ def find_fault(device: torch.device, dtype: torch.dtype, columns: int) -> str | 
     x, residual, weight, bias = rows(_CHECK_ROWS, columns), rows(_CHECK_ROWS, columns), rows(columns), rows(columns)
     total = x + residual
     there = [tensor.to(device) for tensor in (x, residual, weight, bias)]
+    total_there = total.to(device)
     wide, wide_weight, wide_bias = total.double(), weight.double(), bias.double()
     try:
-        found = {"rms_norm": (ops.rms_norm(total.to(device), there[2]), reference.rms_norm_ref(wide, wide_weight)),
-                 "fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[0], reference.rms_norm_ref(wide, wide_weight)),
-                 "layer_norm": (ops.layer_norm(total.to(device), *there[2:]), reference.layer_norm_ref(wide, wide_weight, wide_bias)),
-                 "fused_add_layer_norm": (ops.fused_add_layer_norm(*there)[0], reference.layer_norm_ref(wide, wide_weight, wide_bias)),
-                 "the fused sum": (ops.fused_add_rms_norm(*there[:3])[1], wide)}
+        rms = reference.rms_norm_ref(wide, wide_weight)
+        layer = reference.layer_norm_ref(wide, wide_weight, wide_bias)
+        found = {"rms_norm": (ops.rms_norm(total_there, there[2]), rms),
+                 "fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[0], rms),
+                 "the sum of fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[1], wide),
+                 "layer_norm": (ops.layer_norm(total_there, *there[2:]), layer),
+                 "fused_add_layer_norm": (ops.fused_add_layer_norm(*there)[0], layer)}
         for name, (here, expected) in found.items():
             error = float((here.cpu().double() - expected).norm() / expected.norm())
             if not error <= LARGEST_ERROR[dtype]:  # nan too

@@ -18,8 +18,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor weight, float eps, float weight_offset, bool round_first) -> Tensor",
-    "add_rms_norm": "(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset, bool round_first) -> (Tensor, Tensor)",
-    "rms_norm_backward": "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, float eps, float weight_offset) -> (Tensor, Tensor)",
+    "add_rms_norm": "(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset, bool round_first) "
+                    "-> (Tensor, Tensor)",
+    "rms_norm_backward": "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, float eps, float weight_offset) "
+                         "-> (Tensor, Tensor)",
     "layer_norm": "(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor",
     "add_layer_norm": "(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)",
     "layer_norm_backward": "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
@@ -79,7 +81,8 @@ def fused_mul_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, ep
     return _OPS.poly_norm(x, mul, weight, bias, None, eps)
 
 
-def fused_mul_grouped_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor, eps: float = 1e-6) -> Tensor:
+def fused_mul_grouped_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor,
+                                eps: float = 1e-6) -> Tensor:
     """fused_mul_poly_norm with weights of each row's expert, for rows sorted by expert.
 
     Args:
@@ -102,7 +105,8 @@ def _check(x: Tensor, weights: dict[str, Tensor], like_x: dict[str, Tensor]) -> 
         raise ValueError(f"x must be float16, bfloat16 or float32, found {_short(x.dtype)} of shape {list(x.shape)}")
     for name, tensor in weights.items():
         if tensor.shape != x.shape[-1:]:
-            raise ValueError(f"{name} must have shape {list(x.shape[-1:])} for x of shape {list(x.shape)}, found {list(tensor.shape)}")
+            raise ValueError(f"{name} must have shape {list(x.shape[-1:])} for x of shape {list(x.shape)}, "
+                             f"found {list(tensor.shape)}")
     for name, tensor in like_x.items():
         if tensor.shape != x.shape:
             raise ValueError(f"{name} must have x's shape {list(x.shape)}, found {list(tensor.shape)}")
@@ -117,7 +121,8 @@ def _check_poly(x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, off
         of = "found"
     else:
         if offsets.dim() != 1 or len(offsets) == 0 or offsets.dtype != torch.int32:
-            raise ValueError(f"offsets must be int32 of shape [experts], found {_short(offsets.dtype)} of shape {list(offsets.shape)}")
+            raise ValueError("offsets must be int32 of shape [experts], "
+                             f"found {_short(offsets.dtype)} of shape {list(offsets.shape)}")
         if offsets.device != x.device:
             raise ValueError(f"offsets must be on x's device {x.device}, found {offsets.device}")
         shapes = ("weight", weight, [len(offsets), 3]), ("bias", bias, [len(offsets), 1])

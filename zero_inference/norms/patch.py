@@ -1,8 +1,8 @@
 """Our norms in a loaded transformers model, by a table of families.
 
 A patched norm keeps its module, its parameters and its hooks: only `forward` of the instance is another one. So ZeRO-3 still
-gathers what it partitioned, the stream engine still moves whole layers, and `unpatch_norms` leaves no trace. Where a decoder layer
-adds the residual right before a norm, its forward is rewritten to hand both to the norm, which adds and normalizes in one kernel.
+gathers what it partitioned, the stream engine still moves whole layers, and `unpatch_norms` leaves no trace. Where a decoder
+layer adds the residual right before a norm, its forward is rewritten to hand both to the norm, which does both in one kernel.
 
 Roundings follow each family, so that greedy tokens stay: Llama and its kin round the normalized value before they multiply with
 the weight, Gemma (whose weights are stored less 1) and layer norm round once at the end.
@@ -187,7 +187,8 @@ def _fused_forward(layer_class: type, norm: str):
     if not any([_fuse_block(block, norm) for block in blocks]):
         return None
     made: dict = {}
-    exec(compile(ast.fix_missing_locations(tree), f"<{layer_class.__qualname__} with fused norms>", "exec"), plain.__globals__, made)
+    code = compile(ast.fix_missing_locations(tree), f"<{layer_class.__qualname__} with fused norms>", "exec")
+    exec(code, plain.__globals__, made)
     fused = made[definition.name]
 
     @functools.wraps(plain)
@@ -201,7 +202,8 @@ def _fuse_block(block: list[ast.stmt], norm: str) -> bool:
     """Rewrite the first `sum = a + b` of a block that only names stand between it and a use of `self.norm(sum)`."""
     for index, statement in enumerate(block):
         match statement:
-            case ast.Assign(targets=[ast.Name(id=total)], value=ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right))):
+            case ast.Assign(targets=[ast.Name(id=total)],
+                            value=ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right))):
                 behind = index + 1
                 while behind < len(block) and _is_alias(block[behind], total):
                     behind += 1

@@ -1,7 +1,7 @@
 """The norms in plain PyTorch: float32 (float64 for float64 inputs) inside, one downcast at the end.
 
-`*_ref` is what every kernel is checked against, with autograd for its gradients. `*_backward_ref` are the closed formulas of those
-gradients, which the operators use where there is no kernel. All reductions run over the last dimension, of D elements.
+`*_ref` is what every kernel is checked against, with autograd for its gradients. `*_backward_ref` are the closed formulas of
+those gradients, which the operators use where there is no kernel. All reductions run over the last dimension, of D elements.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -
     return torch.nn.functional.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
 
 
-def fused_add_layer_norm_ref(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def fused_add_layer_norm_ref(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor,
+                             eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """(layer_norm(h), h) with h = x + residual, rounded to its dtype."""
     total = x + residual
     return layer_norm_ref(total, weight, bias, eps), total
@@ -87,7 +88,8 @@ def rms_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weig
     return _plus(grad_x, grad_sum).to(x.dtype), _over_rows(grads * normalized).to(weight.dtype)
 
 
-def layer_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor,
+                            eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias). With n the normalized x, s its scale, m = grad weight: dx = s (m - mean(m) - n mean(m n))."""
     wide = _wide(x)
     grads = grad.to(wide)
