@@ -69,7 +69,7 @@ def test_without_nvcc_one_warning_says_why(cuda_machine, monkeypatch, capsys):
     assert not extension.load_extension() and not extension.load_extension()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("warning")
-    assert "slower PyTorch unpacking" in lines[0] and "nvcc" in lines[0]
+    assert "slower PyTorch code" in lines[0] and "nvcc" in lines[0]
 
 
 def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(cuda_machine, monkeypatch, tmp_path):

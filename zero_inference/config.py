@@ -207,8 +207,6 @@ class RunConfig:
             raise UsageError(f"--gpu-memory {self.gpu_memory}: must be 0 or more GiB.")
 
     def _validate_engine(self) -> None:
-        if self.norm_kernels == "cuda":
-            raise UsageError("--norm-kernels cuda: this version has no compiled norm kernels; use auto or off.")
         if self.ring_depth is not None and self.ring_depth < 2:
             raise UsageError(f"--ring-depth {self.ring_depth}: a layer has to compute while the next one comes: use 2 or more.")
         for name in ("gpu_memory", "ring_depth"):

@@ -1,4 +1,5 @@
-"""Our CUDA operators (`torch.ops.zero_inference`): one library of all sources in csrc, compiled at first use on a machine.
+"""Our CUDA operators (`torch.ops.zero_inference`): one library of all sources in csrc, compiled by `pip install` where a CUDA
+torch and nvcc are there (setup.py), else at first use on a machine.
 
 The sources keep to torch's stable ABI of version 2.11. A build that cannot be made costs speed, never a run: whoever uses an
 operator has a way in PyTorch that gives the same.
@@ -10,6 +11,8 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +22,8 @@ import torch
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 OURS = "zero-inference/extensions"
+PREBUILT = "prebuilt"  # folder in an installed package
+WITHOUT_DEVICES = ("8.0", "9.0", "10.0")  # what is compiled for where no device says: A100, H100 and H200, B200
 DEFINES = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]  # USE_CUDA: the stable headers' CUDA declarations
 
 _reason: str | None = "not asked for yet"
@@ -63,6 +68,10 @@ def _load(say: Callable[[str], None]) -> str | None:
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     try:
+        prebuilt = _prebuilt()
+        if prebuilt is not None:
+            torch.ops.load_library(str(prebuilt))
+            return None
         architectures = _architectures()
         name = _library_name(architectures)
         folder = _cache_folder() / name
@@ -79,9 +88,46 @@ def _load(say: Callable[[str], None]) -> str | None:
                 torch.ops.load_library(str(folder / f"{name}.so"))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
         reason = _in_one_line(error)
-        say(f"warning: the CUDA kernels could not be compiled, the slower PyTorch unpacking is used: {reason}")
+        say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
         return reason
     return None
+
+
+def prebuild(folder: Path) -> str:
+    """Compile the library into `folder`, for setup.py, and return what it was compiled for.
+
+    Raises RuntimeError where torch is without CUDA, nvcc is not there or the build fails.
+    """
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is without CUDA")
+    _check_compiler()
+    architectures = _architectures() if torch.cuda.is_available() else os.environ.get("TORCH_CUDA_ARCH_LIST") or _known_to_nvcc()
+    name = _library_name(PREBUILT)
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    _build(name, work, architectures)
+    shutil.move(work / f"{name}.so", folder / f"{name}.so")
+    (folder / f"{name}.txt").write_text(architectures)
+    shutil.rmtree(work)
+    return architectures
+
+
+def _prebuilt() -> Path | None:
+    """The library that came with the package, if it is of these sources and this torch and serves the devices that are here."""
+    library = Path(__file__).resolve().parent / PREBUILT / f"{_library_name(PREBUILT)}.so"
+    if not library.exists():
+        return None
+    entries = re.split(r"[;, ]+", library.with_suffix(".txt").read_text())
+    devices = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return library if all(any(_serves(entry, device) for entry in entries) for device in devices) else None
+
+
+def _known_to_nvcc() -> str:
+    from torch.utils import cpp_extension
+
+    known = subprocess.run([str(Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc"), "--list-gpu-code"], capture_output=True, text=True,
+                           check=True).stdout.split()
+    return ";".join(number for number in WITHOUT_DEVICES if f"sm_{number.replace('.', '')}" in known)
 
 
 def _check_compiler() -> None:
@@ -135,6 +181,11 @@ def _library_name(architectures: str) -> str:
     for part in (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES):
         digest.update(f"{part}\0".encode())
     return f"zero_inference_{digest.hexdigest()[:16]}"
+
+
+def trial_mark(*parts: str) -> Path:
+    """A file that says that kernels of this library passed a trial under the conditions `parts`."""
+    return _cache_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((_library_name("trial"), *parts)))
 
 
 def _cache_folder() -> Path:

@@ -25,6 +25,7 @@ from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.models import prompts
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
+from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels, refuse_norm_kernels
 from zero_inference.offload.host_cache import HostKVCache
 from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, other_layer_types
 from zero_inference.profiling import trace_generation
@@ -52,6 +53,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     questions = quality.prepare(config)
     spec = resolve_model(config, ranks.device.type)
     _check_lengths(config, spec)
+    refuse_norm_kernels(config.norm_kernels, spec.config.model_type)
     if config.kv_offload:
         check_layer_types(spec.config)
     quality.check_lengths(config, spec.max_positions)
@@ -133,6 +135,8 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
     """Load, time and score; fills `measured` on the way, so that what is known stays known if a later part fails."""
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
+    no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
+                                      spec.text_config.hidden_size, progress.say)
     advance = progress.loading(parameter_bytes(empty_model(spec)))
     with redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         loaded = engine_module(config.engine).load(config, spec, ranks, advance)
@@ -140,6 +144,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         ranks.barrier()
         load_s = time.perf_counter() - start
         progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
+        loaded.facts |= apply_norm_kernels(config.norm_kernels, no_kernels, loaded.model, progress.say)
         if loaded.facts.get("not_quantized"):
             _warn_not_quantized(loaded, progress)
         rates = limits.measure_rates(config, spec, ranks)
@@ -254,6 +259,8 @@ def _check_launch(config: RunConfig, ranks: Ranks) -> None:
         for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
             if given:
                 raise UsageError(f"{flag} locks memory for a GPU's copies, and there is no GPU here; drop it.")
+        if config.norm_kernels == "cuda":
+            raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
     elif ranks.local_rank >= torch.cuda.device_count():
         raise UsageError(f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible; "
                          "start fewer processes.")

@@ -1,0 +1,1 @@
+"""What all cases of benchmarks/run_cases.py share."""

@@ -1,0 +1,119 @@
+"""A case: inputs, providers that compute the same thing, and the check that they do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Any]
+Provider = Callable[..., Any]
+
+# Largest difference over the largest value, per dtype; 1e-2 is the loosest that a 16-bit type may have.
+LARGEST_ERROR = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class WrongResult(Exception):
+    """A provider computes something else than the reference."""
+
+
+class DiffCase(ABC):
+    """One kernel to check and to time.
+
+    Attributes:
+        name: of the case, on the command line and in file names.
+        forward_tensors, backward_tensors: tensors as large as x that each pass has to read or write, for GB/s.
+        compiles_cuda: also time torch.compile of the CUDA operator.
+        grouped: sizes are tokens of experts, not batches.
+    """
+
+    name: str
+    forward_tensors: int
+    backward_tensors: int
+    compiles_cuda = False
+    grouped = False
+
+    @abstractmethod
+    def build_inputs(self, hidden: int, bs: int, sl: int, dtype: torch.dtype, eps: float, device: str = "cuda") -> Inputs:
+        """Random inputs and weights; x [bs, sl, hidden]. Tensors that get gradients require them."""
+
+    @abstractmethod
+    def make_naive(self, inputs: Inputs) -> Provider:
+        """Plain PyTorch; in float64 for float64 inputs, which makes it the reference."""
+
+    @abstractmethod
+    def make_cuda(self, inputs: Inputs) -> Provider:
+        """Our operator."""
+
+    def make_peers(self, inputs: Inputs) -> dict[str, Provider]:
+        """Other libraries that are installed, by name."""
+        return {}
+
+    @abstractmethod
+    def forward(self, obj: Provider, inputs: Inputs) -> Tensor | tuple[Tensor, ...]:
+        """Call a provider."""
+
+    @abstractmethod
+    def grad_inputs(self, inputs: Inputs) -> list[Tensor]:
+        """All tensors that get gradients: activations, weights and biases."""
+
+
+def calculate_diff(case: DiffCase, *, bs: int, sl: int, hidden_size: int, dtype: torch.dtype = torch.bfloat16, eps: float = 1e-6,
+                   atol: float | None = None, rtol: float | None = None, device: str = "cuda",
+                   provider: Callable[[Inputs], Provider] | None = None) -> dict[str, float]:
+    """Outputs and all gradients of `provider` (the CUDA operator) against the naive one in float64.
+
+    A difference may be `atol` times the largest value of the reference plus `rtol` times its own value; both default to
+    LARGEST_ERROR of the dtype.
+
+    Returns:
+        The largest difference over the largest value, by the name of the output or gradient.
+
+    Raises:
+        WrongResult: what is off, and by how much.
+    """
+    atol = LARGEST_ERROR[dtype] if atol is None else atol
+    rtol = LARGEST_ERROR[dtype] if rtol is None else rtol
+    inputs = case.build_inputs(hidden_size, bs, sl, dtype, eps, device)
+    wide = {name: _widened(value) for name, value in inputs.items()}
+    found = _as_tuple(case.forward((provider or case.make_cuda)(inputs), inputs))
+    expected = _as_tuple(case.forward(case.make_naive(wide), wide))
+    torch.manual_seed(1)
+    grads = [torch.randn_like(output) for output in found]
+    names = [name for name, value in inputs.items() if any(value is one for one in case.grad_inputs(inputs))]
+    found_grads = torch.autograd.grad(found, case.grad_inputs(inputs), grads)
+    expected_grads = torch.autograd.grad(expected, case.grad_inputs(wide), [grad.double() for grad in grads])
+    errors = {}
+    pairs = [(f"output {index}", *pair) for index, pair in enumerate(zip(found, expected))]
+    pairs += [(f"gradient of {name}", *pair) for name, *pair in zip(names, found_grads, expected_grads)]
+    for name, here, there in pairs:
+        here, there = here.detach(), there.detach()
+        difference = (here.double() - there).abs()
+        scale = there.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+        errors[name] = float(difference.max() / scale)
+        if not bool((difference <= atol * scale + rtol * there.abs()).all()):  # nan too
+            where = f"batch {bs}, sequence {sl}, hidden {hidden_size}, {dtype_name(dtype)}"
+            raise WrongResult(f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value "
+                              f"({where}; allowed {atol:.0e})")
+    return errors
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+
+def random_tensor(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Normally distributed, with gradient."""
+    return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    return value
+
+
+def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)

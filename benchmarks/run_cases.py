@@ -1,0 +1,119 @@
+"""Kernel benchmark of the norms: first that they are right, then how fast they are.
+
+    python benchmarks/run_cases.py --case rms [--dtype bf16|fp16|fp32|all] [--save-path ./configs/] [--peers] [--plot] [--profile]
+
+Writes {save-path}/{case}/{dtype}/{case}-{dtype}-{fwd|bwd}-perf.csv: microseconds of each provider, `SpeedUp (us)` (a ratio: naive
+over cuda), GB/s over the bytes that have to move, times by CUDA graph of what is short. Exit codes: 1 for a wrong kernel, before
+anything is timed; 2 where it cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+NAMES = ("rms", "add_rms", "layer", "add_layer", "poly", "mul_poly", "grouped_mul_poly")
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+CHECKED = ((2, 128, 4096), (8, 4096, 1280), (1, 32768, 1280))  # batch, sequence, hidden
+BATCHES, LENGTHS, HIDDENS = (1, 2, 4, 8), (1024, 2048, 4096, 8192), (2048, 4096)
+WIDE_HIDDENS = (8192, 12288, 16384)
+GROUPED_TOKENS, GROUPED_HIDDEN = (1024, 2048, 4096, 8192, 16384, 32768, 65536), 1280
+PLOT_HIDDEN = 4096
+EPS = 1e-6
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--case", required=True, choices=NAMES)
+    parser.add_argument("--dtype", default="bf16", choices=(*DTYPES, "all"))
+    parser.add_argument("--save-path", type=Path, default=Path("./configs/"), metavar="DIR", help="(default: %(default)s)")
+    parser.add_argument("--peers", action="store_true", help="also time torch's own kernel, Liger and quack, where installed")
+    parser.add_argument("--hidden", type=int, nargs="+", metavar="N", help="other hidden sizes (wide ones: 8192 12288 16384)")
+    parser.add_argument("--plot", action="store_true", help="batch 1 over the sequence: an image of the speedups")
+    parser.add_argument("--profile", action="store_true", help="also Chrome traces")
+    args = parser.parse_args(argv)
+    reason = why_not_here()
+    if reason is not None:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    import torch
+    from cases import CASES
+    from common.diff_engine import WrongResult
+
+    case = CASES[args.case]
+    for name in DTYPES if args.dtype == "all" else (args.dtype,):
+        dtype = getattr(torch, DTYPES[name])
+        try:
+            check(case, dtype)
+        except WrongResult as wrong:
+            print(f"error: {wrong}", file=sys.stderr)
+            return 1
+        measure(case, name, dtype, args)
+    return 0
+
+
+def why_not_here() -> str | None:
+    """Why nothing can be timed on this machine, in one line."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "the kernels are timed on a CUDA device, and there is none here."
+    try:
+        import triton.testing  # noqa: F401
+    except ImportError:
+        return "triton is not installed, whose do_bench takes the times; pip install triton."
+    from zero_inference.extension import load_extension, why_unavailable
+
+    return None if load_extension() else f"the CUDA kernels are not there: {why_unavailable()}"
+
+
+def check(case, dtype, device: str = "cuda", sizes=CHECKED) -> None:
+    """Raises WrongResult at the first size at which outputs or gradients are off; prints the largest error of each."""
+    from common.diff_engine import calculate_diff, dtype_name
+
+    for batch, length, hidden in sizes:
+        errors = calculate_diff(case, bs=batch, sl=length, hidden_size=hidden, dtype=dtype, eps=EPS, device=device)
+        worst = max(errors, key=errors.get)
+        print(f"{case.name} {dtype_name(dtype)} at {batch} x {length} x {hidden}: right, "
+              f"largest error {errors[worst]:.1e} ({worst})")
+
+
+def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, int]]:
+    """(hidden, batch, sequence) to time."""
+    if case.grouped:
+        return [(hidden, 1, tokens) for hidden in hiddens or (GROUPED_HIDDEN,) for tokens in GROUPED_TOKENS]
+    if plot:
+        return [((hiddens or [PLOT_HIDDEN])[0], 1, length) for length in LENGTHS]
+    return [(hidden, batch, length) for hidden, batch, length in itertools.product(hiddens or HIDDENS, BATCHES, LENGTHS)]
+
+
+def measure(case, name: str, dtype, args: argparse.Namespace) -> None:
+    from common import bench_framework as bench
+
+    folder = args.save_path / case.name / name
+    folder.mkdir(parents=True, exist_ok=True)
+    configs = sizes(case, args.plot, args.hidden)
+    makers = {"fwd": (bench.make_fwd_benchmark_for_case, bench.make_fwd_benchmark_plot_for_case),
+              "bwd": (bench.make_bwd_benchmark_for_case, bench.make_bwd_benchmark_plot_for_case)}
+    for direction, (table, plot) in makers.items():
+        file = f"{case.name}-{name}-{direction}-{'plot' if args.plot else 'perf'}"
+        make = plot if args.plot else table
+        benchmark = make(case=case, configs=configs, plot_name=file, dtype=dtype, eps=EPS, peers=args.peers)
+        benchmark.run(print_data=True, save_path=str(folder))
+        for left_over in (folder / f"{file}.png", folder / "results.html"):  # perf_report's own drawing knows one size only
+            left_over.unlink(missing_ok=True)
+        if args.plot:
+            bench.draw_speedups(benchmark.times, configs, f"{case.name}, {name}, {direction}", folder / f"{file}.png")
+        else:
+            bench.add_rates(folder / f"{file}.csv", benchmark.times)
+        if args.profile:
+            for config in (configs[0], configs[-1]):
+                bench.write_traces(benchmark.times, config, folder / "traces")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

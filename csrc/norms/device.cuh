@@ -1,0 +1,136 @@
+// Elements, 16-byte vectors of them, and sums over the threads that share a row.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace zero_inference::norms {
+
+constexpr int kWarp = 32;
+
+// float <-> element, and whole vectors of them as four words.
+template <typename T>
+struct Element;
+
+template <>
+struct Element<float> {
+  static __device__ __forceinline__ float load(float value) { return value; }
+  static __device__ __forceinline__ float round(float value) { return value; }
+  static __device__ __forceinline__ void unpack(uint32_t word, float* values) { values[0] = __uint_as_float(word); }
+  static __device__ __forceinline__ uint32_t pack(const float* values) { return __float_as_uint(values[0]); }
+};
+
+template <>
+struct Element<__half> {
+  static __device__ __forceinline__ float load(__half value) { return __half2float(value); }
+  static __device__ __forceinline__ __half round(float value) { return __float2half_rn(value); }
+  static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+    values[0] = pair.x;
+    values[1] = pair.y;
+  }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    const __half2 pair = __floats2half2_rn(values[0], values[1]);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+
+template <>
+struct Element<__nv_bfloat16> {
+  static __device__ __forceinline__ float load(__nv_bfloat16 value) { return __bfloat162float(value); }
+  static __device__ __forceinline__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
+  static __device__ __forceinline__ void unpack(uint32_t word, float* values) {  // a bfloat16 is the upper half of a float
+    values[0] = __uint_as_float(word << 16);
+    values[1] = __uint_as_float(word & 0xffff0000u);
+  }
+  static __device__ __forceinline__ uint32_t pack(const float* values) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(values[0], values[1]);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+};
+
+template <typename T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte access
+
+template <typename T>
+__device__ __forceinline__ float rounded(float value) {
+  return Element<T>::load(Element<T>::round(value));
+}
+
+// kVec neighbouring elements: one 16-byte access, or a single element where rows are not aligned.
+template <typename T, int kVec>
+struct Chunk {
+  static_assert(kVec == 1 || kVec == kVector<T>);
+  float value[kVec];
+
+  __device__ __forceinline__ void from(const uint4& packed) {
+    constexpr int kInWord = kVec / 4;
+    const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Element<T>::unpack(words[i], value + i * kInWord);
+  }
+
+  __device__ __forceinline__ uint4 packed() const {
+    constexpr int kInWord = kVec / 4;
+    return make_uint4(Element<T>::pack(value), Element<T>::pack(value + kInWord), Element<T>::pack(value + 2 * kInWord),
+                      Element<T>::pack(value + 3 * kInWord));
+  }
+
+  __device__ __forceinline__ void load(const T* from_memory) {
+    if constexpr (kVec == 1) {
+      value[0] = Element<T>::load(*from_memory);
+    } else {
+      from(*reinterpret_cast<const uint4*>(from_memory));
+    }
+  }
+
+  __device__ __forceinline__ void store(T* to_memory) const {
+    if constexpr (kVec == 1) {
+      *to_memory = Element<T>::round(value[0]);
+    } else {
+      *reinterpret_cast<uint4*>(to_memory) = packed();
+    }
+  }
+
+  __device__ __forceinline__ void round_to_element() {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) value[i] = rounded<T>(value[i]);
+  }
+};
+
+// Floats that row_sum needs in shared memory for kCount sums: two halves that take turns, so that one barrier a sum is enough.
+template <int kThreads, int kCount>
+constexpr int kSumScratch = kThreads > kWarp ? 2 * kCount * (kThreads / kWarp) : 0;
+
+// Sums of kCount values over the kThreads threads of a row, in every one of them and with the same bits: a butterfly adds the
+// same pairs in every lane. `turn` alternates between 0 and 1 from call to call; all threads of the block call this together.
+template <int kThreads, int kCount>
+__device__ __forceinline__ void row_sum(float (&value)[kCount], float* scratch, int& turn) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) value[i] += __shfl_xor_sync(0xffffffffu, value[i], mask);
+  }
+  if constexpr (kThreads > kWarp) {
+    constexpr int kWarps = kThreads / kWarp;
+    float* half = scratch + turn * (kSumScratch<kThreads, kCount> / 2);
+    turn ^= 1;
+    const int lane = threadIdx.x % kWarp;
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) half[i * kWarps + threadIdx.x / kWarp] = value[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      value[i] = half[i * kWarps + lane % kWarps];
+#pragma unroll
+      for (int mask = kWarps / 2; mask > 0; mask /= 2) value[i] += __shfl_xor_sync(0xffffffffu, value[i], mask);
+    }
+  }
+}
+
+}  // namespace zero_inference::norms

@@ -1,0 +1,432 @@
+// PolyNorm: out = (w0 N(x^3) + w1 N(x^2) + w2 N(x) + b) * mul, with N(z) = z * rsqrt(mean(z^2) + eps), and its gradients.
+//
+// With c_p the weight of power p, r_p = rsqrt(mean(x^2p) + eps), h = grad * mul and S_p = sum(h x^p) of a row:
+//
+//   dx = sum_p c_p r_p p x^(p-1) (h - x^p r_p^2 S_p / D)      dmul = grad * poly
+//   dc_p = sum over rows of r_p S_p                           db = sum of h
+//
+// (by differentiating N(x^p); checked against autograd in tests/test_norms_reference.py). All sums of a row take one pass. In
+// rows of one element the difference would be all rounding error; there it is h eps r_p^2.
+#pragma once
+
+#include "rows.cuh"
+
+namespace zero_inference::norms {
+
+constexpr int kSegmentThreads = 1024;  // of a block that sums the weight gradients of one expert
+
+template <typename T>
+struct Poly {
+  const T* x;
+  const T* mul;            // null: 1
+  const T* weight;         // [experts, 3]
+  const T* bias;           // [experts]
+  const int32_t* offsets;  // [experts] inclusive ends; null: one expert has all rows
+  T* out;
+  const T* grad;  // from here on of the backward pass
+  T* grad_x;
+  T* grad_mul;
+  T* grad_weight;
+  T* grad_bias;
+  float4*
+      sums;  // [rows] with experts, else [blocks * rows of a block]: gradients of the weights in their order, then of the bias
+  int64_t rows;
+  int columns;
+  int experts;
+  float eps;
+};
+
+struct PolyWeights {
+  float cube, square, line, bias;
+};
+
+// The expert of a row: the first with row < offsets[expert]; `experts` for a row past them all.
+__device__ __forceinline__ int expert_of(const int32_t* offsets, int experts, int64_t row) {
+  if (offsets == nullptr) return 0;
+  int low = 0;
+  int high = experts;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (row < offsets[middle]) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+template <typename T>
+__device__ __forceinline__ PolyWeights weights_of(const Poly<T>& a, int expert) {
+  const T* weight = a.weight + 3 * static_cast<int64_t>(expert);
+  return {Element<T>::load(weight[0]), Element<T>::load(weight[1]), Element<T>::load(weight[2]),
+          Element<T>::load(a.bias[expert])};
+}
+
+// poly(x) = ((cube x + square) x + line) x + bias, with the scales of the row in the coefficients.
+__device__ __forceinline__ PolyWeights scaled(const PolyWeights& weights, float scale3, float scale2, float scale1) {
+  return {weights.cube * scale3, weights.square * scale2, weights.line * scale1, weights.bias};
+}
+
+__device__ __forceinline__ float poly_of(const PolyWeights& c, float x) {
+  return ((c.cube * x + c.square) * x + c.line) * x + c.bias;
+}
+
+// Sums of x^2, x^4, x^6.
+__device__ __forceinline__ void add_powers(float* total, float x) {
+  const float square = x * x;
+  const float cube = square * x;
+  total[0] += square;
+  total[1] += square * square;
+  total[2] += cube * cube;
+}
+
+template <typename S, bool kMul>
+__global__ void __launch_bounds__(S::kBlock) poly_forward_rows(const Poly<typename S::Type> a) {
+  using T = typename S::Type;
+  using Vector = Chunk<T, kVector<T>>;
+  float* scratch = reinterpret_cast<float*>(dynamic_shared() + S::kRingBytes / 16);
+  int turn = 0;
+  RowRing<S> ring;
+  ring.sources[0] = a.x;
+  if constexpr (kMul) ring.sources[1] = a.mul;
+  ring.rows = a.rows;
+  ring.columns = a.columns;
+  ring.start(S::first_row());
+  PolyWeights weights = {};
+  if (a.offsets == nullptr) weights = weights_of(a, 0);
+  const float count = static_cast<float>(a.columns);
+  for (int64_t row = S::first_row(); row < a.rows; row += S::row_stride()) {
+    bool padding = false;
+    if (a.offsets != nullptr) {
+      const int expert = expert_of(a.offsets, a.experts, row);
+      padding = expert == a.experts;
+      if (!padding) weights = weights_of(a, expert);
+    }
+    ring.wait();
+    float total[3] = {};
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (S::column(v) >= a.columns) continue;
+      Vector x;
+      x.from(ring.at(0, v));
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) add_powers(total, x.value[i]);
+    }
+    row_sum<S::kThreads>(total, scratch, turn);
+    const PolyWeights c =
+        scaled(weights, rsqrtf(total[2] / count + a.eps), rsqrtf(total[1] / count + a.eps), rsqrtf(total[0] / count + a.eps));
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (S::column(v) >= a.columns) continue;
+      Vector x, mul;
+      x.from(ring.at(0, v));
+      if constexpr (kMul) mul.from(ring.at(1, v));
+      ring.refill(row, v);
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) {
+        x.value[i] = poly_of(c, x.value[i]);
+        if constexpr (kMul) x.value[i] *= mul.value[i];
+        if (padding) x.value[i] = 0.0f;
+      }
+      x.store(a.out + row * a.columns + S::column(v));
+    }
+    ring.advance();
+  }
+}
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kLoopThreads) poly_forward_loop(const Poly<T> a) {
+  float* scratch = reinterpret_cast<float*>(dynamic_shared());
+  int turn = 0;
+  const int first = threadIdx.x * kVec;
+  constexpr int kStep = kLoopThreads * kVec;
+  const float count = static_cast<float>(a.columns);
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const int64_t start = row * a.columns;
+    const int expert = expert_of(a.offsets, a.experts, row);
+    const bool padding = expert == a.experts;
+    const PolyWeights weights = padding ? PolyWeights{} : weights_of(a, expert);
+    float total[3] = {};
+    for (int column = first; column < a.columns; column += kStep) {
+      Chunk<T, kVec> x;
+      x.load(a.x + start + column);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) add_powers(total, x.value[i]);
+    }
+    row_sum<kLoopThreads>(total, scratch, turn);
+    const PolyWeights c =
+        scaled(weights, rsqrtf(total[2] / count + a.eps), rsqrtf(total[1] / count + a.eps), rsqrtf(total[0] / count + a.eps));
+    for (int column = first; column < a.columns; column += kStep) {
+      Chunk<T, kVec> x, mul;
+      x.load(a.x + start + column);
+      if (a.mul != nullptr) mul.load(a.mul + start + column);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        x.value[i] = poly_of(c, x.value[i]);
+        if (a.mul != nullptr) x.value[i] *= mul.value[i];
+        if (padding) x.value[i] = 0.0f;
+      }
+      x.store(a.out + start + column);
+    }
+  }
+}
+
+// What the elements of a row need to be turned into gradients: dx = h up(x) - down(x).
+struct PolyRow {
+  PolyWeights poly;
+  float up0, up1, up2;        // up = up0 + x (up1 + x up2)
+  float down1, down3, down5;  // down = x (down1 + x^2 (down3 + x^2 down5))
+  float4 sums;                // r_p S_p in the order of the weights, and the sum of h
+};
+
+constexpr int kPolySums = 7;  // x^2, x^4, x^6, h x, h x^2, h x^3, h
+
+__device__ __forceinline__ void add_poly_sums(float (&total)[kPolySums], float x, float h) {
+  add_powers(total, x);
+  total[3] += h * x;
+  total[4] += h * (x * x);
+  total[5] += h * (x * x * x);
+  total[6] += h;
+}
+
+__device__ __forceinline__ PolyRow poly_row(const PolyWeights& weights, const float (&total)[kPolySums], float count,
+                                            float eps) {
+  const float scale1 = rsqrtf(total[0] / count + eps);
+  const float scale2 = rsqrtf(total[1] / count + eps);
+  const float scale3 = rsqrtf(total[2] / count + eps);
+  PolyRow row;
+  row.poly = scaled(weights, scale3, scale2, scale1);
+  row.up0 = row.poly.line;
+  row.up1 = 2.0f * row.poly.square;
+  row.up2 = 3.0f * row.poly.cube;
+  row.sums = make_float4(scale3 * total[5], scale2 * total[4], scale1 * total[3], total[6]);
+  row.down1 = row.up0 * (scale1 * (row.sums.z / count));
+  row.down3 = row.up1 * (scale2 * (row.sums.y / count));
+  row.down5 = row.up2 * (scale3 * (row.sums.x / count));
+  if (count == 1.0f) {
+    row.up0 *= eps * scale1 * scale1;
+    row.up1 *= eps * scale2 * scale2;
+    row.up2 *= eps * scale3 * scale3;
+    row.down1 = row.down3 = row.down5 = 0.0f;
+  }
+  return row;
+}
+
+__device__ __forceinline__ float poly_gradient(const PolyRow& row, float x, float h) {
+  const float square = x * x;
+  return h * (row.up0 + x * (row.up1 + x * row.up2)) - x * (row.down1 + square * (row.down3 + square * row.down5));
+}
+
+template <typename S, bool kMul>
+__global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typename S::Type> a) {
+  using T = typename S::Type;
+  using Vector = Chunk<T, kVector<T>>;
+  constexpr int kVec = kVector<T>;
+  float* scratch = reinterpret_cast<float*>(dynamic_shared() + S::kRingBytes / 16);
+  int turn = 0;
+  RowRing<S> ring;
+  ring.sources[0] = a.x;
+  ring.sources[1] = a.grad;
+  if constexpr (kMul) ring.sources[2] = a.mul;
+  ring.rows = a.rows;
+  ring.columns = a.columns;
+  ring.start(S::first_row());
+  PolyWeights weights = {};
+  if (a.offsets == nullptr) weights = weights_of(a, 0);
+  float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  const float count = static_cast<float>(a.columns);
+  for (int64_t row = S::first_row(); row < a.rows; row += S::row_stride()) {
+    bool padding = false;
+    if (a.offsets != nullptr) {
+      const int expert = expert_of(a.offsets, a.experts, row);
+      padding = expert == a.experts;
+      if (!padding) weights = weights_of(a, expert);
+    }
+    ring.wait();
+    float total[kPolySums] = {};
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (S::column(v) >= a.columns) continue;
+      Vector x, h, mul;
+      x.from(ring.at(0, v));
+      h.from(ring.at(1, v));
+      if constexpr (kMul) mul.from(ring.at(2, v));
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if constexpr (kMul) h.value[i] *= mul.value[i];
+        add_poly_sums(total, x.value[i], h.value[i]);
+      }
+    }
+    row_sum<S::kThreads>(total, scratch, turn);
+    const PolyRow stats = poly_row(weights, total, count, a.eps);
+    if (a.offsets == nullptr) {
+      sums = make_float4(sums.x + stats.sums.x, sums.y + stats.sums.y, sums.z + stats.sums.z, sums.w + stats.sums.w);
+    } else if (S::thread() == 0) {
+      a.sums[row] = stats.sums;
+    }
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (S::column(v) >= a.columns) continue;
+      Vector x, grad, mul;
+      x.from(ring.at(0, v));
+      grad.from(ring.at(1, v));
+      if constexpr (kMul) mul.from(ring.at(2, v));
+      ring.refill(row, v);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float value = x.value[i];
+        const float h = kMul ? grad.value[i] * mul.value[i] : grad.value[i];
+        if constexpr (kMul) mul.value[i] = padding ? 0.0f : grad.value[i] * poly_of(stats.poly, value);
+        x.value[i] = padding ? 0.0f : poly_gradient(stats, value, h);
+      }
+      x.store(a.grad_x + row * a.columns + S::column(v));
+      if constexpr (kMul) mul.store(a.grad_mul + row * a.columns + S::column(v));
+    }
+    ring.advance();
+  }
+  if (a.offsets == nullptr && S::thread() == 0) a.sums[S::first_row()] = sums;
+}
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kLoopThreads) poly_backward_loop(const Poly<T> a) {
+  float* scratch = reinterpret_cast<float*>(dynamic_shared());
+  int turn = 0;
+  const int first = threadIdx.x * kVec;
+  constexpr int kStep = kLoopThreads * kVec;
+  const float count = static_cast<float>(a.columns);
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const int64_t start = row * a.columns;
+    const int expert = expert_of(a.offsets, a.experts, row);
+    const bool padding = expert == a.experts;
+    const PolyWeights weights = padding ? PolyWeights{} : weights_of(a, expert);
+    float total[kPolySums] = {};
+    for (int column = first; column < a.columns; column += kStep) {
+      Chunk<T, kVec> x, h, mul;
+      x.load(a.x + start + column);
+      h.load(a.grad + start + column);
+      if (a.mul != nullptr) mul.load(a.mul + start + column);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if (a.mul != nullptr) h.value[i] *= mul.value[i];
+        add_poly_sums(total, x.value[i], h.value[i]);
+      }
+    }
+    row_sum<kLoopThreads>(total, scratch, turn);
+    const PolyRow stats = poly_row(weights, total, count, a.eps);
+    if (threadIdx.x == 0) a.sums[row] = stats.sums;
+    for (int column = first; column < a.columns; column += kStep) {
+      Chunk<T, kVec> x, grad, mul;
+      x.load(a.x + start + column);
+      grad.load(a.grad + start + column);
+      if (a.mul != nullptr) mul.load(a.mul + start + column);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float value = x.value[i];
+        const float h = a.mul != nullptr ? grad.value[i] * mul.value[i] : grad.value[i];
+        mul.value[i] = padding ? 0.0f : grad.value[i] * poly_of(stats.poly, value);
+        x.value[i] = padding ? 0.0f : poly_gradient(stats, value, h);
+      }
+      x.store(a.grad_x + start + column);
+      if (a.mul != nullptr) mul.store(a.grad_mul + start + column);
+    }
+  }
+}
+
+// One block an expert: sums[begin, end) in a fixed order.
+template <typename T>
+__global__ void __launch_bounds__(kSegmentThreads)
+    sum_segments(const float4* sums, int64_t rows, const int32_t* offsets, T* grad_weight, T* grad_bias) {
+  float* scratch = reinterpret_cast<float*>(dynamic_shared());
+  int turn = 0;
+  const int expert = blockIdx.x;
+  const int64_t begin = offsets == nullptr || expert == 0 ? 0 : offsets[expert - 1];
+  const int64_t end = offsets == nullptr ? rows : min(static_cast<int64_t>(offsets[expert]), rows);
+  float total[4] = {};
+#pragma unroll 8
+  for (int64_t row = begin + threadIdx.x; row < end; row += kSegmentThreads) {
+    const float4 one = sums[row];
+    total[0] += one.x;
+    total[1] += one.y;
+    total[2] += one.z;
+    total[3] += one.w;
+  }
+  row_sum<kSegmentThreads>(total, scratch, turn);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 3; ++i) grad_weight[3 * expert + i] = Element<T>::round(total[i]);
+    grad_bias[expert] = Element<T>::round(total[3]);
+  }
+}
+
+template <typename T>
+bool poly_vectors(const Poly<T>& a) {
+  return a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.mul) && aligned(a.out) && aligned(a.grad) &&
+         aligned(a.grad_x) && aligned(a.grad_mul);
+}
+
+template <typename T, bool kMul>
+bool launch_poly_forward_rows(const Poly<T>& a, const Device& device) {
+  return with_shape<T, kMul ? 2 : 1, true>(a.columns, [&](auto shape) {
+    using S = decltype(shape);
+    static std::atomic<int> resident[kDevices];
+    constexpr int kShared = S::kRingBytes + kSumScratch<S::kThreads, 3> * 4;
+    if (kShared > device.block_shared_bytes()) return false;
+    const auto kernel = poly_forward_rows<S, kMul>;
+    const int64_t most = int64_t{device.processors()} * resident_blocks(kernel, S::kBlock, kShared, device, resident);
+    launch(kernel, dim3(std::min(divided_up(a.rows, S::kRows), most)), S::kBlock, kShared, device, a);
+    return true;
+  });
+}
+
+template <typename T>
+void poly_forward(const Poly<T>& a, const Device& device) {
+  if (a.rows == 0 || a.columns == 0) return;
+  const bool vectors = poly_vectors(a);
+  if (vectors &&
+      (a.mul != nullptr ? launch_poly_forward_rows<T, true>(a, device) : launch_poly_forward_rows<T, false>(a, device)))
+    return;
+  const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
+  constexpr int kShared = kSumScratch<kLoopThreads, 3> * 4;
+  launch(vectors ? poly_forward_loop<T, kVector<T>> : poly_forward_loop<T, 1>, grid, kLoopThreads, kShared, device, a);
+}
+
+template <typename T, bool kMul, typename Allocate>
+bool launch_poly_backward_rows(Poly<T>& a, int64_t& sums, const Device& device, Allocate allocate) {
+  return with_shape<T, kMul ? 3 : 2, false>(a.columns, [&](auto shape) {
+    using S = decltype(shape);
+    static std::atomic<int> resident[kDevices];
+    constexpr int kShared = S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4;
+    if (kShared > device.block_shared_bytes()) return false;
+    const auto kernel = poly_backward_rows<S, kMul>;
+    const int64_t most = int64_t{device.processors()} * resident_blocks(kernel, S::kBlock, kShared, device, resident);
+    const int64_t blocks = std::min(divided_up(a.rows, S::kRows), most);
+    sums = a.offsets != nullptr ? a.rows : blocks * S::kRows;
+    a.sums = reinterpret_cast<float4*>(allocate(4 * sums));
+    launch(kernel, dim3(blocks), S::kBlock, kShared, device, a);
+    return true;
+  });
+}
+
+// `allocate(count)` gives float32 device memory, 16-byte aligned, that lives until the kernels are queued.
+template <typename T, typename Allocate>
+void poly_backward(Poly<T> a, const Device& device, Allocate allocate) {
+  int64_t sums = 0;
+  if (a.rows > 0 && a.columns > 0) {
+    const bool vectors = poly_vectors(a);
+    const bool done = vectors && (a.mul != nullptr ? launch_poly_backward_rows<T, true>(a, sums, device, allocate)
+                                                   : launch_poly_backward_rows<T, false>(a, sums, device, allocate));
+    if (!done) {
+      sums = a.rows;
+      a.sums = reinterpret_cast<float4*>(allocate(4 * sums));
+      const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
+      constexpr int kShared = kSumScratch<kLoopThreads, kPolySums> * 4;
+      launch(vectors ? poly_backward_loop<T, kVector<T>> : poly_backward_loop<T, 1>, grid, kLoopThreads, kShared, device, a);
+    }
+  }
+  if (a.experts > 0) {
+    launch(sum_segments<T>, dim3(a.experts), kSegmentThreads, kSumScratch<kSegmentThreads, 4> * 4, device, a.sums, sums,
+           a.offsets, a.grad_weight, a.grad_bias);
+  }
+}
+
+}  // namespace zero_inference::norms

@@ -1,0 +1,154 @@
+"""The operators and modules on a CPU: right, differentiable, traceable; and their refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from norm_cases import ERROR, NAMES, arguments, check_against_float64, norm_error, operator, plain
+
+from zero_inference.norms import fused_add_rms_norm, fused_mul_grouped_poly_norm, layers, ops, poly_norm, rms_norm
+
+RAW = {"rms_norm": lambda x, w, eps: (x, w, eps, 1.0, True),
+       "fused_add_rms_norm": lambda x, r, w, eps: (x, r, w, eps, 0.0, False),
+       "layer_norm": lambda *values: values, "fused_add_layer_norm": lambda *values: values,
+       "poly_norm": lambda x, w, b, eps: (x, None, w, b, None, eps),
+       "fused_mul_poly_norm": lambda x, m, w, b, eps: (x, m, w, b, None, eps),
+       "fused_mul_grouped_poly_norm": lambda *values: values}
+RAW_NAMES = {"fused_add_rms_norm": "add_rms_norm", "fused_add_layer_norm": "add_layer_norm", "fused_mul_poly_norm": "poly_norm",
+             "fused_mul_grouped_poly_norm": "poly_norm"}
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows, dim", [(0, 7), (1, 1), (7, 255), (83, 8)])
+def test_outputs_and_gradients(name, rows, dim, dtype):
+    check_against_float64(name, arguments(name, rows, dim, dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(name, dtype):
+    raw = getattr(torch.ops.zero_inference, RAW_NAMES.get(name, name)).default
+    torch.library.opcheck(raw, RAW[name](*arguments(name, 6, 9, dtype)))
+    strided = arguments(name, 6, 9, dtype)
+    strided[0] = strided[0].detach().t().contiguous().t().requires_grad_()
+    torch.library.opcheck(raw, RAW[name](*strided))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_as_one_graph(name):
+    torch._dynamo.reset()
+    values = arguments(name, 6, 9)
+
+    def loss(*values):
+        outputs = operator(name)(*values)
+        return sum((output * 3).sin().sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    wanted = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(*values), wanted)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*values), wanted), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_leading_shape_and_stride(name):
+    values = arguments(name, 12, 10)
+    tensors = 2 if name.startswith("fused") else 1
+    shaped = [value.detach().view(3, 4, 10).transpose(0, 1).contiguous().transpose(0, 1) if index < tensors else value
+              for index, value in enumerate(values)]
+    found, expected = operator(name)(*shaped), operator(name)(*values)
+    for here, there in zip(*((outputs,) if isinstance(outputs, torch.Tensor) else outputs for outputs in (found, expected))):
+        assert here.is_contiguous() and torch.equal(here.view(12, 10), there)
+
+
+def test_only_the_sum_or_only_the_norm_may_be_used():
+    x, residual, weight, eps = arguments("fused_add_rms_norm", 4, 8)
+    out, total = fused_add_rms_norm(x, residual, weight, eps)
+    grads = torch.autograd.grad(total.sum(), [x, residual, weight], allow_unused=True)
+    assert bool(grads[0].eq(1).all()) and bool(grads[1].eq(1).all()) and grads[2] is None
+    out, _ = fused_add_rms_norm(x, residual, weight, eps)
+    grads = torch.autograd.grad(out.sum(), [x, residual, weight])
+    assert torch.equal(grads[0], grads[1]) and bool(grads[2].any())
+
+
+def test_frozen_weights_and_no_grad():
+    x, weight, eps = arguments("rms_norm", 4, 8)
+    (grad,) = torch.autograd.grad(rms_norm(x, weight.detach(), eps).sum(), [x])
+    assert grad.shape == x.shape
+    with torch.no_grad():
+        assert not rms_norm(x, weight, eps).requires_grad
+
+
+X, W = torch.zeros(2, 3, 8), torch.ones(8)
+ENDS = torch.tensor([1, 3, 6], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: rms_norm(X, torch.ones(7)), ["weight", "[8]", "[2, 3, 8]", "[7]"]),
+    (lambda: rms_norm(X, torch.ones(1, 8)), ["weight", "[8]", "[1, 8]"]),
+    (lambda: rms_norm(torch.tensor(1.0), torch.ones(1)), ["last dimension", "[]"]),
+    (lambda: rms_norm(torch.zeros(3, 0), torch.ones(0)), ["last dimension", "[3, 0]"]),
+    (lambda: rms_norm(X.double(), W.double()), ["float16, bfloat16 or float32", "float64"]),
+    (lambda: rms_norm(X, W.half()), ["weight", "float32", "float16", "[2, 3, 8]"]),
+    (lambda: rms_norm(X, W.to("meta")), ["weight", "cpu", "meta"]),
+    (lambda: fused_add_rms_norm(X, X[:1], W), ["residual", "[2, 3, 8]", "[1, 3, 8]"]),
+    (lambda: fused_add_rms_norm(X, X.bfloat16(), W), ["residual", "float32", "bfloat16"]),
+    (lambda: ops.layer_norm(X, W, torch.ones(4)), ["bias", "[8]", "[4]"]),
+    (lambda: ops.fused_add_layer_norm(X, X[..., :4], W, W), ["residual", "[2, 3, 8]", "[2, 3, 4]"]),
+    (lambda: poly_norm(X, torch.ones(4), torch.ones(1)), ["weight", "[3]", "[4]"]),
+    (lambda: poly_norm(X, torch.ones(3), torch.ones(3)), ["bias", "[1]", "[3]"]),
+    (lambda: ops.fused_mul_poly_norm(X, X[0], torch.ones(3), torch.ones(1)), ["mul", "[2, 3, 8]", "[3, 8]"]),
+    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(2, 3), torch.ones(3, 1), ENDS), ["weight", "[3, 3]", "[2, 3]"]),
+    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3), ENDS), ["bias", "[3, 1]", "[3]"]),
+    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.long()), ["int32", "int64", "[3]"]),
+    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(0, 3), torch.ones(0, 1), ENDS[:0]), ["offsets", "[0]"]),
+    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.flip(0)),
+     ["not fall", "3 at expert 1 behind 6"]),
+    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS - 2), ["not fall", "-1"]),
+    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.to("meta")), ["offsets", "cpu", "meta"]),
+])
+def test_refusals_say_both_sides(call, words):
+    with pytest.raises(ValueError) as refused:
+        call()
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize("made, name, inputs", [
+    (lambda: layers.RMSNorm(10), "rms_norm", 1), (lambda: layers.FusedAddRMSNorm(10), "fused_add_rms_norm", 2),
+    (lambda: layers.LayerNorm(10), "layer_norm", 1), (lambda: layers.FusedAddLayerNorm(10), "fused_add_layer_norm", 2),
+    (lambda: layers.PolyNorm(), "poly_norm", 1), (lambda: layers.FusedMulPolyNorm(), "fused_mul_poly_norm", 2)])
+def test_modules(made, name, inputs):
+    module = made()
+    values = arguments(name, 6, 10)[:inputs]
+    found, expected = module(*values), plain(name)(*values, *module.parameters(), module.eps)
+    torch.testing.assert_close(found, expected)
+    (found if isinstance(found, torch.Tensor) else found[0]).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+    assert "eps" in repr(module)
+
+
+def test_poly_norms_first_weights():
+    module = layers.PolyNorm()
+    assert module.weight.tolist() == pytest.approx([1 / 3] * 3) and module.bias.tolist() == [0.0] and module.eps == 1e-6
+
+
+def test_gemmas_offset_has_its_gradient():
+    x, weight, eps = arguments("rms_norm", 6, 10)
+    found = torch.autograd.grad(rms_norm(x, weight, eps, weight_offset=1.0).square().sum(), [x, weight])
+    expected = torch.autograd.grad(plain("rms_norm")(x, weight, eps, 1.0).square().sum(), [x, weight])
+    assert all(norm_error(*pair) < 1e-5 for pair in zip(found, expected))
+
+
+def test_the_reference_is_told_once():
+    code = "import torch; from zero_inference.norms import rms_norm; x = torch.ones(2, 4); rms_norm(x, x[0]); rms_norm(x, x[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stderr.count("plain PyTorch") == 1, done.stderr
+
+
+def test_importing_the_package_needs_no_torch():
+    code = "import sys, zero_inference.norms; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

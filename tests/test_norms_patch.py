@@ -1,0 +1,290 @@
+"""Patched models on a CPU: the same tokens, the same parameters, hooks that fire, and no trace when it is undone."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import FAMILIES, VOCAB, build_model
+from torch import nn
+
+from zero_inference import extension
+from zero_inference.cli import main
+from zero_inference.config import RunConfig
+from zero_inference.distributed import detect_ranks, start_process_group, stop_process_group
+from zero_inference.engines import engine_module
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
+from zero_inference.norms import choice, patch_norms, unpatch_norms
+from zero_inference.norms.patch import why_not_patched
+
+SMALL = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=16, max_position_embeddings=128, tie_word_embeddings=False)
+MORE = {name: dict(model_type=name, **SMALL)
+        for name in ("mistral", "qwen2", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")}
+MORE["qwen3_moe"] = dict(model_type="qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **SMALL)
+MORE["gpt_neox in sequence"] = dict(FAMILIES["gpt_neox"], use_parallel_residual=False)
+# norms of three layers and the last one; decoder layers whose addition and norm are one kernel
+EXPECTED = {"opt": (7, 0), "bloom": (8, 0), "gpt_neox": (7, 3), "gpt_neox in sequence": (7, 3), "llama": (7, 3),
+            "mistral": (7, 3), "mixtral": (7, 3), "qwen2": (7, 3), "qwen3": (13, 3), "qwen3_moe": (13, 3), "smollm3": (7, 3),
+            "gemma": (7, 3),
+            "gemma2": (13, 3), "gemma3_text": (19, 3)}
+IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def more_families(monkeypatch):
+    for name, values in MORE.items():
+        monkeypatch.setitem(FAMILIES, name, values)
+
+
+def tokens(model, ids=IDS, count=64):
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()
+    settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+
+
+def replaced(model) -> list[nn.Module]:
+    return [module for module in model.modules() if "forward" in module.__dict__]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", EXPECTED)
+def test_the_same_tokens_and_undone_without_a_trace(family, dtype):
+    model = build_model(family, dtype)
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    attributes = [set(module.__dict__) for module in model.modules()]
+    expected = tokens(model)
+    norms, pairs = EXPECTED[family]
+    assert patch_norms(model) == norms == patch_norms(model)
+    assert len(replaced(model)) == norms + pairs
+    assert torch.equal(tokens(model), expected)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    unpatch_norms(model)
+    unpatch_norms(model)
+    assert not replaced(model) and [set(module.__dict__) for module in model.modules()] == attributes
+
+
+def test_smollm2_in_bfloat16():
+    from transformers import AutoModelForCausalLM
+
+    from zero_inference.models.smollm2 import smollm2_checkpoint
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_checkpoint(), dtype=torch.bfloat16).eval()
+    ids = torch.randint(3, 40000, (2, 20), generator=torch.Generator().manual_seed(1))
+    expected = tokens(model, ids)
+    assert patch_norms(model) == 61
+    assert torch.equal(tokens(model, ids), expected) and len(set(expected[:, 20:].flatten().tolist())) > 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
+def test_hooks_fire_and_each_norm_runs_once(family):
+    model = build_model(family)
+    count = patch_norms(model)
+    calls = []
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.register_forward_pre_hook(lambda *_: calls.append("before"))
+            module.register_forward_hook(lambda *_: calls.append("behind"))
+    with torch.no_grad():
+        model(IDS)
+    assert calls.count("before") == calls.count("behind") == count
+
+
+def test_the_fused_pair_is_one_operator():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    model = build_model("llama")
+    patch_norms(model)
+    with torch.no_grad(), Count() as count:
+        model(IDS)
+    assert count.names.count("zero_inference.add_rms_norm.default") == 3
+    assert count.names.count("zero_inference.rms_norm.default") == 4
+
+
+def test_training_and_copies():
+    model = build_model("llama").train()
+    expected = torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters()))
+    patch_norms(model)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # renamed in 5.x
+    enable()
+    found = torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters()))
+    torch.testing.assert_close(found, expected)
+    copied = copy.deepcopy(model.eval())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert bool(copied(IDS).logits.any()), "a copy uses its own weights"
+    unpatch_norms(copied)
+    assert not replaced(copied) and replaced(model)
+
+
+def test_compiles_as_one_graph():
+    torch._dynamo.reset()
+    model = build_model("llama")
+    patch_norms(model)
+    with torch.no_grad():
+        expected = model(IDS, use_cache=False).logits
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(IDS, use_cache=False).logits
+    torch.testing.assert_close(found, expected)
+
+
+def test_norms_in_another_dtype_keep_their_own_forward():
+    model = build_model("llama", "bfloat16")
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.float()
+        layer.mlp.float()
+    patch_norms(model)
+    layer, x = model.model.layers[0].post_attention_layernorm, torch.randn(2, 64).bfloat16()
+    normalized, total = layer(x, x)
+    assert torch.equal(total, x + x) and torch.equal(normalized, type(layer).forward(layer, total))
+
+
+def test_an_unknown_family_is_left_alone_and_reported():
+    model = build_model("phi3")
+    with pytest.warns(UserWarning, match="phi3.*not in the table"):
+        assert patch_norms(model) == 0
+    assert not replaced(model)
+
+
+def test_nothing_is_patched_by_half():
+    model = build_model("llama")
+    model.model.norm = nn.RMSNorm(64)
+    with pytest.warns(UserWarning, match="RMSNorm is not in the table"):
+        assert patch_norms(model) == 0
+    model = build_model("opt")
+    model.model.decoder.layers[1].final_layer_norm = nn.LayerNorm(64, bias=False)
+    assert "without weight or bias" in why_not_patched(model) and not replaced(model)
+    assert "not in the table" in why_not_patched(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("engine, options", [("resident", {}), ("stream", {}),
+                                             ("stream", {"quant_bits": 8, "quant_group_size": 32}),
+                                             ("deepspeed", {"cpu_offload": True}),
+                                             ("accelerate", {"cpu_offload": True})])
+def test_every_engine_generates_the_same(engine, options, checkpoints):
+    config = RunConfig(model=str(checkpoints("llama")), engine=engine, dtype="float32", batch_size=2, prompt_len=9, gen_len=12,
+                       **options).validate()
+    ranks = detect_ranks(None)
+    spec = resolve_model(config, "cpu")
+    engine_module(engine).check(config, spec, ranks)
+    start_process_group(ranks)
+    try:
+        loaded = engine_module(engine).load(config, spec, ranks, lambda done: None)
+        ids = random_ids(0, 2, 9, VOCAB)
+        expected = tokens(loaded.model, ids, 12)
+        assert patch_norms(loaded.model) == 7
+        assert torch.equal(tokens(loaded.model, ids, 12), expected)
+        unpatch_norms(loaded.model)
+        assert torch.equal(tokens(loaded.model, ids, 12), expected)
+        loaded.close()
+    finally:
+        stop_process_group()
+
+
+def record_of(tmp_path, checkpoints, family, *options):
+    code = main(["run_model.py", "--model", str(checkpoints(family)), "--engine", "resident", "--dtype", "float32",
+                 "--prompt-len", "5", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--log-file",
+                 str(tmp_path / "run.log"), *options])
+    lines = (tmp_path / "run.jsonl").read_text().splitlines() if (tmp_path / "run.jsonl").exists() else [None]
+    return code, lines[-1] and json.loads(lines[-1])
+
+
+def test_on_a_cpu_auto_leaves_norms_alone(tmp_path, checkpoints, capsys):
+    code, record = record_of(tmp_path, checkpoints, "llama")
+    assert code == 0 and record["norm_modules_patched"] == 0 and record["norm_kernels_unused_because"] == choice.NO_DEVICE
+    assert "norms run as" not in capsys.readouterr().err
+    code, record = record_of(tmp_path, checkpoints, "llama", "--norm-kernels", "off")
+    assert code == 0 and record["norm_kernels_unused_because"] == "--norm-kernels off"
+
+
+def test_the_record_says_how_many(tmp_path, checkpoints, monkeypatch):
+    ids = record_of(tmp_path, checkpoints, "llama")[1]["output_ids_sha256"]
+    monkeypatch.setattr("zero_inference.run.prepare_norm_kernels", lambda *_: None)
+    code, record = record_of(tmp_path, checkpoints, "llama")
+    assert code == 0 and record["norm_modules_patched"] == 7 and record["norm_kernels_unused_because"] is None
+    assert record["output_ids_sha256"] == ids
+
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def test_what_cuda_needs(monkeypatch):
+    for device, family, words in ((CPU, "llama", "no CUDA device"), (CUDA, "phi3", "phi3"),
+                                  (CUDA, "llama", "not there: no nvcc")):
+        monkeypatch.setattr(choice, "load_extension", lambda say: False)
+        monkeypatch.setattr(choice, "why_unavailable", lambda: "no nvcc")
+        with pytest.raises(choice.UsageError, match=f"--norm-kernels cuda: .*{words}.*auto or off"):
+            choice.prepare_norm_kernels("cuda", family, device, torch.float32, 64, print)
+        assert words in choice.prepare_norm_kernels("auto", family, device, torch.float32, 64, print)
+    with pytest.raises(choice.UsageError, match="phi3"):
+        choice.refuse_norm_kernels("cuda", "phi3")
+
+
+def test_wrong_kernels_are_found_out_and_not_used(monkeypatch):
+    assert choice.find_fault(CPU, torch.bfloat16, 96) is None
+    lines = []
+    monkeypatch.setattr(choice, "load_extension", lambda say: True)
+    monkeypatch.setattr(choice.ops, "layer_norm", lambda x, weight, bias, eps=1e-5: torch.zeros_like(x))
+    fault = choice.find_fault(CPU, torch.bfloat16, 96)
+    assert "layer_norm is off by 1.0e+00" in fault
+    monkeypatch.setattr(choice, "try_apart", lambda *_: fault)
+    reason = choice.prepare_norm_kernels("auto", "llama", CUDA, torch.bfloat16, 96, lines.append)
+    assert reason == fault and len(lines) == 1 and lines[0].startswith("warning") and fault in lines[0]
+    model = build_model("llama")
+    assert choice.apply_norm_kernels("auto", reason, model, lines.append)["norm_kernels_unused_because"] == fault
+    assert not replaced(model)
+    with pytest.raises(choice.UsageError, match="layer_norm is off"):
+        choice.prepare_norm_kernels("cuda", "llama", CUDA, torch.bfloat16, 96, lines.append)
+    monkeypatch.undo()
+
+    def broken(*_, **__):
+        raise RuntimeError("no kernel image is available\nand more")
+
+    monkeypatch.setattr(choice.ops, "rms_norm", broken)
+    assert choice.find_fault(CPU, torch.float32, 8) == "they fail on cpu: no kernel image is available"
+
+
+def test_a_trial_in_a_process_of_its_own_is_remembered_if_it_went_well(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert choice.try_apart(CPU, torch.bfloat16, 64) is None
+    marks = list((tmp_path / "zero-inference/extensions/trials").iterdir())
+    assert len(marks) == 1 and "bfloat16-64" in marks[0].name
+    monkeypatch.setattr(choice, "_TRIAL", "import os; os.abort()")
+    assert choice.try_apart(CPU, torch.bfloat16, 64) is None, "remembered"
+    assert "broke off" in choice.try_apart(CPU, torch.bfloat16, 128)
+    monkeypatch.setattr(choice, "_TRIAL", "print('fault: rms_norm is off')")
+    assert choice.try_apart(CPU, torch.bfloat16, 128) == "rms_norm is off"
+    assert list((tmp_path / "zero-inference/extensions/trials").iterdir()) == marks
+
+
+def test_the_library_that_came_with_the_package_is_used_where_it_fits(monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "extension.py"))
+    monkeypatch.setattr(extension, "_library_name", lambda what: f"zero_inference_{what}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    assert extension._prebuilt() is None
+    library = tmp_path / extension.PREBUILT / f"zero_inference_{extension.PREBUILT}.so"
+    library.parent.mkdir()
+    library.touch()
+    for architectures, fits in (("8.0;9.0", True), ("8.0", False), ("8.0+PTX", True)):
+        library.with_suffix(".txt").write_text(architectures)
+        assert extension._prebuilt() == (library if fits else None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match="without CUDA"):
+        extension.prebuild(tmp_path)

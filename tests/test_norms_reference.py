@@ -1,0 +1,107 @@
+"""The references: against torch's norms and hand computations, their gradients by gradcheck and against the closed formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from norm_cases import EPS, NAMES, OFFSETS, arguments, plain, run, widened
+
+from zero_inference.norms import reference
+from zero_inference.norms.reference import fused_mul_grouped_poly_norm_ref, fused_mul_poly_norm_ref, poly_norm_ref, rms_norm_ref
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dim", [1, 7])
+def test_gradcheck(name, dim):
+    values = widened(arguments(name, 6, dim))
+    assert torch.autograd.gradcheck(lambda *tensors: plain(name)(*tensors), values, atol=1e-6)
+
+
+def closed_form(name: str, values: list, grads: list):
+    x, weight = values[0], values[-2] if "layer" not in name else values[-3]
+    if "rms" in name:
+        total, grad_sum = (x, None) if len(grads) == 1 else (x + values[1], grads[1])
+        grad_x, grad_weight = reference.rms_norm_backward_ref(grads[0], grad_sum, total, weight, EPS)
+        return [grad_x] * len(grads) + [grad_weight]
+    if "layer" in name:
+        total, grad_sum = (x, None) if len(grads) == 1 else (x + values[1], grads[1])
+        grad_x, grad_weight, grad_bias = reference.layer_norm_backward_ref(grads[0], grad_sum, total, weight, EPS)
+        return [grad_x] * len(grads) + [grad_weight, grad_bias]
+    offsets = values[4] if "grouped" in name else None
+    mul = values[1] if name.startswith("fused") else None
+    weight, bias = values[1:3] if mul is None else values[2:4]
+    found = reference.poly_norm_backward_ref(grads[0], x, mul, weight, bias, offsets, EPS)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows, dim", [(0, 5), (1, 1), (1, 33), (29, 1), (29, 64)])
+def test_closed_formulas_are_autograds(name, rows, dim):
+    values = widened(arguments(name, rows, dim))
+    _, expected, grads = run(plain(name), values)
+    with torch.no_grad():
+        found = closed_form(name, values, grads)
+    assert len(found) == len(expected)
+    for here, there in zip(found, expected):
+        torch.testing.assert_close(here, there, rtol=1e-6 if dim == 1 else 1e-10, atol=1e-11)
+
+
+def test_torchs_own_norms_agree():
+    x, weight, bias, _ = widened(arguments("layer_norm", 11, 48))
+    torch.testing.assert_close(rms_norm_ref(x, weight, EPS), torch.nn.functional.rms_norm(x, (48,), weight, EPS))
+    torch.testing.assert_close(reference.layer_norm_ref(x, weight, bias, EPS),
+                               torch.nn.functional.layer_norm(x, (48,), weight, bias, EPS))
+
+
+def test_poly_norm_by_hand():
+    # x = (1, -2): means of x^6, x^4, x^2 are 32.5, 8.5, 2.5
+    found = poly_norm_ref(torch.tensor([[1.0, -2.0]]), torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0.5]), eps=0.0)
+    by_hand = [2 / 32.5**0.5 + 3 / 8.5**0.5 + 5 / 2.5**0.5 + 0.5, 2 * -8 / 32.5**0.5 + 3 * 4 / 8.5**0.5 + 5 * -2 / 2.5**0.5 + 0.5]
+    torch.testing.assert_close(found, torch.tensor([by_hand]))
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("rows", [0, 1, 29])
+def test_groups_are_their_experts_one_by_one(offsets, rows):
+    x, mul, weight, bias, ends, eps = (value.detach() if isinstance(value, torch.Tensor) else value
+                                       for value in arguments("fused_mul_grouped_poly_norm", rows, 16, offsets=offsets))
+    found = fused_mul_grouped_poly_norm_ref(x, mul, weight, bias, ends, eps)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        alone = fused_mul_poly_norm_ref(x[start:end], mul[start:end], weight[expert], bias[expert], eps)
+        torch.testing.assert_close(found[start:end], alone)
+        start = end
+    assert not found[start:].any()
+
+
+def test_padding_rows_are_zero_whatever_they_hold():
+    x, mul, weight, bias, _, eps = arguments("fused_mul_grouped_poly_norm", 6, 8)
+    ends = torch.tensor([1, 2, 2, 4, 4], dtype=torch.int32)
+    with torch.no_grad():
+        x[4:] = torch.nan
+        mul[5] = torch.inf
+    out = fused_mul_grouped_poly_norm_ref(x, mul, weight, bias, ends, eps)
+    gradients = torch.autograd.grad(out.sum(), [x, mul, weight, bias])
+    assert not out[4:].any() and not gradients[0][4:].any() and not gradients[1][4:].any()
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert not gradients[2][2].any() and not gradients[3][4].any(), "experts without rows"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_to_1e4_in_float16_stay_finite(name):
+    values = arguments(name, 5, 33, torch.float16, scale=3000.0)
+    with torch.no_grad():
+        values[0].clamp_(-1e4, 1e4)
+    outputs, gradients, _ = run(plain(name), values)
+    assert all(bool(tensor.isfinite().all()) for tensor in outputs + gradients)
+
+
+def test_llamas_and_gemmas_norms_bit_for_bit():
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, weight = (value.detach() for value in arguments("rms_norm", 7, 96, dtype)[:2])
+        for made, how in ((LlamaRMSNorm(96, EPS), {"round_first": True}), (GemmaRMSNorm(96, EPS), {"weight_offset": 1.0})):
+            made.to(dtype).load_state_dict({"weight": weight})
+            assert torch.equal(made(x), rms_norm_ref(x, weight, EPS, **how))

@@ -1,0 +1,144 @@
+"""Whether a run uses our norm kernels: --norm-kernels auto, cuda or off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from torch import nn
+
+from zero_inference.errors import RunError, UsageError
+from zero_inference.extension import load_extension, trial_mark, why_unavailable
+from zero_inference.norms import ops, patch, reference
+
+NO_DEVICE = "there is no CUDA device"
+LARGEST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
+_CHECK_ROWS = 5
+_TRIAL_S = 300
+_TRIAL = """
+import sys, torch
+from zero_inference.extension import load_extension
+from zero_inference.norms.choice import find_fault
+load_extension(lambda line: None)
+print("fault:", find_fault(torch.device(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])) or "")
+"""
+
+
+def refuse_norm_kernels(asked: str, model_type: str) -> None:
+    """Raises UsageError for `cuda` with a family that is not in the table, before anything is compiled or loaded."""
+    reason = patch.why_not_family(model_type) if asked == "cuda" else None
+    if reason is not None:
+        raise _refusal(reason)
+
+
+def prepare_norm_kernels(asked: str, model_type: str, device: torch.device, dtype: torch.dtype, columns: int,
+                         say: Callable[[str], None]) -> str | None:
+    """Compile or load the kernels and try them on `device`; the reason why they are not to be used, or None.
+
+    Args:
+        columns: hidden size of the model, which the trial uses.
+        say: gets the line that says what takes a minute, and one warning where kernels are there and wrong.
+
+    Raises:
+        UsageError: `cuda` was asked for and is not possible.
+    """
+    if asked == "off":
+        return "--norm-kernels off"
+    if device.type != "cuda":
+        reason = NO_DEVICE
+    else:
+        reason = patch.why_not_family(model_type)
+    if reason is None and not load_extension(say):
+        reason = f"the CUDA kernels are not there: {why_unavailable()}"
+    if reason is None:
+        reason = try_apart(device, dtype, columns)
+        if reason is not None and asked == "auto":
+            say(f"warning: our norm kernels are not used: {reason}")
+    if reason is not None and asked == "cuda":
+        raise _refusal(reason)
+    return reason
+
+
+def try_apart(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
+    """`find_fault` in a process of its own, because a kernel that writes where it may not takes its process down.
+
+    A trial that went well is remembered, by library, device, dtype and columns.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    kind = str(dtype).removeprefix("torch.")
+    mark = trial_mark(name, kind, str(columns))
+    if mark.exists():
+        return None
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run([sys.executable, "-c", _TRIAL, str(device), kind, str(columns)], capture_output=True, text=True,
+                              timeout=_TRIAL_S, env=os.environ | {"PYTHONPATH": path})
+    except subprocess.TimeoutExpired:
+        return f"their trial did not end within {_TRIAL_S} s"
+    if done.returncode != 0:
+        return f"their trial broke off: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1][:200]}"
+    fault = done.stdout.rpartition("fault:")[2].strip()
+    if not fault:
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a trial
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    return fault or None
+
+
+def apply_norm_kernels(asked: str, reason: str | None, model: nn.Module, say: Callable[[str], None]) -> dict[str, Any]:
+    """Patch `model` unless `reason` says why not; the record's fields about it.
+
+    Raises:
+        RunError: `cuda` was asked for and this model has norms that are not in the table.
+    """
+    if reason is None:
+        reason = patch.why_not_patched(model)
+        if reason is not None and asked == "cuda":
+            raise RunError(f"--norm-kernels cuda: {reason}; use auto or off.")
+    if reason is None:
+        return {"norm_modules_patched": patch.patch_norms(model), "norm_kernels_unused_because": None}
+    if reason != NO_DEVICE and asked == "auto":
+        say(f"norms run as transformers has them: {reason}")
+    return {"norm_modules_patched": 0, "norm_kernels_unused_because": reason}
+
+
+def find_fault(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
+    """Try the operators that models use on a few random rows: what is wrong, or None.
+
+    What is compared is `torch.ops.zero_inference` on `device` with the reference in float64 on the host.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x, residual, weight, bias = rows(_CHECK_ROWS, columns), rows(_CHECK_ROWS, columns), rows(columns), rows(columns)
+    total = x + residual
+    there = [tensor.to(device) for tensor in (x, residual, weight, bias)]
+    total_there = total.to(device)
+    wide, wide_weight, wide_bias = total.double(), weight.double(), bias.double()
+    try:
+        rms = reference.rms_norm_ref(wide, wide_weight)
+        layer = reference.layer_norm_ref(wide, wide_weight, wide_bias)
+        found = {"rms_norm": (ops.rms_norm(total_there, there[2]), rms),
+                 "fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[0], rms),
+                 "the sum of fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[1], wide),
+                 "layer_norm": (ops.layer_norm(total_there, *there[2:]), layer),
+                 "fused_add_layer_norm": (ops.fused_add_layer_norm(*there)[0], layer)}
+        for name, (here, expected) in found.items():
+            error = float((here.cpu().double() - expected).norm() / expected.norm())
+            if not error <= LARGEST_ERROR[dtype]:  # nan too
+                return f"{name} is off by {error:.1e} on {device} ({str(dtype).removeprefix('torch.')}, {columns} columns)"
+    except RuntimeError as error:
+        return f"they fail on {device}: {str(error).splitlines()[0][:200]}"
+    return None
+
+
+def _refusal(reason: str) -> UsageError:
+    return UsageError(f"--norm-kernels cuda: {reason}; use auto or off.")

@@ -1,0 +1,174 @@
+"""The norms in plain PyTorch: float32 (float64 for float64 inputs) inside, one downcast at the end.
+
+`*_ref` is what every kernel is checked against, with autograd for its gradients. `*_backward_ref` are the closed formulas of
+those gradients, which the operators use where there is no kernel. All reductions run over the last dimension, of D elements.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, round_first: bool = False) -> Tensor:
+    """`x * rsqrt(mean(x^2) + eps) * (weight + weight_offset)` for x [..., D] and weight [D], in x's dtype.
+
+    `round_first` rounds the normalized value to x's dtype before it meets the weight, as transformers' Llama family does.
+    """
+    wide = _wide(x)
+    values = x.to(wide)
+    normalized = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    if round_first:
+        normalized = normalized.to(x.dtype).to(wide)
+    return (normalized * (weight.to(wide) + weight_offset)).to(x.dtype)
+
+
+def fused_add_rms_norm_ref(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0,
+                           round_first: bool = False) -> tuple[Tensor, Tensor]:
+    """(rms_norm(h), h) with h = x + residual, rounded to its dtype."""
+    total = x + residual
+    return rms_norm_ref(total, weight, eps, weight_offset, round_first), total
+
+
+def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """torch's layer norm over the last dimension: x [..., D], weight and bias [D]."""
+    wide = _wide(x)
+    return torch.nn.functional.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
+
+
+def fused_add_layer_norm_ref(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor,
+                             eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """(layer_norm(h), h) with h = x + residual, rounded to its dtype."""
+    total = x + residual
+    return layer_norm_ref(total, weight, bias, eps), total
+
+
+def poly_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+    """`w0 N(x^3) + w1 N(x^2) + w2 N(x) + b` with `N(z) = z * rsqrt(mean(z^2) + eps)`; weight [3], bias [1]."""
+    wide = _wide(x)
+    return _poly(x.to(wide), weight.to(wide), bias.to(wide), eps).to(x.dtype)
+
+
+def fused_mul_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+    """`poly_norm(x) * mul`, multiplied before the downcast; mul has the shape of x."""
+    wide = _wide(x)
+    return (_poly(x.to(wide), weight.to(wide), bias.to(wide), eps) * mul.to(wide)).to(x.dtype)
+
+
+def fused_mul_grouped_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor,
+                                    eps: float = 1e-6) -> Tensor:
+    """fused_mul_poly_norm with the weights of each row's expert: weight [E, 3], bias [E, 1], offsets int32 [E].
+
+    Row r (of x flattened to [rows, D]) uses the first expert with `r < offsets[e]`; rows past the last give zero.
+    """
+    wide = _wide(x)
+    rows = x.reshape(-1, x.shape[-1])
+    row_weight, row_bias, inside = _of_rows(weight.to(wide), bias.to(wide), offsets, len(rows))
+    # padding rows are replaced, not only masked: their gradient has to be zero whatever they hold
+    values = torch.where(inside, rows.to(wide), 1.0)
+    factors = torch.where(inside, mul.reshape(rows.shape).to(wide), 0.0)
+    return (_poly(values, row_weight, row_bias, eps) * factors).to(x.dtype).reshape(x.shape)
+
+
+def rms_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float,
+                          weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(dx, dweight). With n = x s, s = rsqrt(mean(x^2) + eps), m = grad (weight + offset): dx = s (m - n mean(m n)).
+
+    `grad_sum` is the gradient of a fused sum h = x + residual, which is added to dx.
+    """
+    wide = _wide(x)
+    values, grads = x.to(wide), grad.to(wide)
+    scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    normalized = values * scale
+    m = grads * (weight.to(wide) + weight_offset)
+    if x.shape[-1] == 1:  # 1 - n^2 = eps s^2; their difference would be all rounding error
+        grad_x = m * eps * scale**3
+    else:
+        grad_x = scale * (m - normalized * (m * normalized).mean(-1, keepdim=True))
+    return _plus(grad_x, grad_sum).to(x.dtype), _over_rows(grads * normalized).to(weight.dtype)
+
+
+def layer_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor,
+                            eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias). With n the normalized x, s its scale, m = grad weight: dx = s (m - mean(m) - n mean(m n))."""
+    wide = _wide(x)
+    grads = grad.to(wide)
+    centred = x.to(wide) - x.to(wide).mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    normalized = centred * scale
+    m = grads * weight.to(wide)
+    grad_x = scale * (m - m.mean(-1, keepdim=True) - normalized * (m * normalized).mean(-1, keepdim=True))
+    return (_plus(grad_x, grad_sum).to(x.dtype), _over_rows(grads * normalized).to(weight.dtype),
+            _over_rows(grads).to(weight.dtype))
+
+
+def poly_norm_backward_ref(grad: Tensor, x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, offsets: Tensor | None,
+                           eps: float) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(dx, dmul, dweight, dbias) of poly_norm and its fused forms; without mul the second is None.
+
+    With c_p the weight of power p, r_p = rsqrt(mean(x^2p) + eps), h = grad mul, S_p = sum_i h_i x_i^p of a row:
+    dx = sum_p c_p r_p p x^(p-1) (h - x^p r_p^2 S_p / D), dmul = grad poly, dc_p = sum over rows of r_p S_p, db = sum of h.
+    """
+    wide = _wide(x)
+    columns = x.shape[-1]
+    values, grads = x.reshape(-1, columns).to(wide), grad.reshape(-1, columns).to(wide)
+    row_weight, row_bias, inside = _of_rows(weight.to(wide), bias.to(wide), offsets, len(values))
+    if offsets is not None:
+        values, grads = torch.where(inside, values, 1.0), torch.where(inside, grads, 0.0)
+    factors = 1.0 if mul is None else torch.where(inside, mul.reshape(values.shape).to(wide), 0.0)
+    h = grads * factors
+    grad_x, sums = torch.zeros_like(values), []
+    for place, power in enumerate((3, 2, 1)):
+        raised = values**power
+        scale = torch.rsqrt(raised.pow(2).mean(-1, keepdim=True) + eps)
+        total = (h * raised).sum(-1, keepdim=True)
+        coefficient = row_weight[:, place : place + 1] * scale * power
+        inner = h * eps * scale.pow(2) if columns == 1 else h - raised * scale.pow(2) * total / columns
+        grad_x += coefficient * values ** (power - 1) * inner
+        sums.append(scale * total)
+    sums.append(h.sum(-1, keepdim=True))
+    grad_mul = None if mul is None else (grads * _poly(values, row_weight, row_bias, eps)).to(x.dtype).reshape(x.shape)
+    of_experts = _over_experts(torch.cat(sums, -1), offsets)
+    return (grad_x.to(x.dtype).reshape(x.shape), grad_mul, of_experts[:, :3].to(weight.dtype).reshape(weight.shape),
+            of_experts[:, 3].to(bias.dtype).reshape(bias.shape))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _poly(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def normalized(z: Tensor) -> Tensor:
+        return z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + eps)
+
+    cube, square, line = weight.split(1, -1)
+    return cube * normalized(x**3) + square * normalized(x**2) + line * normalized(x) + bias
+
+
+def _of_rows(weight: Tensor, bias: Tensor, offsets: Tensor | None, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight [rows, 3], bias [rows, 1] and, [rows, 1], whether a row belongs to an expert at all."""
+    if offsets is None:
+        return weight.reshape(1, 3), bias.reshape(1, 1), torch.ones((1, 1), dtype=torch.bool, device=weight.device)
+    expert = _experts(offsets, rows)
+    inside = (expert < len(offsets))[:, None]
+    expert = expert.clamp(max=len(offsets) - 1)
+    return weight[expert], bias.reshape(-1, 1)[expert], inside
+
+
+def _experts(offsets: Tensor, rows: int) -> Tensor:
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
+
+
+def _over_experts(sums: Tensor, offsets: Tensor | None) -> Tensor:
+    if offsets is None:
+        return sums.sum(0, keepdim=True)
+    totals = sums.new_zeros(len(offsets) + 1, sums.shape[-1])
+    return totals.index_add_(0, _experts(offsets, len(sums)), sums)[:-1]
+
+
+def _over_rows(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1]).sum(0)
+
+
+def _plus(grad: Tensor, other: Tensor | None) -> Tensor:
+    return grad if other is None else grad + other.to(grad.dtype)
