@@ -30,6 +30,8 @@ declare -A cases=(
   [opt30b-half-stream]="--model facebook/opt-30b --engine stream --gpu-memory 28 --batch-size 24 --prompt-len 512"
   [opt30b-resident]="--model facebook/opt-30b --engine resident --batch-size 24 --prompt-len 512"
   [llama70b-int4-stream]="--model meta-llama/Llama-3.1-70B --engine stream --gpu-memory 0 --quant-bits 4 --batch-size 32 --prompt-len 512"
+  [llama8b-prefill-norms_off]="--model meta-llama/Llama-3.1-8B --engine resident --norm-kernels off --batch-size 8 --prompt-len 2048 --gen-len 2"
+  [llama8b-prefill-norms_cuda]="--model meta-llama/Llama-3.1-8B --engine resident --norm-kernels cuda --batch-size 8 --prompt-len 2048 --gen-len 2"
   [llama405b-int4-stream]="--model meta-llama/Llama-3.1-405B --engine stream --quant-bits 4 --batch-size 32 --prompt-len 128 --gen-len 8 --loops 1 --warmup 1"
 )
 order=(opt13b-resident opt13b-fp16 opt13b-int8 opt13b-int4 opt13b-kv opt13b-fp16-stream opt13b-int8-stream opt13b-int4-stream opt13b-kv-stream

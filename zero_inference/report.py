@@ -339,6 +339,8 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
     shown = frame if args.all_columns else differing_columns(frame).drop(columns="error", errors="ignore")
     if (frame["status"] == STATUS_FAILED).any() and not args.all_columns:
         shown = shown.assign(status=frame["status"])
+    # the page has columns of its own for scores, each with its error
+    shown = shown.drop(columns=[column.name for column in COLUMNS if column.key.startswith("quality.")], errors="ignore")
     columns, texts = _texts(shown)
     values = shown.astype(object).where(shown.notna(), None).to_numpy().tolist()
     table = Table([column.header for column in columns], [column.numeric for column in columns], texts, values)

@@ -29,6 +29,7 @@ MATMUL_SIZES = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512, 2048)}
 # Past the last-level cache: 50 MiB of L2 on an H200, 126 MB on a B200.
 ELEMENTWISE_SIZES = {"cuda": tuple(1 << p for p in range(14, 29, 2)), "cpu": tuple(1 << p for p in range(14, 27, 2))}
 LAYER_BATCHES = {"cuda": (4, 8, 16, 32, 64, 128), "cpu": (4,)}
+TRIED_COLUMNS = 4096  # hidden size of the norm kernels' trial
 LAYER_SEQS = {"cuda": (128, 512), "cpu": (128,)}
 
 
@@ -109,6 +110,7 @@ def _elementwise_rows(args, rates: MachineRates, module: ModuleType):
 
 def _layer_rows(args, rates: MachineRates, module: ModuleType):
     from zero_inference.micro.blocks import DEFAULT_BLOCKS, SHORT, block_config
+    from zero_inference.micro.timing import DTYPES
 
     kind, device = args.dtype or ("fp16" if rates.device.type == "cuda" else "fp32"), rates.device.type
     _check_kinds([kind], rates.device)
@@ -118,25 +120,29 @@ def _layer_rows(args, rates: MachineRates, module: ModuleType):
         positions = getattr(block_config(name), "max_position_embeddings", None)
         if positions and max(seqs) > positions:
             raise UsageError(f"--seq {max(seqs)}: {name} has {positions} positions; shorten it.")
-    return module.measure(rates, blocks, seqs, batches, kind, args.min_run_time, norm_patch(args.norm_kernels, rates.device))
+    return module.measure(rates, blocks, seqs, batches, kind, args.min_run_time,
+                          norm_patch(args.norm_kernels, rates.device, DTYPES[kind]))
 
 
-def norm_patch(choice: str, device: torch.device):
+def norm_patch(choice: str, device: torch.device, dtype: torch.dtype):
     """`patch_norms` of this package as `--norm-kernels` says, or None to leave the norms alone.
 
-    Raises UsageError for `cuda` where the kernels are not there.
+    Raises UsageError for `cuda` where the kernels are not there, or failed their trial on this device.
     """
     if choice == "off" or (choice == "auto" and device.type != "cuda"):
         return None
     if device.type != "cuda":
         raise UsageError("--norm-kernels cuda: the kernels run on a GPU, and the device here is the CPU; use auto or off.")
-    try:
-        from zero_inference.norms.patch import patch_norms
-    except ImportError as error:
-        if choice == "cuda":
-            raise UsageError("--norm-kernels cuda: this version has no compiled norm kernels; use auto or off.") from error
-        return None
-    return patch_norms
+    from zero_inference.extension import load_extension, why_unavailable
+    from zero_inference.norms import choice as norms
+    from zero_inference.norms.patch import patch_norms
+
+    reason = norms.try_apart(device, dtype, TRIED_COLUMNS) if load_extension() else why_unavailable()
+    if reason is None:
+        return patch_norms
+    if choice == "cuda":
+        raise UsageError(f"--norm-kernels cuda: {reason}; use auto or off.")
+    return None
 
 
 BENCHMARKS = {
