@@ -35,4 +35,4 @@ demo: $(STAMP)
 # The tests start real runs in processes of their own: two at a time, one thread each.
 test: $(STAMP)
 	@echo "test: pytest, two files at a time"
-	@$(IN_VENV) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+	@$(IN_VENV) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder

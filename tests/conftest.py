@@ -17,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCAB = 320
+# Files that take longest, first: two workers take whole files, and a long one at the end would leave one of them idle.
+LONGEST = ("test_quality.py", "test_tokens.py", "test_stream.py", "test_csrc_compiles.py", "test_norms_patch.py", "test_run.py")
 FAMILIES = {
     "opt": dict(model_type="opt", hidden_size=64, ffn_dim=256, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=64,
                 max_position_embeddings=128, do_layer_norm_before=True),
@@ -31,6 +33,10 @@ FAMILIES = {
     "gpt_neox": dict(model_type="gpt_neox", hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
                      max_position_embeddings=128, tie_word_embeddings=False),
 }
+
+
+def pytest_collection_modifyitems(items) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 def build_model(family: str, dtype="float32", lively=True):

@@ -87,8 +87,9 @@ def test_smollm2_writes_the_same_text_in_every_way(tmp_path, capfd):
     assert text in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-@pytest.mark.parametrize("options", [["--cpu-offload"], ["--disk-offload"], ["--cpu-offload", "--kv-offload"]], ids="-".join)
+@pytest.mark.parametrize("launcher, options", [
+    ("deepspeed", ["--cpu-offload"]), ("deepspeed", ["--disk-offload"]), ("torchrun", ["--cpu-offload", "--kv-offload"])],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value))
 def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model, tmp_path):
     folder = checkpoints("mixtral")
     batch = 4
