@@ -242,7 +242,7 @@ load("tiny", dtype="bfloat16")[0].close()
 def memory(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 
-from zero_inference.offload.host_memory import return_free_memory
+from zero_inference.models.checkpoint import return_free_memory
 return_free_memory()
 open("/proc/self/clear_refs", "w").write("5")  # start the peak anew
 before = memory("VmRSS")
@@ -338,6 +338,8 @@ def test_idle_time_goes_to_who_caused_it():
 def test_a_group_size_that_does_not_divide_is_refused(checkpoints):
     with pytest.raises(UsageError, match="--quant-group-size 48.*use --quant-group-size 64"):
         load(checkpoints("llama"), quant_bits=4, quant_group_size=48)
+    with pytest.raises(UsageError, match="--quant-group-size 256.*use --quant-group-size 64"):
+        load(checkpoints("llama"), quant_bits=4, quant_group_size=256)  # wider than every matrix: nothing would be quantized
 
 
 def test_tied_weights_stay_tied_and_on_the_device(checkpoints):

@@ -14,7 +14,6 @@ from zero_inference.link.compute import device_copy_gbps, matmul_tflops
 from zero_inference.link.copy import host_to_device_gbps
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
-from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 
 
@@ -72,7 +71,7 @@ def least_work(config: RunConfig, spec: ModelSpec, ranks: Ranks, weight_bytes: i
     Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. What is idle is
     taken off at its size in the model's dtype, which an engine may not exceed: the bound errs to the low side.
     """
-    model = empty_model(spec)
+    model = spec.outline
     idle = _idle_parameters(model, spec)
     active = sum(p.numel() for p in model.parameters()) - idle
     batch = config.batch_size // ranks.world_size

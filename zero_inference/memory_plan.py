@@ -18,7 +18,6 @@ from zero_inference.engines.base import Footprint
 from zero_inference.environment import available_host_bytes
 from zero_inference.errors import UsageError
 from zero_inference.models.sizes import activation_bytes, kv_cache_bytes
-from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_cache import SLOTS
 from zero_inference.utils import GB
@@ -39,7 +38,7 @@ class Need:
 
 def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
     """What this node needs. On a CPU-only machine the device is host memory, and is counted there."""
-    model = empty_model(spec)
+    model = spec.outline
     weights: Footprint = engine_module(config.engine).footprint(config, spec, ranks, model)
     local = ranks.local_world_size
     batch = config.batch_size // ranks.world_size or 1
@@ -72,7 +71,7 @@ def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
 
     Only what is exact is refused; a device that is too small shows itself, and `--dry-run` estimates it.
     """
-    weights: Footprint = engine_module(config.engine).footprint(config, spec, ranks, empty_model(spec))
+    weights: Footprint = engine_module(config.engine).footprint(config, spec, ranks, spec.outline)
     need = Need("host memory", weights.host * ranks.local_world_size, available_host_bytes())
     if not need.fits:
         changes = changes_that_fit(config, spec, ranks)

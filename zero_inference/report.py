@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at
-from zero_inference.tables import FORMATS, markdown, terminal_table
-from zero_inference.utils import GB
+from zero_inference.tables import FORMATS, decimals, gib, markdown, terminal_table
 
 if TYPE_CHECKING:
     import pandas
@@ -35,12 +34,7 @@ def _yes_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _three_decimals(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _gib(value: float) -> str:
-    return f"{value / GB:.3f}"
+_three_decimals = decimals(3)
 
 
 def _percent(value: float) -> str:
@@ -117,7 +111,7 @@ COLUMNS = (
     Column("decode_weights_gbps", "weights (GB/s)", "Float64", _three_decimals, "always", best_first=True),
     Column("prefill_latency_s", "prefill (s)", "Float64", _three_decimals, "always"),
     Column("limit.fraction_of_limit", "of limit (%)", "Float64", _percent, "always", best_first=True),
-    Column("peak_gpu_bytes", "peak gpu (GiB)", "Int64", _gib, "always"),
+    Column("peak_gpu_bytes", "peak gpu (GiB)", "Int64", gib, "always"),
     _score("mmlu.accuracy", "mmlu (%)", "mmlu_accuracy"),
     _score("mmlu.stderr", "+- (%)", "mmlu_stderr", best_first=False),
     _score("hellaswag.accuracy", "hellaswag (%)", "hellaswag_accuracy"),
@@ -135,11 +129,11 @@ COLUMNS = (
     Column("cold_total_s", "cold (s)", "Float64", _three_decimals, "detail"),
     Column("limit.link_gbps", "link (GB/s)", "Float64", _three_decimals, "detail", best_first=True),
     Column("limit.floor_decode_s", "decode floor (s)", "Float64", _three_decimals, "detail"),
-    Column("model_bytes", "model fp16 (GiB)", "Int64", _gib, "detail"),
-    Column("weight_bytes", "stored weights (GiB)", "Int64", _gib, "detail"),
-    Column("cache_bytes", "cache (GiB)", "Int64", _gib, "detail"),
-    Column("hidden_bytes", "hidden (GiB)", "Int64", _gib, "detail"),
-    Column("peak_host_bytes", "peak host (GiB)", "Int64", _gib, "detail"),
+    Column("model_bytes", "model fp16 (GiB)", "Int64", gib, "detail"),
+    Column("weight_bytes", "stored weights (GiB)", "Int64", gib, "detail"),
+    Column("cache_bytes", "cache (GiB)", "Int64", gib, "detail"),
+    Column("hidden_bytes", "hidden (GiB)", "Int64", gib, "detail"),
+    Column("peak_host_bytes", "peak host (GiB)", "Int64", gib, "detail"),
     Column("output_ids_sha256", "ids sha256", "string", shown="detail"),
     Column("timestamp", "time", "string", shown="detail"),
     Column("file", "file", "string", shown="detail"),

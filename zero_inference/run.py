@@ -23,7 +23,6 @@ from zero_inference.engines.base import LoadedModel, parameter_bytes
 from zero_inference.environment import describe_environment
 from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.models import prompts
-from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels, refuse_norm_kernels
 from zero_inference.offload.host_cache import HostKVCache
@@ -137,7 +136,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
     full_bytes = model_bytes(spec.config)
     no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
                                       spec.text_config.hidden_size, progress.say)
-    advance = progress.loading(parameter_bytes(empty_model(spec)))
+    advance = progress.loading(parameter_bytes(spec.outline))
     with redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         loaded = engine_module(config.engine).load(config, spec, ranks, advance)
     try:

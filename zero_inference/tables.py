@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_inference.utils import GB
+
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
 
@@ -25,6 +27,10 @@ class Column:
 
 def decimals(count: int) -> Callable[[float], str]:
     return lambda value: f"{value:.{count}f}"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GB:.3f}"
 
 
 def percent(value: float) -> str:

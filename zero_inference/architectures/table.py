@@ -11,8 +11,7 @@ from zero_inference.architectures import statistics
 from zero_inference.architectures.arms import Arm
 from zero_inference.architectures.comparison import QUALITY, SPEED, frame_of, quality_rows, summarize
 from zero_inference.records import STATUS_OK
-from zero_inference.tables import Column, decimals, percent
-from zero_inference.utils import GB
+from zero_inference.tables import Column, decimals, gib, percent
 
 PHASES = ("decode", "prefill", "total")
 Runs = Mapping[str, Sequence[tuple[int, dict[str, Any]]]]
@@ -20,10 +19,6 @@ Runs = Mapping[str, Sequence[tuple[int, dict[str, Any]]]]
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GB:.3f}"
 
 
 def _times(ratio: float) -> str:
@@ -56,9 +51,9 @@ COLUMNS = (
     Column("step_p50_s", "p50 (ms)", _milliseconds),
     Column("step_p95_s", "p95 (ms)", _milliseconds),
     Column("step_p99_s", "p99 (ms)", _milliseconds),
-    Column("peak_gpu_bytes", "peak gpu (GiB)", _gib),
-    Column("peak_host_bytes", "peak host (GiB)", _gib),
-    Column("weight_bytes", "stored weights (GiB)", _gib),
+    Column("peak_gpu_bytes", "peak gpu (GiB)", gib),
+    Column("peak_host_bytes", "peak host (GiB)", gib),
+    Column("weight_bytes", "stored weights (GiB)", gib),
     Column("fraction_of_limit", "of limit", percent),
     Column("unsettled_runs", "not settled"),
     Column("same_ids", "same tokens", lambda same: "yes" if same else "no", numeric=False),

@@ -23,7 +23,7 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     if ranks.world_size > 1:
         raise UsageError(f"--engine accelerate runs in one process and {ranks.world_size} were started: start one, "
                          "or use --engine deepspeed.")
-    model = empty_model(spec)
+    model = spec.outline
     if config.disk_offload and not config.dry_run:
         check_offload_folder(config.offload_path, parameter_bytes(model))
 

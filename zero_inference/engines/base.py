@@ -14,6 +14,7 @@ from typing import Any, Callable
 
 import torch
 
+from zero_inference.errors import UsageError
 from zero_inference.offload.timeline import Timeline
 from zero_inference.offload.transfers import Transfers
 
@@ -51,6 +52,14 @@ class LoadedModel:
     close: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
     preallocated_cache: bool = False
+
+
+def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
+    """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
+    last = shape[-1]
+    fitting = [size for size in (256, 128, 64, 32, 16, 8) if last % size == 0 and last % packs == 0]
+    change = f"use --quant-group-size {fitting[0]} or another divisor" if fitting else "this model cannot be quantized so, drop --quant-bits"
+    return UsageError(f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}.")
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:

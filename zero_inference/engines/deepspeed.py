@@ -38,7 +38,7 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         UsageError: see the message.
     """
     _prepare_environment(config, ranks)
-    model = empty_model(spec)
+    model = spec.outline
     plan = _plan(config, model)
     _, layers = decoder_layers(model)
     if config.disk_offload:

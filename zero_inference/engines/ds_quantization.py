@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_inference.errors import UsageError
+from zero_inference.engines.base import group_size_refusal
 
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
 
@@ -57,11 +57,7 @@ def plan_quantization(model: nn.Module, settings: dict) -> QuantizationPlan:
             last = module.weight.shape[-1]
             packing = module.weight.element_size() * 8 // settings["num_bits"]
             if last % size or last % packing:
-                divisors = [g for g in (256, 128, 64, 32, 16, 8) if last % g == 0 and last % packing == 0]
-                change = (f"use --quant-group-size {divisors[0]} or another divisor" if divisors
-                          else f"this model cannot be quantized to {settings['num_bits']} bits")
-                raise UsageError(f"--quant-group-size {size}: does not divide {module_name}.weight of shape "
-                                 f"{list(module.weight.shape)} along its last dimension; {change}.")
+                raise group_size_refusal(size, f"{module_name}.weight", tuple(module.weight.shape), packing)
     total = quantized = 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()

@@ -13,8 +13,7 @@ from torch import nn
 
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, new_group
-from zero_inference.engines.base import Footprint, LoadedModel
-from zero_inference.errors import UsageError
+from zero_inference.engines.base import Footprint, LoadedModel, group_size_refusal
 from zero_inference.extension import load_extension
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
@@ -30,12 +29,13 @@ from zero_inference.offload.streams import DeviceStreams
 from zero_inference.offload.timeline import Timeline
 from zero_inference.offload.transfers import Transfers
 
+LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution) and stays as it is
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding and the display
 
 
 def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     """Raises UsageError: no decoder layers to stream, a group size that does not divide, or a device too small."""
-    _residency(config, spec, ranks, empty_model(spec))
+    _residency(config, spec, ranks, spec.outline)
 
 
 def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
@@ -199,12 +199,8 @@ def _check_groups(model, scheme: GroupQuantization) -> None:
     prefix, layers = decoder_layers(model)
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
-            last = parameter.shape[-1] if parameter.dim() > 1 else 0
-            if last > scheme.group_size and not scheme.can_quantize(parameter):
-                divisors = [size for size in (256, 128, 64, 32, 16, 8) if last % size == 0]
-                change = f"use --quant-group-size {divisors[0]} or another divisor" if divisors else "run it unquantized"
-                raise UsageError(f"--quant-group-size {scheme.group_size}: does not divide {prefix}.{index}.{name} of shape "
-                                 f"{list(parameter.shape)} along its last dimension; {change}.")
+            if parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS and not scheme.can_quantize(parameter):
+                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 
 def _quantized_share(model, prefix: str, residency: Residency) -> tuple[int, list[str], int]:

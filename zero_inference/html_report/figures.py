@@ -1,6 +1,6 @@
 """The page's figures: throughput, shares of the limit, phases, step times, the link's time, quality.
 
-Matplotlib and not Plotly, whose script alone is megabytes: a figure here is some 20 KB of SVG, prints as it stands and needs
+Matplotlib and not Plotly, whose script alone is megabytes: a figure here is a small SVG, prints as it stands and needs
 no script.
 """
 

@@ -6,9 +6,10 @@ checkpoint's keys group by group instead of all at once, and so serves every fam
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -20,7 +21,6 @@ from zero_inference.errors import RunError
 from zero_inference.models.dummy import fill_dummy
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.models.spec import ModelSpec
-from zero_inference.offload.host_memory import return_free_memory
 
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
@@ -198,6 +198,12 @@ def _check_readable(group: dict[str, Path]) -> None:
                             if key != "__metadata__"), default=0)
             if path.stat().st_size < 8 + header + last:
                 raise RunError(f"{path}: the file is cut short; fetch it again.")
+
+
+def return_free_memory() -> None:
+    """Give freed heap memory back to the system (glibc): it keeps what gaps of finished work left, layer after layer."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _replace_everywhere(model, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ class ModelSpec:
             if isinstance(value, int) and value > 0:
                 return value
         return None
+
+    @cached_property
+    def outline(self):
+        """The model on the meta device, built once and only for reading: names, shapes, what is tied. Raises as `empty_model`."""
+        from zero_inference.models.skeleton import empty_model
+
+        return empty_model(self)
 
     def checkpoint_folder(self) -> Path:
         """The local folder with the weights, fetched from the hub if need be (rank by rank, through its lock)."""

@@ -47,12 +47,6 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     return flat.view(shape)
 
 
-def return_free_memory() -> None:
-    """Give freed heap memory back to the system (glibc): it keeps what gaps of finished work left, layer after layer."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def _page_lock(tensor: torch.Tensor, buffer: ctypes.Array, pages: mmap.mmap) -> None:
     cudart = torch.cuda.cudart()
     pointer = tensor.data_ptr()

@@ -6,6 +6,8 @@ that attention computes what it would with transformers' growing cache, without 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -50,13 +52,13 @@ class PreallocatedLayer(CacheLayerMixin):
         self.max_length, self.length = max_length, 0
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @abstractmethod
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Set `kept`, for states like these [batch, heads, new, head_dim]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Store `states` [batch, heads, end - start, head_dim]; return all so far, [batch, heads, end, head_dim]."""
-        raise NotImplementedError
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device

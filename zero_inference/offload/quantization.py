@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from zero_inference.extension import load_extension
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK_NUMEL = 1 << 19  # elements worked on at once, about 40 bytes each: near the caches on a CPU,
 CUDA_CHUNK_NUMEL = 1 << 22  # and on a device enough to hide the launches
@@ -92,12 +94,9 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, 
                out: torch.Tensor) -> None:
     """Unpack into `out`: one kernel on the current stream where a CUDA device and the compiled extension are there, else
     `dequantize_reference`, which gives the same bits; arguments are as there."""
-    if out.is_cuda:
-        from zero_inference.extension import load_extension
-
-        if load_extension():
-            torch.ops.zero_inference.unpack_groups(codes, scale, minimum, bits, group_size, out)
-            return
+    if out.is_cuda and load_extension():
+        torch.ops.zero_inference.unpack_groups(codes, scale, minimum, bits, group_size, out)
+        return
     dequantize_reference(codes, scale, minimum, bits, group_size, out)
 
 

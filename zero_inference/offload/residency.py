@@ -15,8 +15,8 @@ from zero_inference.offload.layout import LayerLayout, lay_out
 from zero_inference.offload.quantization import GroupQuantization
 
 GIB = 1 << 30
-# The copies that wait in the ring have to last while the host ends one token and prepares the next: 35 to 40 ms were seen
-# with transformers' growing cache (docs/performance.md). 55 GB/s is a PCIe 5 x16 link; a slower one only needs less.
+# The copies that wait in the ring have to last while the host ends one token and prepares the next; this is a choice on the
+# safe side, to be set by traces (docs/performance.md). 55 GB/s is a PCIe 5 x16 link; a slower one only needs less.
 RING_COVERS_S = 0.05
 RING_LINK_GBPS = 55.0
 LEAST_DEPTH = 3
