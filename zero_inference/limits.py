@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Callable
+from dataclasses import dataclass, replace
+from typing import Any, Callable, TypeVar
 
 import torch
 
@@ -11,7 +11,7 @@ from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import LoadedModel
 from zero_inference.link.compute import device_copy_gbps, matmul_tflops
-from zero_inference.link.copy import host_to_device_gbps
+from zero_inference.link.copy import Rate, host_to_device
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
@@ -21,11 +21,13 @@ from zero_inference.models.spec import ModelSpec
 class Rates:
     """Measured in this process. `link_gbps` and `disk_gbps` add up all ranks at once, the others are one device's.
 
-    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. None: does not apply, or
-    the device had no room left to measure it.
+    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far apart
+    the slowest and the fastest measurement of the link were, as a share of `link_gbps`. None: does not apply, or the device had
+    no room left to measure it.
     """
 
     link_gbps: float
+    link_spread: float
     link_kind: str
     device_copy_gbps: float | None
     matmul_tflops: float | None
@@ -46,19 +48,45 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Rates:
         torch.cuda.synchronize(ranks.device)  # an engine may still be filling its buffers
     ranks.barrier()
     on_gpu = ranks.device.type == "cuda"
-    one = host_to_device_gbps(ranks.device, pinned=True, seconds=0.4)
-    link = ranks.total(int(one * 1e6)) / 1e6
+    link = _link_of_all(ranks)
     disk = None
     if config.disk_offload:
         if ranks.is_first:
             disk = disk_read_gbps(config.offload_path)
         disk = (ranks.total(int((disk or 0) * 1e6)) / 1e6) or None
-    return Rates(link_gbps=link, link_kind="host to device, pinned" if on_gpu else "host memory copy",
-                 device_copy_gbps=_if_there_is_room(lambda: device_copy_gbps(ranks.device)) if on_gpu else 2 * one,
+    return Rates(link_gbps=link.gb_per_s, link_spread=link.spread_gb_per_s / link.gb_per_s,
+                 link_kind="host to device, pinned" if on_gpu else "host memory copy",
+                 device_copy_gbps=(_if_there_is_room(lambda: device_copy_gbps(ranks.device)) if on_gpu
+                                   else 2 * link.gb_per_s / ranks.world_size),
                  matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1)), disk_gbps=disk)
 
 
-def _if_there_is_room(measure: Callable[[], float]) -> float | None:
+def _link_of_all(ranks: Ranks) -> Rate:
+    """The links of all ranks at once, added up."""
+    mine = host_to_device(ranks.device, pinned=True, seconds=0.4)
+    return Rate(*(ranks.total(int(value * 1e6)) / 1e6 for value in mine))
+
+
+def link_again(rates: Rates, ranks: Ranks) -> Rates:
+    """The link measured once more behind the loops: a limit is the most that was seen, and the spread covers both.
+
+    What else a host does changes from minute to minute, so a rate from before the loops alone can be one that they exceed.
+    """
+    if ranks.device.type != "cuda":
+        return rates
+    ranks.barrier()
+    again = _if_there_is_room(lambda: _link_of_all(ranks))
+    if again is None:
+        return rates
+    link = max(rates.link_gbps, again.gb_per_s)
+    spread = max(rates.link_gbps * rates.link_spread, again.spread_gb_per_s, abs(rates.link_gbps - again.gb_per_s))
+    return replace(rates, link_gbps=link, link_spread=spread / link)
+
+
+T = TypeVar("T")
+
+
+def _if_there_is_room(measure: Callable[[], T]) -> T | None:
     try:
         return measure()
     except torch.OutOfMemoryError:  # what was measured for the model itself still stands
@@ -104,7 +132,7 @@ def in_words(limit: dict[str, Any], moved: dict[str, int | None], on_gpu: bool) 
     """One line: what bounds a decode step here, and how near the run came."""
     memory = "device memory" if on_gpu else "this machine's memory"
     what = {"link": lambda: f"moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB to the device a step ({limit['link_kind']}: "
-                            f"{limit['link_gbps']:.1f} GB/s)",
+                            f"{limit['link_gbps']:.1f} GB/s +- {limit['link_spread']:.1%})",
             "disk": lambda: f"reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB a step from disk ({limit['disk_gbps']:.2f} GB/s)",
             "device_memory": lambda: f"is bound by {memory} (copies at {limit['device_copy_gbps']:.1f} GB/s)",
             "matmul": lambda: f"is bound by matrix products ({limit['matmul_tflops']:.2f} TFLOP/s)"}[limit["bound_by"]]()

@@ -155,6 +155,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         if measurement.warmed_up is False:
             progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
                          f"{config.warmup_spread:.0%}")
+        rates = limits.link_again(rates, ranks)
         measured.update(_results(config, spec, ranks, loaded, measurement, rates), model_bytes=full_bytes, load_s=load_s)
         if config.trace:
             measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]

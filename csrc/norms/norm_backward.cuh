@@ -282,7 +282,7 @@ inline int64_t parts_of(int64_t rows, int rows_at_once, int processors, int resi
 
 template <typename T, bool kLayer, bool kAdd, typename Allocate>
 bool launch_norm_backward_rows(NormBackward<T>& a, const Device& device, Allocate allocate) {
-  return with_shape<T, kAdd ? 3 : 2, false>(a.columns, [&](auto shape) {
+  return with_norm_backward_shape<T, kAdd ? 3 : 2>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     static std::atomic<int> resident[kDevices];
     constexpr int kShared = S::kRingBytes + (kSumScratch<S::kThreads, 1> + kSumScratch<S::kThreads, kNormSums<kLayer>>) * 4;

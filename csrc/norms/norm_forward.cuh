@@ -44,87 +44,80 @@ template <typename S, bool kLayer, bool kAdd>
 __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward<typename S::Type> a) {
   using T = typename S::Type;
   using Vector = Chunk<T, kVector<T>>;
-  constexpr bool kKeep = S::kVectors * (kLayer ? 2 : 1) <= 4;  // weights stay in 16 registers, or come from the cache each time
-  constexpr int kKept = kKeep ? S::kVectors : 1;
-  float* scratch = reinterpret_cast<float*>(dynamic_shared() + S::kRingBytes / 16);
+  constexpr bool kEarly = S::kVectors * (kLayer ? 2 : 1) <= 4;  // weights are sent for beside the row, in 16 registers at most
+  __shared__ float scratch[kSumScratch<S::kThreads, 1> + 1];
   int turn = 0;
-
-  RowRing<S> ring;
-  ring.sources[0] = a.x;
-  if constexpr (kAdd) ring.sources[1] = a.residual;
-  ring.rows = a.rows;
-  ring.columns = a.columns;
-  ring.start(S::first_row());
-
-  uint4 weights[kKept] = {};
-  uint4 biases[kLayer ? kKept : 1] = {};
-  if constexpr (kKeep) {
+  const int64_t row = S::first_row();
+  if (row >= a.rows) return;  // a whole warp: rows of several warps have a block each
+  const int64_t start = row * a.columns;
+  HeldRow<S> x(a.x + start, a.columns);
+  uint4 weights[kEarly ? S::kVectors : 1] = {};
+  uint4 biases[kEarly && kLayer ? S::kVectors : 1] = {};
+  const auto load_weights = [&] {
+    if constexpr (kEarly) {
 #pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      if (S::column(v) < a.columns) {
+      for (int v = 0; v < S::kVectors; ++v) {
+        if (S::column(v) >= a.columns) continue;
         weights[v] = *reinterpret_cast<const uint4*>(a.weight + S::column(v));
         if constexpr (kLayer) biases[v] = *reinterpret_cast<const uint4*>(a.bias + S::column(v));
       }
     }
-  }
-
-  const float count = static_cast<float>(a.columns);
-  for (int64_t row = S::first_row(); row < a.rows; row += S::row_stride()) {
-    ring.wait();
-    float total[1] = {0.0f};
+  };
+  float total[1] = {0.0f};
+  const auto add_up = [&](const Vector& values) {
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) total[0] += kLayer ? values.value[i] : values.value[i] * values.value[i];
+  };
+  if constexpr (kAdd) {
+    const HeldRow<S> residual(a.residual + start, a.columns);
+    load_weights();
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       if (S::column(v) >= a.columns) continue;
-      Vector x;
-      x.from(ring.at(0, v));
-      if constexpr (kAdd) {
-        Vector residual;
-        residual.from(ring.at(1, v));
+      Vector sum = x.at(v);
+      const Vector added = residual.at(v);
 #pragma unroll
-        for (int i = 0; i < kVector<T>; ++i) x.value[i] += residual.value[i];
-        const uint4 packed = x.packed();
-        *reinterpret_cast<uint4*>(a.sum + row * a.columns + S::column(v)) = packed;
-        ring.at(0, v) = packed;
-        x.from(packed);
-      }
+      for (int i = 0; i < kVector<T>; ++i) sum.value[i] += added.value[i];
+      x.packed[v] = sum.packed();
+      *reinterpret_cast<uint4*>(a.sum + start + S::column(v)) = x.packed[v];
+      add_up(x.at(v));
+    }
+  } else {
+    load_weights();
 #pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) total[0] += kLayer ? x.value[i] : x.value[i] * x.value[i];
+    for (int v = 0; v < S::kVectors; ++v) add_up(x.at(v));  // zeros behind the row's end
+  }
+  row_sum<S::kThreads>(total, scratch, turn);
+
+  const float inverse = 1.0f / static_cast<float>(a.columns);
+  float mean = 0.0f;
+  if constexpr (kLayer) {
+    mean = total[0] * inverse;
+    total[0] = 0.0f;
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (S::column(v) >= a.columns) continue;
+      const Vector values = x.at(v);
+#pragma unroll
+      for (int i = 0; i < kVector<T>; ++i) total[0] += (values.value[i] - mean) * (values.value[i] - mean);
     }
     row_sum<S::kThreads>(total, scratch, turn);
-
-    float mean = 0.0f;
-    if constexpr (kLayer) {
-      mean = total[0] / count;
-      total[0] = 0.0f;
-#pragma unroll
-      for (int v = 0; v < S::kVectors; ++v) {
-        if (S::column(v) >= a.columns) continue;
-        Vector x;
-        x.from(ring.at(0, v));
-#pragma unroll
-        for (int i = 0; i < kVector<T>; ++i) total[0] += (x.value[i] - mean) * (x.value[i] - mean);
-      }
-      row_sum<S::kThreads>(total, scratch, turn);
-    }
-    const float scale = rsqrtf(total[0] / count + a.eps);
+  }
+  const float scale = rsqrtf(total[0] * inverse + a.eps);
 
 #pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      if (S::column(v) >= a.columns) continue;
-      Vector x, weight, bias;
-      x.from(ring.at(0, v));
-      ring.refill(row, v);
-      if constexpr (kKeep) {
-        weight.from(weights[v]);
-        if constexpr (kLayer) bias.from(biases[v]);
-      } else {
-        weight.load(a.weight + S::column(v));
-        if constexpr (kLayer) bias.load(a.bias + S::column(v));
-      }
-      normalize<T, kLayer>(a, x, weight, bias, mean, scale);
-      x.store(a.out + row * a.columns + S::column(v));
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (S::column(v) >= a.columns) continue;
+    Vector values = x.at(v), weight, bias;
+    if constexpr (kEarly) {
+      weight.from(weights[v]);
+      if constexpr (kLayer) bias.from(biases[v]);
+    } else {
+      weight.load(a.weight + S::column(v));
+      if constexpr (kLayer) bias.load(a.bias + S::column(v));
     }
-    ring.advance();
+    normalize<T, kLayer>(a, values, weight, bias, mean, scale);
+    values.store(a.out + start + S::column(v));
   }
 }
 
@@ -183,15 +176,9 @@ __global__ void __launch_bounds__(kLoopThreads) norm_forward_loop(const NormForw
 
 template <typename T, bool kLayer, bool kAdd>
 bool launch_norm_forward_rows(const NormForward<T>& a, const Device& device) {
-  return with_shape<T, kAdd ? 2 : 1, true>(a.columns, [&](auto shape) {
+  return with_forward_shape<T, kAdd ? 2 : 1>(a.columns, [&](auto shape) {
     using S = decltype(shape);
-    static std::atomic<int> resident[kDevices];
-    constexpr int kShared = S::kRingBytes + kSumScratch<S::kThreads, 1> * 4;
-    if (kShared > device.block_shared_bytes()) return false;
-    const auto kernel = norm_forward_rows<S, kLayer, kAdd>;
-    const int64_t most = int64_t{device.processors()} * resident_blocks(kernel, S::kBlock, kShared, device, resident);
-    const int64_t blocks = std::min(divided_up(a.rows, S::kRows), most);
-    launch(kernel, dim3(blocks), S::kBlock, kShared, device, a);
+    launch(norm_forward_rows<S, kLayer, kAdd>, dim3(divided_up(a.rows, S::kRows)), S::kBlock, 0, device, a);
     return true;
   });
 }

@@ -9,10 +9,13 @@
 // rows of one element the difference would be all rounding error; there it is h eps r_p^2.
 #pragma once
 
+#include <tuple>
+
 #include "rows.cuh"
 
 namespace zero_inference::norms {
 
+constexpr int kPolyWaves = 4;  // blocks of the backward pass, over those that the device holds: rows of a block share a sum
 constexpr int kSegmentThreads = 1024;  // of a block that sums the weight gradients of one expert
 
 template <typename T>
@@ -68,6 +71,11 @@ __device__ __forceinline__ PolyWeights scaled(const PolyWeights& weights, float 
   return {weights.cube * scale3, weights.square * scale2, weights.line * scale1, weights.bias};
 }
 
+// The weights times the scales of a row; total are its sums of x^2, x^4, x^6 and inverse is one over its length.
+__device__ __forceinline__ PolyWeights scaled(const PolyWeights& weights, const float* total, float inverse, float eps) {
+  return scaled(weights, rsqrtf(total[2] * inverse + eps), rsqrtf(total[1] * inverse + eps), rsqrtf(total[0] * inverse + eps));
+}
+
 __device__ __forceinline__ float poly_of(const PolyWeights& c, float x) {
   return ((c.cube * x + c.square) * x + c.line) * x + c.bias;
 }
@@ -85,53 +93,37 @@ template <typename S, bool kMul>
 __global__ void __launch_bounds__(S::kBlock) poly_forward_rows(const Poly<typename S::Type> a) {
   using T = typename S::Type;
   using Vector = Chunk<T, kVector<T>>;
-  float* scratch = reinterpret_cast<float*>(dynamic_shared() + S::kRingBytes / 16);
+  __shared__ float scratch[kSumScratch<S::kThreads, 3> + 1];
   int turn = 0;
-  RowRing<S> ring;
-  ring.sources[0] = a.x;
-  if constexpr (kMul) ring.sources[1] = a.mul;
-  ring.rows = a.rows;
-  ring.columns = a.columns;
-  ring.start(S::first_row());
-  PolyWeights weights = {};
-  if (a.offsets == nullptr) weights = weights_of(a, 0);
-  const float count = static_cast<float>(a.columns);
-  for (int64_t row = S::first_row(); row < a.rows; row += S::row_stride()) {
-    bool padding = false;
-    if (a.offsets != nullptr) {
-      const int expert = expert_of(a.offsets, a.experts, row);
-      padding = expert == a.experts;
-      if (!padding) weights = weights_of(a, expert);
+  const int64_t row = S::first_row();
+  if (row >= a.rows) return;  // a whole warp: rows of several warps have a block each
+  const int64_t start = row * a.columns;
+  const HeldRow<S> held(a.x + start, a.columns);
+  const HeldRow<S> gate(kMul ? a.mul + start : nullptr, kMul ? a.columns : 0);
+  const int expert = expert_of(a.offsets, a.experts, row);
+  const bool padding = expert == a.experts;
+  const PolyWeights weights = padding ? PolyWeights{} : weights_of(a, expert);
+  float total[3] = {};
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    const Vector x = held.at(v);  // zeros behind the row's end
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) add_powers(total, x.value[i]);
+  }
+  row_sum<S::kThreads>(total, scratch, turn);
+  const PolyWeights c = scaled(weights, total, 1.0f / static_cast<float>(a.columns), a.eps);
+#pragma unroll
+  for (int v = 0; v < S::kVectors; ++v) {
+    if (S::column(v) >= a.columns) continue;
+    Vector x = held.at(v);
+    const Vector mul = gate.at(v);
+#pragma unroll
+    for (int i = 0; i < kVector<T>; ++i) {
+      x.value[i] = poly_of(c, x.value[i]);
+      if constexpr (kMul) x.value[i] *= mul.value[i];
+      if (padding) x.value[i] = 0.0f;
     }
-    ring.wait();
-    float total[3] = {};
-#pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      if (S::column(v) >= a.columns) continue;
-      Vector x;
-      x.from(ring.at(0, v));
-#pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) add_powers(total, x.value[i]);
-    }
-    row_sum<S::kThreads>(total, scratch, turn);
-    const PolyWeights c =
-        scaled(weights, rsqrtf(total[2] / count + a.eps), rsqrtf(total[1] / count + a.eps), rsqrtf(total[0] / count + a.eps));
-#pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      if (S::column(v) >= a.columns) continue;
-      Vector x, mul;
-      x.from(ring.at(0, v));
-      if constexpr (kMul) mul.from(ring.at(1, v));
-      ring.refill(row, v);
-#pragma unroll
-      for (int i = 0; i < kVector<T>; ++i) {
-        x.value[i] = poly_of(c, x.value[i]);
-        if constexpr (kMul) x.value[i] *= mul.value[i];
-        if (padding) x.value[i] = 0.0f;
-      }
-      x.store(a.out + row * a.columns + S::column(v));
-    }
-    ring.advance();
+    x.store(a.out + start + S::column(v));
   }
 }
 
@@ -141,7 +133,6 @@ __global__ void __launch_bounds__(kLoopThreads) poly_forward_loop(const Poly<T> 
   int turn = 0;
   const int first = threadIdx.x * kVec;
   constexpr int kStep = kLoopThreads * kVec;
-  const float count = static_cast<float>(a.columns);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const int64_t start = row * a.columns;
     const int expert = expert_of(a.offsets, a.experts, row);
@@ -155,8 +146,7 @@ __global__ void __launch_bounds__(kLoopThreads) poly_forward_loop(const Poly<T> 
       for (int i = 0; i < kVec; ++i) add_powers(total, x.value[i]);
     }
     row_sum<kLoopThreads>(total, scratch, turn);
-    const PolyWeights c =
-        scaled(weights, rsqrtf(total[2] / count + a.eps), rsqrtf(total[1] / count + a.eps), rsqrtf(total[0] / count + a.eps));
+    const PolyWeights c = scaled(weights, total, 1.0f / static_cast<float>(a.columns), a.eps);
     for (int column = first; column < a.columns; column += kStep) {
       Chunk<T, kVec> x, mul;
       x.load(a.x + start + column);
@@ -192,18 +182,19 @@ __device__ __forceinline__ void add_poly_sums(float (&total)[kPolySums], float x
 
 __device__ __forceinline__ PolyRow poly_row(const PolyWeights& weights, const float (&total)[kPolySums], float count,
                                             float eps) {
-  const float scale1 = rsqrtf(total[0] / count + eps);
-  const float scale2 = rsqrtf(total[1] / count + eps);
-  const float scale3 = rsqrtf(total[2] / count + eps);
+  const float inverse = 1.0f / count;
+  const float scale1 = rsqrtf(total[0] * inverse + eps);
+  const float scale2 = rsqrtf(total[1] * inverse + eps);
+  const float scale3 = rsqrtf(total[2] * inverse + eps);
   PolyRow row;
   row.poly = scaled(weights, scale3, scale2, scale1);
   row.up0 = row.poly.line;
   row.up1 = 2.0f * row.poly.square;
   row.up2 = 3.0f * row.poly.cube;
   row.sums = make_float4(scale3 * total[5], scale2 * total[4], scale1 * total[3], total[6]);
-  row.down1 = row.up0 * (scale1 * (row.sums.z / count));
-  row.down3 = row.up1 * (scale2 * (row.sums.y / count));
-  row.down5 = row.up2 * (scale3 * (row.sums.x / count));
+  row.down1 = row.up0 * (scale1 * (row.sums.z * inverse));
+  row.down3 = row.up1 * (scale2 * (row.sums.y * inverse));
+  row.down5 = row.up2 * (scale3 * (row.sums.x * inverse));
   if (count == 1.0f) {
     row.up0 *= eps * scale1 * scale1;
     row.up1 *= eps * scale2 * scale2;
@@ -220,6 +211,60 @@ __device__ __forceinline__ float poly_gradient(const PolyRow& row, float x, floa
 
 template <typename S, bool kMul>
 __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typename S::Type> a) {
+  using T = typename S::Type;
+  using Vector = Chunk<T, kVector<T>>;
+  constexpr int kVec = kVector<T>;
+  __shared__ float scratch[kSumScratch<S::kThreads, kPolySums> + 1];
+  int turn = 0;
+  const float count = static_cast<float>(a.columns);
+  float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int64_t row = S::first_row(); row < a.rows; row += S::row_stride()) {
+    const int64_t start = row * a.columns;
+    const HeldRow<S> held(a.x + start, a.columns);
+    const HeldRow<S> upstream(a.grad + start, a.columns);
+    const HeldRow<S> gate(kMul ? a.mul + start : nullptr, kMul ? a.columns : 0);
+    const int expert = expert_of(a.offsets, a.experts, row);
+    const bool padding = expert == a.experts;
+    const PolyWeights weights = padding ? PolyWeights{} : weights_of(a, expert);
+    float total[kPolySums] = {};
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {  // zeros behind the row's end
+      const Vector x = held.at(v), mul = gate.at(v);
+      Vector h = upstream.at(v);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if constexpr (kMul) h.value[i] *= mul.value[i];
+        add_poly_sums(total, x.value[i], h.value[i]);
+      }
+    }
+    row_sum<S::kThreads>(total, scratch, turn);
+    const PolyRow stats = poly_row(weights, total, count, a.eps);
+    if (a.offsets == nullptr) {
+      sums = make_float4(sums.x + stats.sums.x, sums.y + stats.sums.y, sums.z + stats.sums.z, sums.w + stats.sums.w);
+    } else if (S::thread() == 0) {
+      a.sums[row] = stats.sums;
+    }
+#pragma unroll
+    for (int v = 0; v < S::kVectors; ++v) {
+      if (S::column(v) >= a.columns) continue;
+      Vector x = held.at(v), mul = gate.at(v);
+      const Vector grad = upstream.at(v);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float value = x.value[i];
+        const float h = kMul ? grad.value[i] * mul.value[i] : grad.value[i];
+        if constexpr (kMul) mul.value[i] = padding ? 0.0f : grad.value[i] * poly_of(stats.poly, value);
+        x.value[i] = padding ? 0.0f : poly_gradient(stats, value, h);
+      }
+      x.store(a.grad_x + start + S::column(v));
+      if constexpr (kMul) mul.store(a.grad_mul + start + S::column(v));
+    }
+  }
+  if (a.offsets == nullptr && S::thread() == 0) a.sums[S::first_row()] = sums;
+}
+
+template <typename S, bool kMul>
+__global__ void __launch_bounds__(S::kBlock) poly_backward_ring(const Poly<typename S::Type> a) {
   using T = typename S::Type;
   using Vector = Chunk<T, kVector<T>>;
   constexpr int kVec = kVector<T>;
@@ -366,14 +411,9 @@ bool poly_vectors(const Poly<T>& a) {
 
 template <typename T, bool kMul>
 bool launch_poly_forward_rows(const Poly<T>& a, const Device& device) {
-  return with_shape<T, kMul ? 2 : 1, true>(a.columns, [&](auto shape) {
+  return with_forward_shape<T, kMul ? 2 : 1>(a.columns, [&](auto shape) {
     using S = decltype(shape);
-    static std::atomic<int> resident[kDevices];
-    constexpr int kShared = S::kRingBytes + kSumScratch<S::kThreads, 3> * 4;
-    if (kShared > device.block_shared_bytes()) return false;
-    const auto kernel = poly_forward_rows<S, kMul>;
-    const int64_t most = int64_t{device.processors()} * resident_blocks(kernel, S::kBlock, kShared, device, resident);
-    launch(kernel, dim3(std::min(divided_up(a.rows, S::kRows), most)), S::kBlock, kShared, device, a);
+    launch(poly_forward_rows<S, kMul>, dim3(divided_up(a.rows, S::kRows)), S::kBlock, 0, device, a);
     return true;
   });
 }
@@ -392,17 +432,22 @@ void poly_forward(const Poly<T>& a, const Device& device) {
 
 template <typename T, bool kMul, typename Allocate>
 bool launch_poly_backward_rows(Poly<T>& a, int64_t& sums, const Device& device, Allocate allocate) {
-  return with_shape<T, kMul ? 3 : 2, false>(a.columns, [&](auto shape) {
+  return with_poly_backward_shape<T, kMul>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     static std::atomic<int> resident[kDevices];
-    constexpr int kShared = S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4;
-    if (kShared > device.block_shared_bytes()) return false;
-    const auto kernel = poly_backward_rows<S, kMul>;
-    const int64_t most = int64_t{device.processors()} * resident_blocks(kernel, S::kBlock, kShared, device, resident);
+    const auto [kernel, shared, waves] = [] {
+      if constexpr (kIsRing<S>) {
+        return std::tuple(poly_backward_ring<S, kMul>, S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4, 1);
+      } else {
+        return std::tuple(poly_backward_rows<S, kMul>, 0, kPolyWaves);
+      }
+    }();
+    if (shared > device.block_shared_bytes()) return false;
+    const int64_t most = int64_t{device.processors()} * resident_blocks(kernel, S::kBlock, shared, device, resident) * waves;
     const int64_t blocks = std::min(divided_up(a.rows, S::kRows), most);
     sums = a.offsets != nullptr ? a.rows : blocks * S::kRows;
     a.sums = reinterpret_cast<float4*>(allocate(4 * sums));
-    launch(kernel, dim3(blocks), S::kBlock, kShared, device, a);
+    launch(kernel, dim3(blocks), S::kBlock, shared, device, a);
     return true;
   });
 }

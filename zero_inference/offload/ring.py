@@ -116,11 +116,14 @@ class LayerRing:
             mine.copy_(share, non_blocking=True)
         copied = full = self.streams.recorded(self.copy_stream)
         self.transfers.host_to_device_bytes += share.numel()
+        gather = None
         if self.ranks.world_size > 1:
             self.gather_stream.wait_event(copied)
+            begun = self.streams.recorded(self.gather_stream)
             with self.streams.on(self.gather_stream):
                 # NCCL gathers in place; gloo wants its input apart
                 _all_gather(run, mine if run.is_cuda else mine.clone(), group=self.group)
             full = self.streams.recorded(self.gather_stream)
-        self.timeline.fetched(layer, share.numel(), self.free[slot], self.freed_by[slot], start, copied)
+            gather = begun, full
+        self.timeline.fetched(layer, share.numel(), self.free[slot], self.freed_by[slot], start, copied, gather)
         self.pending.append(_Fetch(layer, slot, full))

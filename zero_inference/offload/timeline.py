@@ -30,6 +30,7 @@ class Copy:
         freed_by: the computation that used the slot before; None for a slot that was empty.
         forward: which call of the model it was asked in, 0 for the prefill.
         first: the first that was asked for in this call.
+        gather: start and end of the all-gather behind it; None for one rank.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class Copy:
     end: Any
     forward: int
     first: bool
+    gather: tuple[Any, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ class Timeline:
     def latest_layer(self) -> LayerSpan | None:
         return self.layers[-1] if self.layers else None
 
-    def fetched(self, layer: int, nbytes: int, slot_free: Any, freed_by: LayerSpan | None, start: Any, end: Any) -> None:
-        self.copies.append(Copy(layer, nbytes, slot_free, freed_by, start, end, self.forward, first=self.asked == 0))
+    def fetched(self, layer: int, nbytes: int, slot_free: Any, freed_by: LayerSpan | None, start: Any, end: Any,
+                gather: tuple[Any, Any] | None = None) -> None:
+        self.copies.append(Copy(layer, nbytes, slot_free, freed_by, start, end, self.forward, self.asked == 0, gather))
         self.asked += 1
 
     def layer_begins(self, layer: int) -> None:
@@ -122,17 +125,19 @@ class Timeline:
                        sum(copy.nbytes for copy in decode[1:]))
 
     def write_chrome_trace(self, path: Path) -> None:
-        """Write what is kept as a Chrome trace: copies on one row, layers on another. Times in microseconds.
+        """Write what is kept as a Chrome trace: a row each for copies, layers and all-gathers. Times in microseconds.
 
         Format: Trace Event Format, complete events ("ph": "X"); chrome://tracing and Perfetto read it.
         """
         self.streams.synchronize()
         events: list[dict] = [{"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
-                              for row, name in ((0, "host to device copies"), (1, "decoder layers"))]
+                              for row, name in ((0, "host to device copies"), (1, "decoder layers"), (2, "all-gathers"))]
         for copy in self.copies:
             seconds = self._between(copy.start, copy.end)
             events.append(self._span(0, f"copy layer {copy.layer}", copy.start, copy.end) | {"args": {
                 "bytes": copy.nbytes, "GB/s": round(copy.nbytes / seconds / 1e9, 2) if seconds else None, "token": copy.forward}})
+            if copy.gather is not None:
+                events.append(self._span(2, f"gather layer {copy.layer}", *copy.gather))
         events += [self._span(1, f"layer {span.layer}", span.start, span.end) for span in self.layers if span.end is not None]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
