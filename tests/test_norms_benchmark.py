@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, without_gpus
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import run_cases  # noqa: E402
 from cases import CASES  # noqa: E402
-from common import bench_framework  # noqa: E402
-from common.diff_engine import WrongResult, calculate_diff  # noqa: E402
+from common import bench_framework, graph_times  # noqa: E402
+from common.diff_engine import DiffCase, WrongResult, calculate_diff  # noqa: E402
+from common.worker import Worker, WorkerFailed  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -60,39 +63,235 @@ def test_sizes():
     assert {size[0] for size in run_cases.sizes(CASES["poly"], False, [8192, 16384])} == {8192, 16384}
 
 
-def test_rates_behind_the_times(tmp_path):
+SIZE, LARGE = (4096, 1, 1024), (4096, 8, 8192)
+
+
+def measured(*, case="rms", backward=False, **us) -> bench_framework.Times:
+    """Times of two sizes as if they had been measured; the second takes a hundred times as long."""
+    times = bench_framework.Times(CPUCase(case), torch.bfloat16, 1e-6, peers=False, backward=backward)
+    times.providers = list(us)
+    for name, value in us.items():
+        times.us |= {(SIZE, name): value, (LARGE, name): 100 * value}
+        times.spread_us |= {(SIZE, name): (value - 1, value + 1)} if value == value else {}
+    return times
+
+
+def test_columns_of_the_table(tmp_path):
     path = tmp_path / "rms-bf16-fwd-perf.csv"
-    path.write_text("dim,batch_size,seq_len,Naive (us),Compiled (us),Cuda (us),SpeedUp (us)\n"
-                    "4096.0,1.0,1024.0,40.0,20.0,8.0,5.0\n")
-    times = bench_framework.Times(CPUCase(), torch.bfloat16, 1e-6, peers=False, backward=False)
-    times.us = {((4096, 1, 1024), name): value for name, value in (("naive", 40.0), ("compiled", 20.0), ("cuda", 8.0))}
-    times.graph_us = {((4096, 1, 1024), "cuda"): 7.5}
-    bench_framework.add_rates(path, times)
-    header, row = (line.split(",") for line in path.read_text().splitlines())
-    assert header[:7] == ["dim", "batch_size", "seq_len", "Naive (us)", "Compiled (us)", "Cuda (us)", "SpeedUp (us)"]
+    times = measured(naive=40.0, compiled=20.0, cuda=8.0, liger=float("nan"))
+    bench_framework.write_table(path, times)
+    first = path.read_text().splitlines()[0]
+    assert "graph" not in first
+    times.graph_us = {(SIZE, "cuda"): 7.5}
+    bench_framework.write_table(path, times)
+    header, row, large = (line.split(",") for line in path.read_text().splitlines())
+    assert header[:11] == ["dim", "batch_size", "seq_len", "Naive (us)", "Compiled (us)", "Cuda (us)", "SpeedUp (us)",
+                           "Naive (GB/s)", "Compiled (GB/s)", "Cuda (GB/s)", "Liger (GB/s)"]
     values = dict(zip(header, row))
-    assert values["dim"] == "4096" and float(values["Cuda (GB/s)"]) == pytest.approx(2 * 4096 * 1024 * 2 / 8e-6 / 1e9)
-    assert values["Cuda graph (us)"] == "7.5" and values["Naive graph (us)"] == ""
+    assert values["dim"] == "4096" and float(values["SpeedUp (us)"]) == 5.0 and float(values["Cuda (us)"]) == 8.0
+    assert float(values["Cuda (GB/s)"]) == pytest.approx(2 * 4096 * 1024 * 2 / 8e-6 / 1e9)
+    assert float(values["Cuda graph (us)"]) == 7.5 and values["Naive graph (us)"] == "" == values["Liger (us)"]
+    assert (float(values["Cuda p20 (us)"]), float(values["Cuda p80 (us)"])) == (7.0, 9.0)
+    assert dict(zip(header, large))["Cuda (us)"] == "800.000" and dict(zip(header, large))["Cuda p20 (us)"] == ""
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-class CPUCase(type(CASES["rms"])):
+def test_medians_of_enough_launches(monkeypatch):
+    """do_bench's part is a stand-in here, which needs CUDA: ten launches are there also where they take longer than asked."""
+    asked = []
+
+    def do_bench(call, warmup, rep, return_mode):
+        asked.append(rep)
+        return [10.0 + place for place in range(max(1, int(rep / 10)))]
+
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.testing", types.SimpleNamespace(do_bench=do_bench))
+    times = bench_framework.Times(CPUCase("rms"), torch.bfloat16, 1e-6, peers=False, backward=False, rep_ms=25.0)
+    assert times.of((16, 2, 4), "naive") >= 10e3 and asked[0] == 25.0 and asked[1] >= 8 * 10
+    low, high = times.spread_us[(16, 2, 4), "naive"]
+    assert 10e3 <= low < times.us[(16, 2, 4), "naive"] < high
+
+
+def test_a_peer_that_fails_costs_its_own_cells(monkeypatch, capsys):
+    class Broken(CPUCase):
+        def make_peers(self, inputs):
+            def liger(*args):
+                raise RuntimeError("invalid gradient\nand more")
+
+            return {"liger": liger}
+
+    monkeypatch.setattr(bench_framework.Times, "_launches_us", lambda self, call: [call() is None or 5.0])
+    times = bench_framework.Times(Broken("poly"), torch.float32, 1e-6, peers=True, backward=True)
+    found = [times.of(config, provider) for config in (SIZE[:1] + (1, 2), SIZE[:1] + (1, 3)) for provider in ("naive", "liger")]
+    assert found[0] == found[2] == 5.0 and found[1] != found[1] and found[3] != found[3]
+    assert capsys.readouterr().err.count("note: no times of liger, poly fp32 bwd") == 1
+
+    class Wrong(Broken):
+        def make_cuda(self, inputs):
+            return self.make_peers(inputs)["liger"]
+
+    with pytest.raises(RuntimeError, match="invalid gradient"):
+        bench_framework.Times(Wrong("poly"), torch.float32, 1e-6, peers=False, backward=True).of((8, 1, 2), "cuda")
+
+
+CHILD = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from common.worker import serve
+
+def answer(asked):
+    print("what a library prints")
+    if asked["provider"] == "naive":
+        raise RuntimeError("operation failed due to a previous error during capture\\nand more")
+    if asked["provider"] == "compiled":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if asked["provider"] == "quack":
+        time.sleep(600)
+    return os.getpid()
+
+serve(answer)
+"""
+
+
+@pytest.fixture
+def worker():
+    made = Worker([sys.executable, "-c", CHILD, str(ROOT / "benchmarks")])
+    yield made
+    made.close()
+
+
+def test_a_failed_capture_ends_its_own_process_only(worker, capfd):
+    times = measured(naive=40.0, compiled=20.0, cuda=0.8, torch=0.9, liger=float("nan"))
+    graph_times.add_graph_times(times, [SIZE, LARGE], worker)
+    assert set(times.graph_us) == {(SIZE, "cuda"), (SIZE, "torch"), (LARGE, "cuda"), (LARGE, "torch")}
+    assert len(set(times.graph_us.values())) == 1, "one process answered all that went well behind the failures"
+    told = capfd.readouterr()
+    assert "graph times of naive, rms bf16 fwd, from (4096, 1, 1024) on: RuntimeError: operation failed due" in told.err
+    assert "graph times of compiled, rms bf16 fwd, from (4096, 1, 1024) on: its process ended with exit code -11" in told.err
+    assert told.err.count("note: ") == 2 and "what a library prints" in told.err and told.out == ""
+
+
+def test_a_worker_that_hangs_is_given_up(worker):
+    with pytest.raises(WorkerFailed, match="no answer within 2 s"):
+        worker.ask({"provider": "quack"}, 2)
+    assert worker.ask({"provider": "cuda"}, 60) > 0
+
+
+def test_compiling_ahead_asks_for_each_number_of_rows_once(monkeypatch):
+    asked = []
+
+    class Listening:
+        def ask(self, request, timeout_s):
+            asked.append((request["provider"], request["config"]))
+
+    times = measured(case="grouped_mul_poly", naive=1.0, compiled=1.0, compiled_cuda=1.0)
+    graph_times.compile_ahead(times, [(64, 1, 8), (64, 2, 4), (64, 4, 4)], [Listening(), Listening()])
+    assert sorted(asked) == [(name, size) for name in ("compiled", "compiled_cuda") for size in ((64, 1, 8), (64, 1, 16))]
+
+    class Failing:
+        def ask(self, request, timeout_s):
+            asked.append(request)
+            raise WorkerFailed("no compiler")
+
+    asked.clear()
+    graph_times.compile_ahead(times, [(64, 1, 8), (64, 1, 16)], [Failing()])
+    assert len(asked) == 1
+
+
+def test_the_child_process_of_the_benchmark_says_why_it_cannot():
+    """The real one, without a GPU: an answer and no traceback, and its compiler finds the case."""
+    (worker,) = graph_times.make_workers(1, without_gpus())
+    try:
+        with pytest.raises(WorkerFailed, match="CUDA|NVIDIA"):
+            worker.ask(graph_times.request("graph", measured(naive=1.0), SIZE, "naive"), 120)
+    finally:
+        worker.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+def test_times_by_cuda_graph():
+    (worker,) = graph_times.make_workers(1)
+    try:
+        for name in ("rms", "add_layer", "mul_poly", "grouped_mul_poly"):
+            for backward in (False, True):
+                times = bench_framework.Times(CASES[name], torch.bfloat16, 1e-6, peers=False, backward=backward)
+                times.us = {((1024, 1, 256), provider): 1.0 for provider in times.providers}
+                graph_times.add_graph_times(times, [(1024, 1, 256)], worker)
+                assert set(times.graph_us) == set(times.us) and all(0.5 < us < 1000 for us in times.graph_us.values()), times.title
+    finally:
+        worker.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need a CUDA device")
+@pytest.mark.parametrize("name", ["poly", "mul_poly"])
+def test_liger_gives_gradients_of_the_same_tensors(name):
+    pytest.importorskip("liger_kernel", reason="Liger is not installed")
+    calculate_diff(CASES[name], bs=2, sl=67, hidden_size=256, dtype=torch.float32,
+                   provider=lambda inputs: CASES[name].make_peers(inputs)["liger"])
+
+
+class CPUCase(DiffCase):
+    """A case of the benchmark whose inputs are on the CPU."""
+
+    def __init__(self, name):
+        self.case, self.name = CASES[name], name
+        self.forward_tensors, self.backward_tensors = self.case.forward_tensors, self.case.backward_tensors
+
     def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
-        return super().build_inputs(hidden, bs, sl, dtype, eps, "cpu")
+        return self.case.build_inputs(hidden, bs, sl, dtype, eps, "cpu")
+
+    def make_naive(self, inputs):
+        return self.case.make_naive(inputs)
+
+    def make_cuda(self, inputs):
+        return self.case.make_cuda(inputs)
+
+    def forward(self, obj, inputs):
+        return self.case.forward(obj, inputs)
+
+    def grad_inputs(self, inputs):
+        return self.case.grad_inputs(inputs)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to run on")
 def test_without_a_device_it_says_so():
     command = [sys.executable, str(ROOT / "benchmarks" / "run_cases.py"), "--case", "poly"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=without_gpus())
     assert done.returncode == 2 and "CUDA device" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_geometric_mean_and_image(tmp_path):
     assert bench_framework.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
-    times = bench_framework.Times(CPUCase(), torch.bfloat16, 1e-6, peers=False, backward=True)
-    configs = [(4096, 1, 1024), (4096, 1, 2048)]
-    us = {"naive": 40.0, "compiled": 20.0, "cuda": 8.0}
-    times.us = {(config, name): value for config in configs for name, value in us.items()}
-    bench_framework.draw_speedups(times, configs, "rms", tmp_path / "image.png")
+    times = measured(naive=40.0, compiled=20.0, cuda=8.0, liger=float("nan"), backward=True)
+    bench_framework.draw_speedups(times, [SIZE, LARGE], "rms", tmp_path / "image.png")
     assert (tmp_path / "image.png").read_bytes()[:4] == b"\x89PNG"
+
+
+STAND_IN = """#!/bin/bash
+echo "error: $*" >&2
+echo "$CUDA_VISIBLE_DEVICES $*" >>"$CALLS"
+sleep 0.3
+[[ $* != *"--case poly --dtype fp16"* ]]
+"""
+
+
+def test_the_script_runs_each_job_once_on_a_free_gpu_and_names_what_failed(tmp_path):
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+
+    def script(*arguments, **changes) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "PYTHON": str(stand_in), "CALLS": str(tmp_path / "calls"), "CASES": "rms poly", **changes}
+        return subprocess.run([str(ROOT / "scripts" / "measure_norms.sh"), *arguments], capture_output=True, text=True,
+                              env=environment)
+
+    done = script(str(tmp_path / "results"), "4,7")
+    calls = [line.split(" benchmarks/run_cases.py ") for line in (tmp_path / "calls").read_text().splitlines()]
+    jobs = [job.split(" --peers")[0] for _, job in calls]
+    assert {gpu for gpu, _ in calls} == {"4", "7"} and len(jobs) == len(set(jobs)) == 2 * 3 + 2
+    kinds = ("fp32", "bf16", "fp16", "bf16 --plot")
+    assert set(jobs) == {f"--case {case} --dtype {kind}" for case in ("rms", "poly") for kind in kinds}
+    assert done.returncode == 1 and done.stderr == "error: failed: poly-fp16\n"
+    assert "poly-fp16 failed with exit code 1" in done.stdout and "error: benchmarks/run_cases.py --case poly" in done.stdout
+    late = script(str(tmp_path / "late"), "0", LIMIT_S="0")
+    assert late.returncode == 0 and late.stderr.count("--case") == 8 and "all results" not in late.stdout

@@ -134,12 +134,10 @@ def test_patched_models_give_the_same_tokens(family, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_smollm2_writes_the_same_text(dtype):
+def test_smollm2_writes_the_same_text(dtype, smollm2_folder):
     from transformers import AutoModelForCausalLM
 
-    from zero_inference.models.smollm2 import smollm2_checkpoint
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2_checkpoint(), dtype=getattr(torch, dtype)).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=getattr(torch, dtype)).cuda().eval()
     assert_same_tokens(model, torch.randint(3, 40000, (2, 40), generator=torch.Generator().manual_seed(1)))
 
 

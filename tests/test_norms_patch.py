@@ -70,12 +70,10 @@ def test_the_same_tokens_and_undone_without_a_trace(family, dtype):
     assert not replaced(model) and [set(module.__dict__) for module in model.modules()] == attributes
 
 
-def test_smollm2_in_bfloat16():
+def test_smollm2_in_bfloat16(smollm2_folder):
     from transformers import AutoModelForCausalLM
 
-    from zero_inference.models.smollm2 import smollm2_checkpoint
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2_checkpoint(), dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.bfloat16).eval()
     ids = torch.randint(3, 40000, (2, 20), generator=torch.Generator().manual_seed(1))
     expected = tokens(model, ids)
     assert patch_norms(model) == 61
@@ -185,7 +183,7 @@ def test_every_engine_generates_the_same(engine, options, checkpoints):
     start_process_group(ranks)
     try:
         loaded = engine_module(engine).load(config, spec, ranks, lambda done: None)
-        ids = random_ids(0, 2, 9, VOCAB)
+        ids = random_ids(0, 2, 9, VOCAB).to(loaded.device)
         expected = tokens(loaded.model, ids, 12)
         assert patch_norms(loaded.model) == 7
         assert torch.equal(tokens(loaded.model, ids, 12), expected)
@@ -204,10 +202,15 @@ def record_of(tmp_path, checkpoints, family, *options):
     return code, lines[-1] and json.loads(lines[-1])
 
 
-def test_on_a_cpu_auto_leaves_norms_alone(tmp_path, checkpoints, capsys):
-    code, record = record_of(tmp_path, checkpoints, "llama")
-    assert code == 0 and record["norm_modules_patched"] == 0 and record["norm_kernels_unused_because"] == choice.NO_DEVICE
-    assert "norms run as" not in capsys.readouterr().err
+def test_on_a_cpu_auto_leaves_norms_alone(checkpoints, run_model):
+    done = run_model("--model", checkpoints("llama"), "--engine", "resident", "--dtype", "float32", "--prompt-len", 5,
+                     "--gen-len", 4, "--loops", 1, "--warmup", 0, on_cpu=True)
+    assert done.code == 0, done.stderr
+    assert done.record["norm_modules_patched"] == 0 and done.record["norm_kernels_unused_because"] == choice.NO_DEVICE
+    assert "norms run as" not in done.stderr
+
+
+def test_switched_off_norms_are_left_alone(tmp_path, checkpoints):
     code, record = record_of(tmp_path, checkpoints, "llama", "--norm-kernels", "off")
     assert code == 0 and record["norm_kernels_unused_because"] == "--norm-kernels off"
 
@@ -262,6 +265,7 @@ def test_wrong_kernels_are_found_out_and_not_used(monkeypatch):
 def test_a_trial_in_a_process_of_its_own_is_remembered_if_it_went_well(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the trial's process, or it would compile the kernels into tmp_path
     assert choice.try_apart(CPU, torch.bfloat16, 64) is None
     marks = list((tmp_path / "zero-inference/extensions/trials").iterdir())
     assert len(marks) == 1 and "bfloat16-64" in marks[0].name

@@ -14,7 +14,6 @@ from zero_inference.architectures import QualityBenchmark
 from zero_inference.cli import main
 from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.smollm2 import smollm2_checkpoint
 
 BATCH = 4
 WINDOW, STRIDE = 48, 20
@@ -82,16 +81,15 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(data):
+def expected(data, smollm2_folder):
     """What lm-eval says of plain transformers: task -> log-likelihoods, acc and acc_norm of each item; and its perplexity."""
     from lm_eval import evaluator
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm2_checkpoint()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=BATCH)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+    lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(smollm2_folder), batch_size=BATCH)
     tasks = {}
     for name, text, choices, target in (("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"),
                                         ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}")):
@@ -193,11 +191,11 @@ def test_two_ranks_score_as_one(way, data, expected, run_model, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(smollm2_folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = smollm2_checkpoint()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(smollm2_folder)
 
 
 def test_quality_benchmark_gives_the_same_scores(plain, expected):
@@ -259,7 +257,7 @@ def test_ranks_join_shares_in_the_order_of_the_items():
     assert _joined([], Three(0, 3, 0, 3, torch.device("cpu"))) == list(range(7))
 
 
-def test_a_score_that_cannot_be_had_keeps_the_timings(data, tmp_path, monkeypatch, capfd):
+def test_a_score_that_cannot_be_had_keeps_the_timings(data, smollm2_folder, tmp_path, monkeypatch, capfd):
     from zero_inference import run as run_module
 
     def failing(*args):

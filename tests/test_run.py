@@ -75,7 +75,7 @@ def test_one_token_has_no_decode(checkpoints, tmp_path):
     assert "decode throughput: nan token/s" in (tmp_path / "run.log").read_text()
 
 
-def test_prompts_come_from_the_file_and_fill_the_length(tmp_path, capfd):
+def test_prompts_come_from_the_file_and_fill_the_length(smollm2_folder, tmp_path, capfd):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The capital of France is\n" + "The river was long and " * 40 + "\n")
     assert main(["run_model.py", "--model", "smollm2-135m", "--prompts", str(prompts), "--batch-size", "2", "--prompt-len", "24",
@@ -181,7 +181,10 @@ def test_the_folder_of_a_living_run_is_left_alone(tmp_path):
     (["--model", "opt-125m", "--engine", "resident"], "It fits."),
 ])
 def test_dry_run_says_whether_it_fits_and_writes_nothing(options, words, tmp_path, capfd, monkeypatch):
+    from zero_inference import memory_plan
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
     where = ["--offload-dir", str(tmp_path)] if "--disk-offload" in options else []
     assert main(["run_model.py", "--dummy", "--dry-run", *options, *where]) == 0
     out = capfd.readouterr().out

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from conftest import need_smollm2
 
 from zero_inference.errors import UsageError
 from zero_inference.models import smollm2
@@ -25,6 +26,7 @@ def start(cache):
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
     """A cache that saw one conversion killed midway, then two processes at once."""
+    need_smollm2()
     cache = tmp_path_factory.mktemp("cache")
 
     killed = start(cache)

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import FAMILIES, ROOT, VOCAB, build_model, free_port, plain_ids
+from conftest import FAMILIES, ROOT, VOCAB, build_model, free_port, plain_ids, too_few_gpus, without_gpus
 
 from zero_inference import generation
 from zero_inference.config import RunConfig
@@ -169,7 +169,8 @@ def test_two_ranks_hold_half_of_each_layer_and_give_the_same_ids(options, checkp
     folder = checkpoints("mixtral")
     options = options if "--gpu-memory" in options else [*options, "--gpu-memory", "0"]
     both = [run_model("--model", folder, "--engine", "stream", "--dtype", "float32", "--batch-size", 4, "--prompt-len", PROMPT,
-                      "--gen-len", GEN, "--loops", 1, *options, launcher="torchrun", ranks=ranks) for ranks in (1, 2)]
+                      "--gen-len", GEN, "--loops", 1, *options, launcher="torchrun", ranks=ranks, on_cpu=too_few_gpus(2))
+            for ranks in (1, 2)]
     assert [done.code for done in both] == [0, 0], both[1].stderr
     one, two = (done.record for done in both)
     assert one["output_ids_sha256"] == two["output_ids_sha256"]
@@ -208,9 +209,13 @@ def test_a_trace_of_any_engine_shows_the_layers(engine, checkpoints, run_model, 
     done = run_model("--model", checkpoints("llama"), "--engine", engine, "--cpu-offload", "--dtype", "float32", "--prompt-len", 8,
                      "--gen-len", 6, "--loops", 1, "--warmup", 0, "--trace", tmp_path / "trace.json")
     assert done.code == 0, done.stderr
-    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
-    assert names.count("layer 0") == names.count("layer 2") == TRACED_TOKENS
-    assert done.record["link_use"] is None, "a CPU has no link"
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    seen = [event["name"] for event in events if event.get("cat") == "user_annotation"]  # CUDA adds gpu_user_annotation
+    assert seen.count("layer 0") == seen.count("layer 2") == TRACED_TOKENS
+    if done.record["device"] == "cpu":
+        assert done.record["link_use"] is None, "a CPU has no link"
+    else:
+        assert done.record["link_use"]["copied_bytes"] > 0 and done.record["link_use"]["busy_s"] > 0
 
 
 def test_link_use_of_a_trace_counts_overlapping_copies_once():
@@ -220,11 +225,16 @@ def test_link_use_of_a_trace_counts_overlapping_copies_once():
     layers = [{"cat": "user_annotation", "name": "layer 0", "ts": ts, "dur": 1} for ts in (0, 100, 200)]
     use = link_use_in(layers + [copy(50, 10), copy(100, 50), copy(120, 50), copy(200, 30)])
     assert use["busy_s"] == pytest.approx(100e-6) and use["idle_s"] == pytest.approx(30e-6) and use["copied_bytes"] == 3000
+    on_device = [dict(layer, cat="gpu_user_annotation", ts=layer["ts"] + 70) for layer in layers]  # CUDA's second sight of them
+    assert link_use_in(layers + on_device + [copy(50, 10), copy(100, 50), copy(120, 50), copy(200, 30)]) == use
     assert link_use_in(layers) is None and link_use_in([copy(0, 1)]) is None
 
 
 def test_loading_takes_little_more_than_the_weights(tmp_path):
-    """Peak of the process while it reads a checkpoint of 256 MB in several files, against what it stores."""
+    """Peak of the process while it reads a checkpoint of 256 MB in several files, against what it stores.
+
+    On the CPU, where all of it is memory of the process; CUDA's context and page-locked memory would be counted too.
+    """
     program = tmp_path / "load.py"
     program.write_text(f"""
 import sys
@@ -252,7 +262,8 @@ on_device = stream["ring_depth"] * stream["slot_bytes"] + stream["workspace_byte
 print((memory("VmHWM") - before - on_device) / loaded.weight_bytes, loaded.weight_bytes)
 """)
     for bits, bound in ((16, 1.1), (8, 1.25)):  # 20 MB of quantizer are a tenth of these weights
-        done = subprocess.run([sys.executable, str(program), str(bits)], capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run([sys.executable, str(program), str(bits)], capture_output=True, text=True, cwd=tmp_path,
+                              env=without_gpus())
         assert done.returncode == 0, done.stderr
         ratio, stored = map(float, done.stdout.split()[-2:])
         assert stored > 100e6 and ratio < bound, (bits, ratio)
@@ -351,11 +362,9 @@ def test_tied_weights_stay_tied_and_on_the_device(checkpoints):
 
 
 def test_host_memory_that_is_refused_is_a_clear_error(run_model):
-    import resource
-
-    limit = 5 << 30
+    # on the CPU: a CUDA context maps more than any such limit
     done = run_model("--model", "opt-1.3b", "--dummy", "--dtype", "bfloat16", "--engine", "stream", "--prompt-len", 8, "--gen-len", 2,
-                     preexec=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+                     on_cpu=True, memory_bytes=2 << 30)
     assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
     assert "memory" in done.stderr and done.record["status"] == "failed"
 
@@ -371,7 +380,7 @@ def test_a_rank_that_dies_ends_the_others_soon_and_in_words(launcher, victim, ch
             [*command, str(ROOT / "run_model.py"), "--model", str(checkpoints("opt")), "--engine", "stream", "--dtype", "float32",
              "--batch-size", "2", "--prompt-len", "8", "--gen-len", "100", "--loops", "100000", "--log-file", str(tmp_path / "run.log")],
             stdout=sink, stderr=subprocess.STDOUT,
-            env={**os.environ, "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]})
+            env={**environment_of_two(), "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]})
     try:
         ranks = wait_for_ranks(process, output)
         started = process_tree(process)
@@ -390,7 +399,7 @@ def test_a_rank_that_dies_ends_the_others_soon_and_in_words(launcher, victim, ch
 
 def test_a_rank_that_falls_silent_is_given_up(checkpoints, tmp_path):
     """No launcher to help: rank 1 is stopped, not ended, so its connections stay open and only its silence tells."""
-    common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    common = dict(environment_of_two(), MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     command = [sys.executable, str(ROOT / "run_model.py"), "--model", str(checkpoints("opt")), "--engine", "stream", "--dtype", "float32",
                "--batch-size", "2", "--prompt-len", "8", "--gen-len", "100", "--loops", "100000", "--log-file", str(tmp_path / "run.log")]
     first, second = (subprocess.Popen(command, env=dict(common, RANK=rank, LOCAL_RANK=rank), stderr=subprocess.PIPE, text=True)
@@ -408,6 +417,10 @@ def test_a_rank_that_falls_silent_is_given_up(checkpoints, tmp_path):
     finally:
         second.kill()
         first.kill()
+
+
+def environment_of_two() -> dict[str, str]:
+    return without_gpus() if too_few_gpus(2) else {**os.environ}
 
 
 def process_tree(process) -> list[psutil.Process]:

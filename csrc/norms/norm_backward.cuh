@@ -4,7 +4,8 @@
 //   layer:  dx = s (m - mean(m) - n mean(m n))       and dbias = sum over rows of grad
 //
 // and of a fused sum, whose own gradient is added to dx. Nothing is kept from the forward pass: the row is read anyway. In rows
-// of one element rms's difference would be all rounding error; there 1 - n^2 = eps s^2, so that dx = eps s^3 m.
+// of one element the differences would be all rounding error; there 1 - n^2 = eps s^2, so that rms's dx = eps s^3 m, and
+// layer's is 0.
 #pragma once
 
 #include "column_sums.cuh"
@@ -48,8 +49,8 @@ __device__ __forceinline__ RowStats row_stats(const float (&total)[kNormSums<kLa
   stats.scale = rsqrtf(total[0] / count + eps);
   stats.outer = stats.scale;
   stats.mean_mn = stats.scale * (total[1] / count);
-  if (!kLayer && count == 1.0f) {
-    stats.outer = stats.scale * stats.scale * stats.scale * eps;
+  if (count == 1.0f) {
+    stats.outer = kLayer ? 0.0f : stats.scale * stats.scale * stats.scale * eps;
     stats.mean_mn = 0.0f;
   }
   stats.mean_m = 0.0f;

@@ -241,7 +241,7 @@ def _prepare_environment(config: RunConfig, ranks: Ranks) -> None:
     """Quiet DeepSpeed, and keep its builds apart and off architecture names it cannot parse (such as 9.0a)."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.device.type == "cuda" else "cpu")
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-    use_private_folder()
+    use_private_folder(ranks.device.type)
     if ranks.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(ranks.device)
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"

@@ -22,11 +22,12 @@ OURS = "zero-inference/extensions"
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
 
-def use_private_folder() -> None:
-    """One build folder an environment (a build names its paths), unless TORCH_EXTENSIONS_DIR says where."""
+def use_private_folder(device_type: str) -> None:
+    """One build folder an environment (a build names its paths) and kind of device (async_io is built otherwise for CUDA), unless
+    TORCH_EXTENSIONS_DIR says where."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]}"
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / OURS / pair))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair)))
 
 
 def check_aio(use_gds: bool) -> None:

@@ -1,0 +1,147 @@
+"""Times by CUDA graph, and compiling ahead: what is done in child processes, because it may fail or can be done side by side.
+
+A capture is on one stream with everything that autograd reaches from it: inputs, forward pass and backward pass. A backward
+node runs on the stream of its forward operation, and that of a leaf on the stream that saw the leaf first; if this were the
+default stream, the capture would be lost, and the process with it: its random generator stays in the capture.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+from .worker import Worker, WorkerFailed, serve
+
+GRAPH_BELOW_US = 100.0  # below it the host's share of a launch counts
+REPLAYS = 20
+REPLAY_MS, MOST_CALLS = 4.0, 100  # of a replay
+ANSWER_S = 180.0  # includes the start of a process and a compilation
+
+
+def make_workers(count: int, environment: Mapping[str, str] = os.environ) -> list[Worker]:
+    """Child processes that answer this module's requests, started; they import torch while the caller does something else."""
+    folder = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join(filter(None, [str(folder), str(folder.parent), environment.get("PYTHONPATH")]))
+    # one thread: a pool of compilers takes longer to start than the few kernels of a child to compile
+    workers = [Worker([sys.executable, "-m", "common.graph_times"],
+                      {**environment, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1"}) for _ in range(count)]
+    for worker in workers:
+        worker.start()
+    return workers
+
+
+def compile_ahead(times, configs: list[tuple[int, int, int]], workers: list[Worker]) -> None:
+    """Let all `workers` at once fill Inductor's cache on disk with what the providers of `times` compile for `configs`.
+
+    What is not there is compiled when it is timed, so that a failure costs time only.
+    """
+    sizes = sorted({(dim, 1, batch * length) for dim, batch, length in configs})
+    compiled = [provider for provider in times.providers if provider.startswith("compiled")]
+    requests = [request("compile", times, size, provider) for size in sizes for provider in compiled]
+
+    def share_of(index: int) -> None:
+        for one in requests[index :: len(workers)]:
+            try:
+                workers[index].ask(one, ANSWER_S)
+            except WorkerFailed as failure:
+                print(f"note: not compiled ahead, {one['provider']} at {one['config']}: {failure}", file=sys.stderr)
+                return  # what fails once may fail each time, a start of a process later
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        list(threads.map(share_of, range(len(workers))))
+
+
+def add_graph_times(times, configs: list[tuple[int, int, int]], worker: Worker) -> None:
+    """Fill `times.graph_us` for what took less than GRAPH_BELOW_US. A provider that failed once is not asked again."""
+    failed = set()
+    for config in configs:
+        for provider in times.providers:
+            if provider in failed or not times.us[config, provider] < GRAPH_BELOW_US:  # nan too
+                continue
+            try:
+                times.graph_us[config, provider] = worker.ask(request("graph", times, config, provider), ANSWER_S)
+            except WorkerFailed as failure:
+                failed.add(provider)
+                print(f"note: no CUDA-graph times of {provider}, {times.title}, from {config} on: {failure}", file=sys.stderr)
+
+
+def request(what: str, times, config: tuple[int, int, int], provider: str) -> dict[str, Any]:
+    return {"what": what, "case": times.case.name, "dtype": str(times.dtype).removeprefix("torch."), "eps": times.eps,
+            "peers": times.peers, "backward": times.backward, "config": config, "provider": provider}
+
+
+def answer(asked: dict[str, Any]) -> float | None:
+    """In the child: compile a forward and a backward pass, or the median microseconds of a pass by CUDA graph."""
+    import torch
+    from cases import CASES
+
+    from .bench_framework import Times
+
+    backward = asked["backward"] or asked["what"] == "compile"  # whose forward pass is the same
+    times = Times(CASES[asked["case"]], getattr(torch, asked["dtype"]), asked["eps"], asked["peers"], backward)
+    config, us = tuple(asked["config"]), None
+    if asked["what"] == "compile":
+        times.call(config, asked["provider"])()
+    else:
+        with torch.cuda.stream(_stream()):
+            us = time_by_graph(times.call(config, asked["provider"]))
+    del times
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return us
+
+
+def time_by_graph(call: Callable[[], Any]) -> float:
+    """Median microseconds of a call over REPLAYS replays of a graph of up to MOST_CALLS calls, on the current stream.
+
+    The L2 cache stays warm. `call` and all that it reaches must have run on this stream only.
+    """
+    import torch
+
+    stream = torch.cuda.current_stream()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):  # compiles, loads kernels, asks the allocator
+        call()
+    start.record()
+    for _ in range(5):
+        call()
+    end.record()
+    end.synchronize()
+    calls = min(MOST_CALLS, max(1, int(REPLAY_MS * 5 / start.elapsed_time(end))))
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: what other threads ask of CUDA meanwhile, such as a compiler's, is not an error of this capture
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    spent_ms = []
+    for _ in range(REPLAYS):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        spent_ms.append(start.elapsed_time(end))
+    return statistics.median(spent_ms) / calls * 1e3
+
+
+_STREAMS: list[Any] = []
+
+
+def _stream():
+    """The one side stream of this process."""
+    import torch
+
+    if not _STREAMS:
+        _STREAMS.append(torch.cuda.Stream())
+    return _STREAMS[0]
+
+
+if __name__ == "__main__":
+    import cases  # noqa: F401
+    import torch._inductor.compile_fx  # noqa: F401
+
+    serve(answer)
