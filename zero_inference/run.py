@@ -71,6 +71,8 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             return
         memory_plan.refuse_hopeless(config, spec, ranks)
         ids, tokenizer, note = _prompt_ids(config, spec)
+        if not spec.dummy:
+            spec.checkpoint_folder()  # fetched now: time on the network is not time to load
         _measured_run(config, spec, ranks, ids, tokenizer, note, argv, questions)
     except BaseException:
         if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
