@@ -342,6 +342,7 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
 
 
 def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
+    """Raises DoesNotFit behind the plan of a run that does not, for its exit code."""
     if not ranks.is_first:
         return
     resolved = config.as_dict() | {"dtype": str(spec.dtype).removeprefix("torch."), "model_type": spec.config.model_type,
@@ -359,11 +360,12 @@ def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         print(error)
         fits = False
     if fits:
-        print("It fits.")
-    else:
-        changes = memory_plan.changes_that_fit(config, spec, ranks)
-        print("It does not fit. " + (f"It would with one of: {'; '.join(changes)}." if changes
-                                     else "No single change makes it fit: use more GPUs, nodes or memory."))
+        print("It fits.", flush=True)
+        return
+    changes = memory_plan.changes_that_fit(config, spec, ranks)
+    print("It does not fit. " + (f"It would with one of: {'; '.join(changes)}." if changes
+                                 else "No change makes it fit, nor do two together: use more GPUs, nodes or memory."), flush=True)
+    raise DoesNotFit(f"--dry-run: {spec.name} does not fit as asked; the plan says where, and what would.")
 
 
 def _explain(error: BaseException, config: RunConfig) -> str:
