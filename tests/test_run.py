@@ -232,3 +232,26 @@ def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch):
         assert main([*asked, *given]) == 2
         assert capfd.readouterr().out.rstrip().endswith(f": {advice}."), given
     assert main([*asked, "--disk-offload"]) == 0
+
+
+@pytest.mark.parametrize("engine, prefix", [("resident", "resident"), ("deepspeed", "ds")])
+def test_weights_of_a_run_without_offload_are_on_the_cpu_where_there_is_no_gpu(checkpoints, tmp_path, engine, prefix):
+    from zero_inference.report import load_runs
+
+    place = "gpu" if torch.cuda.is_available() else "cpu"
+    options = ["--model", str(checkpoints("opt")), "--engine", engine, *OPTIONS]
+    assert main(["run_model.py", *options, "--log-dir", str(tmp_path)]) == 0
+    log = tmp_path / f"{prefix}-opt-bs1-prompt12-gen5-n1x1-{place}.log"
+    record = read_records(log.with_suffix(".jsonl"))[0]
+    assert len(parse_log(log)) == 1 and record["weights_place"] == place
+    assert record["cpu_offload"] is False, "the request is recorded as it was made"
+
+    # what an earlier version of this tool logged under another name is still listed, and counts as done for a sweep
+    for suffix in (".log", ".jsonl"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old" / log.name.replace(f"-{place}.log", f"-gpu{suffix}")).write_bytes(log.with_suffix(suffix).read_bytes())
+    for folder in (tmp_path, tmp_path / "old"):
+        assert load_runs(folder)["engine"].tolist() == [engine]
+        sweep = subprocess.run([sys.executable, str(ROOT / "scripts" / "sweep.py"), "--list", "--launcher", "python", *options,
+                                "--log-dir", str(folder)], capture_output=True, text=True)
+        assert sweep.stdout == "" and "1 of 1 cases" in sweep.stderr, sweep.stdout + sweep.stderr

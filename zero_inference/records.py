@@ -89,6 +89,12 @@ FIELDS = (
 )  # fmt: skip
 FIELD_NAMES = tuple(field.name for field in FIELDS)
 
+# What run_model.py writes besides; a record without these is whole, and older ones lack them.
+FURTHER_FIELDS = (
+    Field("weights_place", "", "where the weights waited: cpu (host memory), disk or gpu; cpu also for a run without offload on a "
+          "machine without a GPU. The place in the log's name"),
+)  # fmt: skip
+
 
 def append_record(path: str | os.PathLike, record: Mapping[str, Any]) -> dict:
     """Appends `record` to `path` as one line of strict JSON, flushed to disk, and returns it as written.

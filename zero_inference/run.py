@@ -283,7 +283,7 @@ def _asked(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) ->
         "status": "ok", "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "argv": argv,
         "model_type": spec.config.model_type, "dtype": str(spec.dtype).removeprefix("torch."), "world_size": ranks.world_size,
         "num_nodes": ranks.num_nodes, "ds_config": None, "environment": describe_environment(),
-        "pin_memory": _pinned(config, ranks), "norm_modules_patched": 0,
+        "pin_memory": _pinned(config, ranks), "weights_place": _weights_place(config, ranks), "norm_modules_patched": 0,
     }
 
 
@@ -293,10 +293,16 @@ def _pinned(config: RunConfig, ranks: Ranks) -> bool:
     return ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory
 
 
+def _weights_place(config: RunConfig, ranks: Ranks) -> str:
+    """'cpu', 'disk' or 'gpu': without an offload they are on the device, which is host memory where there is no GPU."""
+    return "cpu" if config.offload == "gpu" and ranks.device.type == "cpu" else config.offload
+
+
 def _log_path(config: RunConfig, ranks: Ranks) -> Path:
     if config.log_file:
         return Path(config.log_file)
-    name = get_filename(config.model, config.batch_size, config.prompt_len, config.gen_len, config.cpu_offload, config.disk_offload,
+    place = _weights_place(config, ranks)
+    name = get_filename(config.model, config.batch_size, config.prompt_len, config.gen_len, place == "cpu", place == "disk",
                         ranks.num_nodes, ranks.local_world_size, config.kv_offload, config.quantized,
                         prefix=LOG_PREFIX.get(config.engine, config.engine))
     return Path(config.log_dir) / f"{name}.log"
