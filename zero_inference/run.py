@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zero_inference import generation, limits, memory_plan
+from zero_inference import generation, limits, memory_plan, steadiness
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
@@ -134,6 +134,9 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
 def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress,
                       questions: dict[str, list[dict]], tokenizer, measured: dict[str, Any]):
     """Load, time and score; fills `measured` on the way, so that what is known stays known if a later part fails."""
+    measured.update(load := steadiness.machine_load())  # before there is any of our own
+    if warning := steadiness.load_warning(load):
+        progress.say(warning)
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
     no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
@@ -158,6 +161,8 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
             progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
                          f"{config.warmup_spread:.0%}")
         measured.update(_results(config, spec, ranks, loaded, measurement, rates), model_bytes=full_bytes, load_s=load_s)
+        if warning := steadiness.warning_of(measured):
+            progress.say(warning)
         if config.trace:
             measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
         measured["quality"] = _quality(config, loaded, ranks, progress, questions, tokenizer) if questions else None
@@ -198,6 +203,7 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "warmed_up": measurement.warmed_up,
         "loops": [{"prefill_s": loop.prefill_s, "decode_s": loop.decode_s, "total_s": loop.total_s, "step_s": loop.step_s}
                   for loop in measurement.loops],
+        **steadiness.decode_evenness(measurement.loops),
         "prefill_latency_s": prefill_s,
         "prefill_throughput": batch * config.prompt_len / prefill_s,
         "decode_latency_s": decode_s,
@@ -333,6 +339,8 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
         hidden = len(measurement.output_ids) - SHOWN_TEXTS
         print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
     print(block.rstrip("\n"))
+    if line := steadiness.in_words(measured, len(measurement.loops)):
+        print(line)
     limit, moved = measured["limit"], measured["transfers"]
     if limit["bound_by"]:
         print(limits.in_words(limit, moved, measured["device"] == "cuda"))
