@@ -1,4 +1,5 @@
 import json
+import os
 import platform
 import subprocess
 import time
@@ -67,6 +68,21 @@ def test_cgroup_v1_in_a_container_is_found_at_the_top(tmp_path):
         f"{group}/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
     })  # fmt: skip
     assert environment._cgroup_memory(root) == (3 * GIB, 2 * GIB)
+
+
+def test_cgroup_cores_of_either_version(tmp_path):
+    second = cgroup_root(tmp_path / "2", "0::/slice/job\n", {
+        "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n", "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/cpu.max": "800000 100000\n",
+    })  # fmt: skip
+    assert environment._cgroup_cores(second) == 1.5
+    first = cgroup_root(tmp_path / "1", "4:cpu,cpuacct:/docker/abc\n0::/\n", {
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    assert environment._cgroup_cores(first) == 2.0
+    (tmp_path / "1/sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert environment._cgroup_cores(first) is None
+    assert 0 < environment.usable_cores() <= len(os.sched_getaffinity(0))
 
 
 @pytest.mark.parametrize("limit", ["9223372036854771712", "max"])

@@ -76,6 +76,29 @@ def test_padding_rows_are_zero_whatever_they_hold():
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
+@pytest.mark.parametrize("dim", [255, 1280])  # the kernel that reads rows twice, and the one that keeps them
+@pytest.mark.parametrize("ends", [[-5, -1, 40, 60, 83], [-2**31, 10, -7, 200, 2**31 - 1], [60, 20, 80, 5, 83], [83, 0, -83, 0, 83]], ids=str)
+def test_negative_and_falling_ends_read_no_other_memory(ends, dim):
+    """Memory that was freed just before holds nan, so that a sum which strays is not finite."""
+    x, mul, weight, bias, _, eps = arguments("fused_mul_grouped_poly_norm", 83, dim, torch.float32, "cuda")
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    poison = [torch.full((83 * 4 * 8,), torch.nan, device="cuda") for _ in range(64)]
+    del poison
+    outputs, gradients, grads = run(operator("fused_mul_grouped_poly_norm"), [x, mul, weight, bias, offsets, eps])
+    torch.cuda.synchronize()
+    assert all(bool(tensor.isfinite().all()) for tensor in outputs + gradients)
+    # each row was given the weights of one expert or none
+    alone = [plain("fused_mul_poly_norm")(x, mul, weight[expert], bias[expert], eps) for expert in range(5)] + [torch.zeros_like(x)]
+    nearest = torch.stack([(outputs[0] - one).abs().amax(-1) for one in alone]).amin(0)
+    assert float(nearest.max()) < 1e-3
+    # the gradient of a bias is the sum of grad * mul over the expert's rows, cut to those that there are
+    of_rows = (grads[0] * mul).sum(-1).detach()
+    for expert, end in enumerate(ends):
+        begin = min(max(ends[expert - 1], 0), 83) if expert else 0
+        expected = of_rows[begin:max(begin, min(end, 83))].sum()
+        assert float(gradients[3][expert]) == pytest.approx(float(expected), rel=1e-3, abs=1e-2)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_values_to_1e4_in_float16(name):
     values = arguments(name, 83, 4096, torch.float16, "cuda", scale=3000.0)

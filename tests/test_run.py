@@ -176,7 +176,7 @@ def test_the_folder_of_a_living_run_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("options, words", [
-    (["--model", "opt-66b", "--cpu-offload", "--batch-size", "32"], "does not fit"),
+    (["--model", "opt-175b", "--cpu-offload", "--batch-size", "1024"], "does not fit"),
     (["--model", "opt-125m", "--disk-offload"], "It fits."),
     (["--model", "opt-125m", "--engine", "resident"], "It fits."),
 ])
@@ -186,9 +186,10 @@ def test_dry_run_says_whether_it_fits_and_writes_nothing(options, words, tmp_pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
     where = ["--offload-dir", str(tmp_path)] if "--disk-offload" in options else []
-    assert main(["run_model.py", "--dummy", "--dry-run", *options, *where]) == 0
-    out = capfd.readouterr().out
+    assert main(["run_model.py", "--dummy", "--dry-run", *options, *where]) == (0 if words == "It fits." else 2)
+    out, err = capfd.readouterr()
     assert words in out and "host memory:" in out
+    assert err.count("error: --dry-run: opt-175b does not fit") == (words != "It fits.")
     assert os.listdir(tmp_path) == []
 
 
@@ -196,7 +197,64 @@ def test_dry_run_of_opt_66b_counts_exactly_and_names_what_would_fit(capfd, monke
     from zero_inference import memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
-    assert main(["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b", "--cpu-offload"]) == 0
+    assert main(["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b", "--cpu-offload"]) == 2
     out = capfd.readouterr().out
     assert "model size: 122.375 GB" in out
     assert "--quant-bits 4" in out.split("It would with one of:")[1]
+
+
+def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(capfd, monkeypatch):
+    from zero_inference import memory_plan
+
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
+    monkeypatch.setattr(memory_plan, "_disk_free", lambda folder: 0)
+    asked = ["run_model.py", "--dummy", "--model", "opt-66b", "--cpu-offload", "--batch-size", "64"]
+    assert main([*asked, "--dry-run"]) == 2
+    advice = capfd.readouterr().out.split("It would with one of: ")[1].strip().removesuffix(".")
+    pairs = [pair.split() for pair in advice.split("; ")]
+    cheapest = pairs[0]
+    assert cheapest[:3] == ["--quant-bits", "4", "--batch-size"] and len(cheapest) == 4
+    assert main([*asked, "--dry-run", *cheapest]) == 0
+    assert "It fits." in capfd.readouterr().out
+    for half in (cheapest[:2], cheapest[2:], [*cheapest[:3], str(2 * int(cheapest[3]))]):
+        assert main([*asked, "--dry-run", *half]) == 2
+    capfd.readouterr()
+    assert main(asked) == 2  # refused before anything is loaded, with the same advice
+    assert f"use one of: {advice}." in capfd.readouterr().err
+
+
+def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch):
+    from zero_inference import memory_plan
+
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 35 << 30)
+    monkeypatch.setattr(memory_plan, "_disk_free", lambda folder: 1 << 40)
+    asked = ["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b"]
+    for given, advice in (([], "--disk-offload"), (["--cpu-offload"], "--disk-offload instead of --cpu-offload"),
+                          (["--engine", "resident"], "--engine deepspeed --disk-offload"),
+                          (["--engine", "stream", "--gpu-memory", "0"], "--engine deepspeed --disk-offload instead of --gpu-memory")):
+        assert main([*asked, *given]) == 2
+        assert capfd.readouterr().out.rstrip().endswith(f": {advice}."), given
+    assert main([*asked, "--disk-offload"]) == 0
+
+
+@pytest.mark.parametrize("engine, prefix", [("resident", "resident"), ("deepspeed", "ds")])
+def test_weights_of_a_run_without_offload_are_on_the_cpu_where_there_is_no_gpu(checkpoints, tmp_path, engine, prefix):
+    from zero_inference.report import load_runs
+
+    place = "gpu" if torch.cuda.is_available() else "cpu"
+    options = ["--model", str(checkpoints("opt")), "--engine", engine, *OPTIONS]
+    assert main(["run_model.py", *options, "--log-dir", str(tmp_path)]) == 0
+    log = tmp_path / f"{prefix}-opt-bs1-prompt12-gen5-n1x1-{place}.log"
+    record = read_records(log.with_suffix(".jsonl"))[0]
+    assert len(parse_log(log)) == 1 and record["weights_place"] == place
+    assert record["cpu_offload"] is False, "the request is recorded as it was made"
+
+    # what an earlier version of this tool logged under another name is still listed, and counts as done for a sweep
+    for suffix in (".log", ".jsonl"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old" / log.name.replace(f"-{place}.log", f"-gpu{suffix}")).write_bytes(log.with_suffix(suffix).read_bytes())
+    for folder in (tmp_path, tmp_path / "old"):
+        assert load_runs(folder)["engine"].tolist() == [engine]
+        sweep = subprocess.run([sys.executable, str(ROOT / "scripts" / "sweep.py"), "--list", "--launcher", "python", *options,
+                                "--log-dir", str(folder)], capture_output=True, text=True)
+        assert sweep.stdout == "" and "1 of 1 cases" in sweep.stderr, sweep.stdout + sweep.stderr

@@ -108,7 +108,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--log-dir", metavar="DIR", help="(default: %(default)s)")
     output.add_argument("--trace", metavar="FILE", help="Chrome trace of copies and decoder layers")
     output.add_argument("--verbose", type=int, choices=(0, 1, 2), help="0 quiet, 2 with tracebacks (default: %(default)s)")
-    output.add_argument("--dry-run", action="store_true", help="show the configuration, the sizes and whether they fit; load nothing")
+    output.add_argument("--dry-run", action="store_true",
+                        help="show the configuration, the sizes and whether they fit (exit code 2 if not); load nothing")
     output.add_argument("--local-rank", type=int, help="set by the deepspeed launcher")
     parser.set_defaults(**default)
 

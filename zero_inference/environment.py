@@ -12,6 +12,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+# Files of a level: limit, usage, and the key in memory.stat of the page cache that the kernel gives up when asked.
+CGROUP_MEMORY = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+                 2: ("memory.max", "memory.current", "inactive_file")}
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "numpy", "safetensors")
 
 
@@ -57,7 +60,8 @@ def _cgroup_memory(root: str = "/") -> tuple[int | None, int | None]:
     A parent's limit holds for its children, so each level is looked at. `root` stands for `/` in tests.
     """
     limits, lefts = [], []
-    for folder, limit_file, usage_file, cache_key in _cgroup_folders(Path(root)):
+    for folder, version in _cgroup_folders(Path(root), "memory"):
+        limit_file, usage_file, cache_key = CGROUP_MEMORY[version]
         limit = _read_int(folder / limit_file)
         # v1 writes "no limit" as the largest page-aligned int64
         if limit is None or limit >= 1 << 60:
@@ -73,22 +77,34 @@ def _cgroup_memory(root: str = "/") -> tuple[int | None, int | None]:
     return min(limits, default=None), min(lefts, default=None)
 
 
-def _cgroup_folders(root: Path) -> list[tuple[Path, str, str, str]]:
+def _cgroup_cores(root: str = "/") -> float | None:
+    """Cores' worth of time that the tightest cgroup from ours up to the top grants, v1 and v2; None without a limit."""
+    grants = []
+    for folder, version in _cgroup_folders(Path(root), "cpu"):
+        if version == 2:
+            words = _read(folder / "cpu.max").split()
+        else:
+            words = [_read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        if len(words) == 2 and all(word.isdigit() for word in words):  # "max" and -1 mean no limit
+            grants.append(int(words[0]) / int(words[1]))
+    return min(grants, default=None)
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, int]]:
+    """(folder, version 1 or 2) of each level of our cgroups that may limit `controller`."""
     folders = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, group = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            tops = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified")
-            names = ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            tops = (root / "sys/fs/cgroup/memory",)
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            tops, version = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"), 2
+        elif controller in controllers.split(","):
+            tops, version = (root / "sys/fs/cgroup" / controller,), 1
         else:
             continue
         # In a container the path may be the host's and not exist here; the levels above it then do.
         relative = Path(group.lstrip("/"))
         for top in tops:
-            folders += [(top / level, *names) for level in (relative, *relative.parents)]
+            folders += [(top / level, version) for level in (relative, *relative.parents)]
     return list(dict.fromkeys(folders))
 
 
@@ -116,6 +132,11 @@ def _usable_threads() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: those it may be scheduled on, or what its cgroup grants if less."""
+    return min(float(_usable_threads() or 1), _cgroup_cores() or float("inf"))
 
 
 def _memlock_bytes() -> int | None:

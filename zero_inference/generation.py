@@ -89,9 +89,14 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
 
 
 def settled(times_s: list[float], share: float) -> bool:
-    """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median: (largest - smallest) / median <= share."""
+    """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
     latest = times_s[-SETTLED_LOOPS:]
-    return len(latest) == SETTLED_LOOPS and max(latest) - min(latest) <= share * statistics.median(latest)
+    return len(latest) == SETTLED_LOOPS and relative_range(latest) <= share
+
+
+def relative_range(times_s: list[float]) -> float:
+    """(largest - smallest) / median."""
+    return (max(times_s) - min(times_s)) / statistics.median(times_s)
 
 
 def use_repeatable_attention() -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 
@@ -20,7 +22,10 @@ from zero_inference.errors import UsageError
 from zero_inference.models.sizes import activation_bytes, kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_cache import SLOTS
+from zero_inference.offload.kv_cache import other_layer_types
 from zero_inference.utils import GB
+
+MOST_PAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -77,37 +82,82 @@ def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         changes = changes_that_fit(config, spec, ranks)
         raise UsageError(f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
                          f"{need.available / GB:.1f} GiB are there; "
-                         + (f"use one of: {'; '.join(changes)}." if changes else "use --disk-offload, more nodes or memory."))
+                         + (f"use one of: {'; '.join(changes)}." if changes else "use more GPUs, nodes or memory."))
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options to add to a command, what they set in its RunConfig, and given options that have to go for them."""
+
+    options: str
+    fields: dict[str, Any]
+    instead_of: tuple[str, ...] = ()
 
 
 def changes_that_fit(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[str]:
-    """Single changes, cheapest first, each tried with the same arithmetic."""
-    candidates: list[tuple[str, dict]] = []
+    """What to type so that it fits, each tried with the same arithmetic: single changes, or the cheapest pairs where none does.
+
+    Of changes of one kind (8 or 4 bits, smaller and smaller batches) only the mildest that fits is named.
+    """
+    singles = [(change,) for change in _changes(config, spec, ranks)]
+    found = list(_fitting(singles, config, spec, ranks))
+    return found or list(islice(_fitting(_pairs(config, spec, ranks), config, spec, ranks), MOST_PAIRS))
+
+
+def _changes(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Change]:
+    """Single changes to `config`, the cheapest first.
+
+    First what keeps the tokens, then what rounds the weights, then a smaller batch, and last what slows decoding several times
+    over: pageable memory ran at 0.17 of the speed of page-locked memory, the disk at 0.04 (README, one H200).
+    """
+    changes = []
     if config.engine == "deepspeed" and config.offload == "gpu":
-        candidates.append(("--cpu-offload", {"cpu_offload": True}))
+        changes.append(Change("--cpu-offload", {"cpu_offload": True}))
     if config.engine == "resident":
-        candidates.append(("--engine stream", {"engine": "stream"}))
+        changes.append(Change("--engine stream", {"engine": "stream"}))
+    if not config.kv_offload and not other_layer_types(spec.config):
+        changes.append(Change("--kv-offload", {"kv_offload": True}))
     if config.engine in ("deepspeed", "stream"):
-        candidates += [(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
-    if not config.kv_offload:
-        candidates.append(("--kv-offload", {"kv_offload": True}))
+        changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
+    of_rank = config.batch_size // ranks.world_size
+    while of_rank := of_rank // 2:
+        changes.append(Change(f"--batch-size {of_rank * ranks.world_size}", {"batch_size": of_rank * ranks.world_size}))
     if config.pin_memory is not False and config.offload != "gpu" and ranks.device.type == "cuda":
-        candidates.append(("--pin-memory 0", {"pin_memory": False}))
-    if config.cpu_offload:
-        words = "--engine deepspeed --disk-offload" if config.engine == "stream" else "--disk-offload instead of --cpu-offload"
-        engine = "deepspeed" if config.engine == "stream" else config.engine
-        candidates.append((words, {"engine": engine, "cpu_offload": False, "disk_offload": True, "gpu_memory": None, "ring_depth": None}))
-    fitting = [words for words, change in candidates if _fits(config, change, spec, ranks)]
-    batch = config.batch_size // 2
-    while batch >= ranks.world_size:  # the largest that fits
-        if _fits(config, {"batch_size": batch}, spec, ranks):
-            fitting.append(f"--batch-size {batch}")
-            break
-        batch //= 2
-    return fitting
+        changes.append(Change("--pin-memory 0", {"pin_memory": False}))
+    if not config.disk_offload:
+        engine = config.engine if config.engine == "accelerate" else "deepspeed"
+        dropped = {"--cpu-offload": config.cpu_offload and config.engine != "stream",
+                   "--gpu-memory": config.gpu_memory is not None, "--ring-depth": config.ring_depth is not None}
+        changes.append(Change(f"--engine {engine} --disk-offload" if engine != config.engine else "--disk-offload",
+                              {"engine": engine, "cpu_offload": False, "disk_offload": True, "gpu_memory": None, "ring_depth": None},
+                              tuple(option for option, given in dropped.items() if given)))
+    return changes
 
 
-def _fits(config: RunConfig, change: dict, spec: ModelSpec, ranks: Ranks) -> bool:
+def _pairs(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[tuple[Change, ...]]:
+    """Two changes, the second one possible behind the first, in the order of the sum of their places among single changes."""
+    pairs: dict[frozenset[str], tuple[int, Change, Change]] = {}
+    for place, first in enumerate(_changes(config, spec, ranks)):
+        changed = replace(config, **first.fields)
+        for further, second in enumerate(_changes(changed, spec, ranks)):
+            if not first.fields.keys() & second.fields.keys():
+                pairs.setdefault(frozenset((first.options, second.options)), (place + further, first, second))
+    return [changes for _, *changes in sorted(pairs.values(), key=lambda pair: pair[0])]
+
+
+def _fitting(choices: Iterable[Sequence[Change]], config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Iterator[str]:
+    """Those of `choices` that fit, in words; of choices of the same kinds only the first."""
+    found = set()
+    for changes in choices:
+        kinds = frozenset(tuple(change.fields) for change in changes)
+        fields = {name: value for change in changes for name, value in change.fields.items()}
+        if kinds not in found and _fits(config, fields, spec, ranks):
+            found.add(kinds)
+            instead_of = [option for change in changes for option in change.instead_of]
+            yield " ".join(change.options for change in changes) + (f" instead of {' '.join(instead_of)}" if instead_of else "")
+
+
+def _fits(config: RunConfig, change: dict[str, Any], spec: ModelSpec, ranks: Ranks) -> bool:
     try:
         return all(need.fits for need in plan_memory(replace(config, **change).validate(), spec, ranks))
     except UsageError:

@@ -89,6 +89,20 @@ FIELDS = (
 )  # fmt: skip
 FIELD_NAMES = tuple(field.name for field in FIELDS)
 
+# What run_model.py writes besides; a record without these is whole, and older ones lack them.
+FURTHER_FIELDS = (
+    Field("weights_place", "", "where the weights waited: cpu (host memory), disk or gpu; cpu also for a run without offload on a "
+          "machine without a GPU. The place in the log's name"),
+    Field("decode_latency_min_s", "s", "decode latency of the fastest loop; null with one loop or G = 1"),
+    Field("decode_latency_max_s", "s", "decode latency of the slowest loop; null with one loop or G = 1"),
+    Field("decode_spread", "share", "(slowest - fastest) / median of the loops' decode latencies; null with one loop or G = 1"),
+    Field("slowest_step_over_median", "ratio", "the decode step that took longest beside the median step of its loop, over all loops; "
+          "null with fewer than 3 steps in a loop"),
+    Field("slowest_step_at", "", "that step, `loop` and `step` counted from 1", parts=("loop", "step", "step_s")),
+    Field("load_average_before", "processes", "running or waiting to run on the whole machine, over the minute before loading"),
+    Field("usable_cores", "cores", "that this process may use, by its affinity and its cgroup"),
+)  # fmt: skip
+
 
 def append_record(path: str | os.PathLike, record: Mapping[str, Any]) -> dict:
     """Appends `record` to `path` as one line of strict JSON, flushed to disk, and returns it as written.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zero_inference import generation, limits, memory_plan
+from zero_inference import generation, limits, memory_plan, steadiness
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
@@ -71,6 +71,8 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             return
         memory_plan.refuse_hopeless(config, spec, ranks)
         ids, tokenizer, note = _prompt_ids(config, spec)
+        if not spec.dummy:
+            spec.checkpoint_folder()  # fetched now: time on the network is not time to load
         _measured_run(config, spec, ranks, ids, tokenizer, note, argv, questions)
     except BaseException:
         if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
@@ -132,6 +134,9 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
 def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress,
                       questions: dict[str, list[dict]], tokenizer, measured: dict[str, Any]):
     """Load, time and score; fills `measured` on the way, so that what is known stays known if a later part fails."""
+    measured.update(load := steadiness.machine_load())  # before there is any of our own
+    if warning := steadiness.load_warning(load):
+        progress.say(warning)
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
     no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
@@ -157,6 +162,8 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
                          f"{config.warmup_spread:.0%}")
         rates = limits.link_again(rates, ranks)
         measured.update(_results(config, spec, ranks, loaded, measurement, rates), model_bytes=full_bytes, load_s=load_s)
+        if warning := steadiness.warning_of(measured):
+            progress.say(warning)
         if config.trace:
             measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
         measured["quality"] = _quality(config, loaded, ranks, progress, questions, tokenizer) if questions else None
@@ -197,6 +204,7 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "warmed_up": measurement.warmed_up,
         "loops": [{"prefill_s": loop.prefill_s, "decode_s": loop.decode_s, "total_s": loop.total_s, "step_s": loop.step_s}
                   for loop in measurement.loops],
+        **steadiness.decode_evenness(measurement.loops),
         "prefill_latency_s": prefill_s,
         "prefill_throughput": batch * config.prompt_len / prefill_s,
         "decode_latency_s": decode_s,
@@ -282,7 +290,7 @@ def _asked(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) ->
         "status": "ok", "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "argv": argv,
         "model_type": spec.config.model_type, "dtype": str(spec.dtype).removeprefix("torch."), "world_size": ranks.world_size,
         "num_nodes": ranks.num_nodes, "ds_config": None, "environment": describe_environment(),
-        "pin_memory": _pinned(config, ranks), "norm_modules_patched": 0,
+        "pin_memory": _pinned(config, ranks), "weights_place": _weights_place(config, ranks), "norm_modules_patched": 0,
     }
 
 
@@ -292,10 +300,16 @@ def _pinned(config: RunConfig, ranks: Ranks) -> bool:
     return ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory
 
 
+def _weights_place(config: RunConfig, ranks: Ranks) -> str:
+    """'cpu', 'disk' or 'gpu': without an offload they are on the device, which is host memory where there is no GPU."""
+    return "cpu" if config.offload == "gpu" and ranks.device.type == "cpu" else config.offload
+
+
 def _log_path(config: RunConfig, ranks: Ranks) -> Path:
     if config.log_file:
         return Path(config.log_file)
-    name = get_filename(config.model, config.batch_size, config.prompt_len, config.gen_len, config.cpu_offload, config.disk_offload,
+    place = _weights_place(config, ranks)
+    name = get_filename(config.model, config.batch_size, config.prompt_len, config.gen_len, place == "cpu", place == "disk",
                         ranks.num_nodes, ranks.local_world_size, config.kv_offload, config.quantized,
                         prefix=LOG_PREFIX.get(config.engine, config.engine))
     return Path(config.log_dir) / f"{name}.log"
@@ -326,6 +340,8 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
         hidden = len(measurement.output_ids) - SHOWN_TEXTS
         print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
     print(block.rstrip("\n"))
+    if line := steadiness.in_words(measured, len(measurement.loops)):
+        print(line)
     limit, moved = measured["limit"], measured["transfers"]
     if limit["bound_by"]:
         print(limits.in_words(limit, moved, measured["device"] == "cuda"))
@@ -341,6 +357,7 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
 
 
 def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
+    """Raises DoesNotFit behind the plan of a run that does not, for its exit code."""
     if not ranks.is_first:
         return
     resolved = config.as_dict() | {"dtype": str(spec.dtype).removeprefix("torch."), "model_type": spec.config.model_type,
@@ -358,11 +375,12 @@ def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         print(error)
         fits = False
     if fits:
-        print("It fits.")
-    else:
-        changes = memory_plan.changes_that_fit(config, spec, ranks)
-        print("It does not fit. " + (f"It would with one of: {'; '.join(changes)}." if changes
-                                     else "No single change makes it fit: use more GPUs, nodes or memory."))
+        print("It fits.", flush=True)
+        return
+    changes = memory_plan.changes_that_fit(config, spec, ranks)
+    print("It does not fit. " + (f"It would with one of: {'; '.join(changes)}." if changes
+                                 else "No change makes it fit, nor do two together: use more GPUs, nodes or memory."), flush=True)
+    raise DoesNotFit(f"--dry-run: {spec.name} does not fit as asked; the plan says where, and what would.")
 
 
 def _explain(error: BaseException, config: RunConfig) -> str:

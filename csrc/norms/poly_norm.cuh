@@ -378,15 +378,16 @@ __global__ void __launch_bounds__(kLoopThreads) poly_backward_loop(const Poly<T>
   }
 }
 
-// One block an expert: sums[begin, end) in a fixed order.
+// One block an expert: sums[begin, end) in a fixed order, with 0 <= begin <= end <= rows whatever offsets hold.
 template <typename T>
 __global__ void __launch_bounds__(kSegmentThreads)
     sum_segments(const float4* sums, int64_t rows, const int32_t* offsets, T* grad_weight, T* grad_bias) {
   float* scratch = reinterpret_cast<float*>(dynamic_shared());
   int turn = 0;
   const int expert = blockIdx.x;
-  const int64_t begin = offsets == nullptr || expert == 0 ? 0 : offsets[expert - 1];
-  const int64_t end = offsets == nullptr ? rows : min(static_cast<int64_t>(offsets[expert]), rows);
+  const auto within = [](int64_t row, int64_t least, int64_t most) { return row < least ? least : row < most ? row : most; };
+  const int64_t begin = offsets == nullptr || expert == 0 ? 0 : within(offsets[expert - 1], 0, rows);
+  const int64_t end = offsets == nullptr ? rows : within(offsets[expert], begin, rows);
   float total[4] = {};
 #pragma unroll 8
   for (int64_t row = begin + threadIdx.x; row < end; row += kSegmentThreads) {

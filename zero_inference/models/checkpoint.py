@@ -19,6 +19,7 @@ from torch import nn
 
 from zero_inference.errors import RunError
 from zero_inference.models.dummy import fill_dummy
+from zero_inference.models.files import checkpoint_files, few
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.models.spec import ModelSpec
 
@@ -77,7 +78,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
-        raise RunError(f"{folder}: the checkpoint has no tensor for {_few(missing)}; it belongs to another model "
+        raise RunError(f"{folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
                        "or a shard is missing.")
 
 
@@ -126,25 +127,6 @@ def _converter(model, dtype: torch.dtype):
             raise RunError(f"{folder}: {name} cannot be converted ({str(reason).strip().splitlines()[-1]}).")
 
     return convert
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint folder: safetensors where there are any, else PyTorch's.
-
-    Raises:
-        RunError: there are none, or the index names one that is not there.
-    """
-    for single, index in (("model.safetensors", "model.safetensors.index.json"),
-                          ("pytorch_model.bin", "pytorch_model.bin.index.json")):
-        if (folder / index).is_file():
-            names = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise RunError(f"{folder}: {index} names {_few(missing)}, which is not there; fetch the checkpoint again.")
-            return [folder / name for name in names]
-        if (folder / single).is_file():
-            return [folder / single]
-    raise RunError(f"{folder}: neither model.safetensors nor pytorch_model.bin (or their index) is there.")
 
 
 def _keys(folder: Path) -> dict[str, Path]:
@@ -211,7 +193,3 @@ def _replace_everywhere(model, old: nn.Parameter, new: nn.Parameter) -> None:
         for key, value in module._parameters.items():
             if value is old:
                 module._parameters[key] = new
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

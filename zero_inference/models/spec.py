@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,8 @@ import torch
 
 from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
+from zero_inference.models.files import has_tokenizer
+from zero_inference.models.hub import Snapshot, first_line, open_snapshot
 from zero_inference.models.preset_table import find_preset, near_names
 
 SMOLLM2 = "smollm2-135m"
@@ -26,15 +27,15 @@ class ModelSpec:
     Attributes:
         name: as the user said it.
         config: the transformers config.
-        folder: the local checkpoint folder, or None for dummy weights or a hub model not yet fetched.
-        hub_name: what to fetch where `folder` is None and the run is not dummy.
+        folder: the local checkpoint folder, or None for dummy weights or a hub model.
+        snapshot: where the rest of a hub model is fetched to, or None for any other.
         dtype: the dtype the weights are computed in.
     """
 
     name: str
     config: Any
     folder: Path | None
-    hub_name: str | None
+    snapshot: Snapshot | None
     dtype: torch.dtype
     dummy: bool
     trust_remote_code: bool = False
@@ -63,20 +64,12 @@ class ModelSpec:
         return empty_model(self)
 
     def checkpoint_folder(self) -> Path:
-        """The local folder with the weights, fetched from the hub if need be (rank by rank, through its lock)."""
-        if self.folder is not None:
-            return self.folder
-        from huggingface_hub import snapshot_download
+        """The local folder with the weights, fetched from the hub if need be (rank by rank, through its lock).
 
-        try:
-            safetensors = snapshot_download(self.hub_name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt",
-                                                                           "*.py"])
-            if not list(Path(safetensors).glob("*.safetensors")):
-                safetensors = snapshot_download(self.hub_name, allow_patterns=["*.json", "*.bin", "*.model", "*.txt", "*.py"])
-        except Exception as error:  # the hub client raises from requests, httpx and its own classes
-            raise UsageError(f"--model {self.name}: its weights could not be fetched ({_first_line(error)}); "
-                             "give a local folder, or --dummy for random weights.") from error
-        return Path(safetensors)
+        Raises:
+            UsageError: they cannot be fetched.
+        """
+        return self.snapshot.fetch_weights() if self.snapshot else self.folder
 
 
 def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
@@ -90,64 +83,55 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     """
     path = Path(os.path.expanduser(config.model))
     folder: Path | None = None
-    hub_name: str | None = None
+    snapshot: Snapshot | None = None
     if config.model == SMOLLM2:
         from zero_inference.models.smollm2 import smollm2_checkpoint
 
         folder = smollm2_checkpoint()
-        model_config = _load_config(folder, config)
     elif path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(f"--model {config.model}: the folder has no config.json; give a Hugging Face checkpoint folder.")
         folder = path.absolute()
-        model_config = _load_config(folder, config)
     elif (preset := find_preset(config.model)) is not None and config.dummy:
-        model_config = preset.to_config()
+        pass
     elif path.is_absolute() or config.model.startswith(("./", "../", "~")):
         raise UsageError(f"--model {config.model}: no such folder.")
     elif config.dummy and "/" not in config.model and near_names(config.model):
         raise UsageError(f"--model {config.model}: no such preset; did you mean {', '.join(near_names(config.model))}?")
     else:
-        hub_name = preset.name if preset else config.model
-        model_config = _load_config(hub_name, config)
-    return ModelSpec(name=config.model, config=model_config, folder=None if config.dummy else folder, hub_name=hub_name,
+        snapshot = open_snapshot(config.model, preset.name if preset else config.model)
+        if config.trust_remote_code:
+            snapshot.fetch_code()
+    source = snapshot.folder if snapshot else folder
+    model_config = _load_config(source, config) if source else preset.to_config()
+    return ModelSpec(name=config.model, config=model_config, folder=None if config.dummy else folder, snapshot=snapshot,
                      dtype=_resolve_dtype(config, model_config, device_type), dummy=config.dummy,
                      trust_remote_code=config.trust_remote_code)
 
 
 def load_tokenizer(spec: ModelSpec):
-    """The checkpoint's tokenizer, or None where there is none."""
+    """The checkpoint's tokenizer, or None where there is none. Fetches no weights."""
     if spec.dummy:
         return None
     from transformers import AutoTokenizer
 
-    folder = spec.checkpoint_folder()
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json",
-                                                      "vocab.txt", "spiece.model")):
+    folder = spec.snapshot.fetch_tokenizer() if spec.snapshot else spec.folder
+    if not has_tokenizer(folder):
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
     except Exception as error:
-        raise UsageError(f"--model {spec.name}: its tokenizer cannot be read ({_first_line(error)}); "
-                         "mend or remove the tokenizer files.") from error
+        raise UsageError(f"--model {spec.name}: its tokenizer cannot be read ({first_line(error)}); "
+                         "replace or remove the tokenizer files.") from error
 
 
-def _load_config(source: Path | str, config: RunConfig):
+def _load_config(folder: Path, config: RunConfig):
     from transformers import AutoConfig
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:
-        if isinstance(source, Path):
-            raise UsageError(f"--model {config.model}: its config.json cannot be used ({_first_line(error)}).") from error
-        preset = find_preset(config.model)
-        if preset is not None:
-            raise UsageError(f"--model {config.model}: {preset.name} is neither in the local cache nor reachable on the hub; "
-                             "give a local folder, or --dummy for random weights of its shape.") from error
-        near = near_names(config.model)
-        hint = f"did you mean {', '.join(near)}?" if near else "give a local folder, a hub name or a preset."
-        raise UsageError(f"--model {config.model}: no such folder, preset or reachable hub model; {hint}") from error
+        raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
 
 
 def _resolve_dtype(config: RunConfig, model_config, device_type: str) -> torch.dtype:
@@ -163,8 +147,3 @@ def _resolve_dtype(config: RunConfig, model_config, device_type: str) -> torch.d
     if device_type == "cpu":
         return torch.bfloat16
     return stored
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__

@@ -91,8 +91,9 @@ def fused_mul_grouped_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Te
             `offsets[-1]` give zero and get zero gradient.
 
     Raises:
-        ValueError: as rms_norm does, and for offsets that fall. On CUDA their values are not looked at, because the host would
-            have to wait for them; offsets that fall then give wrong rows, never wrong memory.
+        ValueError: as rms_norm does, and for offsets that fall or are negative. On CUDA their values are not checked, because the
+            host would have to wait for them. Whatever they hold, only memory of these tensors is read: a row gets the weights of
+            some expert or zero, and ends outside [0, rows] count as the nearer of the two in the gradients of the weights.
     """
     _check_poly(x, mul, weight, bias, offsets)
     return _OPS.poly_norm(x, mul, weight, bias, offsets, eps)
@@ -151,8 +152,8 @@ def _check_offsets(offsets: Tensor | None) -> None:
     falls = torch.nonzero(offsets < torch.cat([offsets.new_zeros(1), offsets[:-1]]))
     if len(falls):
         at = int(falls[0])
-        raise ValueError(f"offsets of shape {list(offsets.shape)} must not fall, found {int(offsets[at])} at expert {at} behind "
-                         f"{int(offsets[at - 1]) if at else 0}")
+        raise ValueError(f"offsets of shape {list(offsets.shape)} must not be negative or fall, found {int(offsets[at])} at expert {at} "
+                         f"behind {int(offsets[at - 1]) if at else 0}")
 
 
 # What runs where no kernel is registered.

@@ -1,0 +1,157 @@
+"""Models that come from a hub: which files are fetched, what is enough without a network, and what an error says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from conftest import VOCAB, free_port
+from hub_server import Hub
+
+SHORT = ["--prompt-len", "8", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32", "--engine", "resident"]
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture
+def hub(checkpoints, tmp_path):
+    """A hub with `some/llama`: shards with their index, a tokenizer, code, and the same weights in other formats beside them."""
+    folder = tmp_path / "hub" / "some" / "llama"
+    shutil.copytree(checkpoints("llama"), folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    save_tokenizer(folder)
+    for other in ("consolidated.safetensors", "consolidated.00.pth", "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack",
+                  "model.gguf", "original/consolidated.00.pth", "original/params.json", "original/tokenizer.model",
+                  "onnx/model.onnx", "onnx/config.json", "modeling_own.py"):
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_bytes(b"not to be fetched")
+    with Hub(tmp_path / "hub") as running:
+        yield running
+
+
+def save_tokenizer(folder) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, **{f"w{number}": number for number in range(1, VOCAB)}}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+
+
+def shards(hub) -> set[str]:
+    index = json.loads((hub.root / "some" / "llama" / "model.safetensors.index.json").read_text())
+    return set(index["weight_map"].values())
+
+
+def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, run_model, tmp_path):
+    done = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
+    assert done.code == 0, done.stderr
+    assert len(shards(hub)) > 1
+    assert sorted(hub.files) == sorted({"config.json", "model.safetensors.index.json"} | TOKENIZER | shards(hub))
+    assert done.record["load_s"] > 0 and "[0] " in done.stdout
+
+    hub.files.clear()
+    again = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
+    offline = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
+    unreachable = run_model("--model", "some/llama", *SHORT,
+                            env=hub.environment(tmp_path / "cache", HF_ENDPOINT=f"http://127.0.0.1:{free_port()}"))
+    for run in (again, offline, unreachable):
+        assert run.code == 0, run.stderr
+        assert run.record["output_ids_sha256"] == done.record["output_ids_sha256"]
+    assert hub.files == []
+
+
+def test_a_dry_run_fetches_no_weights_even_where_it_reads_the_tokenizer(hub, run_model, tmp_path):
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8\n")
+    quality = ["--quality", "perplexity", "--quality-data", tmp_path / "text.txt"]
+    for options, expected in (([], {"config.json"}), (quality, {"config.json"} | TOKENIZER)):
+        hub.files.clear()
+        done = run_model("--model", "some/llama", *SHORT, "--dry-run", *options, env=hub.environment(tmp_path / f"cache{len(options)}"))
+        assert done.code == 0 and "It fits." in done.stdout, done.stderr
+        assert set(hub.files) == expected
+
+
+def test_code_is_fetched_only_where_it_is_trusted(hub, run_model, tmp_path):
+    done = run_model("--model", "some/llama", *SHORT, "--dry-run", "--trust-remote-code", env=hub.environment(tmp_path / "cache"))
+    assert done.code == 0, done.stderr
+    assert set(hub.files) == {"config.json", "modeling_own.py"}
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, tmp_path, kind):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = hub.root / "some" / "other"
+    folder.mkdir()
+    shutil.copy(hub.root / "some" / "llama" / "config.json", folder)
+    tensors = {key: value for shard in sorted(checkpoints("llama").glob("*.safetensors")) for key, value in load_file(shard).items()}
+    expected = {"config.json", kind}
+    if kind == "model.safetensors":
+        save_file(tensors, folder / kind, {"format": "pt"})
+        (folder / "pytorch_model.bin").write_bytes(b"not to be fetched")
+    elif kind == "pytorch_model.bin":
+        torch.save(tensors, folder / kind)
+    else:
+        torch.save(tensors, folder / "pytorch_model-1.bin")
+        (folder / kind).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "pytorch_model-1.bin")}))
+        expected.add("pytorch_model-1.bin")
+    done = run_model("--model", "some/other", *SHORT, env=hub.environment(tmp_path / "cache"))
+    assert done.code == 0, done.stderr
+    assert set(hub.files) == expected and "no tokenizer" in done.stderr
+
+
+def error_of(done) -> str:
+    assert done.code == 2 and done.record is None, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Traceback" not in done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("part, token", [("config", ""), ("config", "hf_made_up"), ("tokenizer", ""), ("weights", "hf_made_up")])
+def test_a_gated_repository(hub, run_model, checkpoints, tmp_path, part, token):
+    name = "locked/config" if part == "config" else "locked/weights"  # whose config can be read, as that of many on the hub
+    shutil.copytree(checkpoints("llama"), hub.root / name)
+    if part == "weights":
+        (hub.root / name / "generation_config.json").unlink()
+    message = error_of(run_model("--model", name, *SHORT, env=hub.environment(tmp_path / "cache", HF_TOKEN=token)))
+    assert f"{name} is gated" in message and f"its {part}" in message and f"{hub.endpoint}/{name}" in message
+    assert "hf auth login" in message and "HF_TOKEN" in message and "cannot be reached" not in message
+    assert ("no token was sent" in message) == (not token) and ("ask for access" in message) == bool(token)
+
+
+@pytest.mark.parametrize("token, words, absent", [
+    ("", ["no public repository some/lama", "correct the name", "private", "hf auth login", "HF_TOKEN"], ["gated", "cannot be reached"]),
+    ("hf_made_up", ["no repository some/lama", "may read", "correct the name"], ["gated", "hf auth login", "cannot be reached"]),
+])
+def test_a_missing_repository(hub, run_model, tmp_path, token, words, absent):
+    message = error_of(run_model("--model", "some/lama", *SHORT, env=hub.environment(tmp_path / "cache", HF_TOKEN=token)))
+    assert all(word in message for word in words), message
+    assert not any(word in message for word in absent), message
+
+
+def test_no_network_and_offline_mode(hub, run_model, tmp_path):
+    nobody = f"http://127.0.0.1:{free_port()}"
+    environment = hub.environment(tmp_path / "cache")
+    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_ENDPOINT": nobody}))
+    assert nobody in message and "cannot be reached" in message and "refused" in message, message
+    assert "HF_HUB_OFFLINE" not in message and "gated" not in message and "HF_TOKEN" not in message
+    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
+    assert "HF_HUB_OFFLINE" in message and "cannot be reached" not in message
+
+    assert run_model("--model", "some/llama", *SHORT, "--dry-run", env=environment).code == 0  # brings config.json alone
+    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
+    assert "HF_HUB_OFFLINE" in message and "its tokenizer" in message
+
+
+def test_a_hub_that_is_down_and_a_repository_in_another_format(hub, run_model, tmp_path):
+    message = error_of(run_model("--model", "broken/llama", *SHORT, env=hub.environment(tmp_path / "cache")))
+    assert "answered 501" in message and hub.endpoint in message
+    (hub.root / "some" / "gguf").mkdir()
+    (hub.root / "some" / "gguf" / "model.gguf").write_bytes(b"")
+    message = error_of(run_model("--model", "some/gguf", *SHORT, env=hub.environment(tmp_path / "cache")))
+    assert "some/gguf has no config.json" in message
+    shutil.copy(hub.root / "some" / "llama" / "config.json", hub.root / "some" / "gguf")
+    hub.commit = hub.commit[::-1]
+    message = error_of(run_model("--model", "some/gguf", *SHORT, env=hub.environment(tmp_path / "cache")))
+    assert "model.safetensors or pytorch_model.bin" in message
