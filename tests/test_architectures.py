@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import json
 import math
+import shutil
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from zero_inference.architectures import ArchitectureBenchmark, BenchmarkConfig,
 from zero_inference.architectures import statistics as stats
 from zero_inference.architectures.arms import last_words, read_arms, speed_only
 from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
-from zero_inference.cli import console_main, run_config
+from zero_inference.cli import add_run_arguments, console_main, run_config
 from zero_inference.errors import UsageError
 from zero_inference.utils import GB
 
@@ -107,9 +110,30 @@ def test_runs_alternate():
 
 
 def test_differences_of_scores_have_an_error():
-    apart, error, verdict = stats.difference(0.50, 0.03, 0.46, 0.04)
-    assert (apart, error, verdict) == (pytest.approx(0.04), pytest.approx(0.05), stats.NO_DIFFERENCE)
-    assert stats.difference(0.60, 0.03, 0.46, 0.04)[2] == "higher" and stats.difference(0.2, 0.0, 0.3, 0.0)[2] == "lower"
+    def apart(score: float, error: float | None, baseline: float, baseline_error: float | None, items: int | None = 200):
+        return stats.difference(stats.Score(score, error, items), stats.Score(baseline, baseline_error, 200))
+
+    assert apart(0.50, 0.03, 0.46, 0.04) == (pytest.approx(0.04), pytest.approx(0.05), stats.NO_DIFFERENCE)
+    assert apart(0.60, 0.03, 0.46, 0.04)[2] == "higher" and apart(0.2, 0.0283, 0.4, 0.0347)[2] == "lower"
+    assert apart(0.9, None, 0.1, 0.02) == (pytest.approx(0.8), None, stats.NO_ERROR) == apart(0.9, 0.02, 0.1, None)
+    assert apart(0.9, 0.05, 0.1, 0.02, items=29)[2] == apart(0.9, 0.05, 0.1, 0.02, items=None)[2] == stats.TOO_FEW_ITEMS
+
+
+def test_models_of_equal_accuracy_are_rarely_called_different():
+    """All outcomes of two models that answer each item rightly with probability p, weighted by how likely they are."""
+    def rate_of_verdicts(n: int, m: int, p: float) -> float:
+        def outcomes(items: int):
+            for right in range(items + 1):
+                share = right / items
+                error = math.sqrt(share * (1 - share) / (items - 1))  # as quality.evaluate.mean_and_stderr has it
+                yield math.comb(items, right) * p**right * (1 - p) ** (items - right), stats.Score(share, error, items)
+
+        return sum(one * other for one, score in outcomes(n) for other, baseline in outcomes(m)
+                   if stats.difference(score, baseline)[2] != stats.NO_DIFFERENCE)
+
+    least = stats.LEAST_ITEMS
+    assert max(rate_of_verdicts(least, least, p) for p in (0.01, 0.05, 0.2, 0.335, 0.5)) < 0.04
+    assert max(rate_of_verdicts(least, 100, p) for p in (0.01, 0.05, 0.2)) < 0.05, "no item right is not certainty"
 
 
 def test_summary_of_speed_and_quality():
@@ -119,8 +143,11 @@ def test_summary_of_speed_and_quality():
             rows.append({"architecture": name, "type": "speed", "config": "decode", "pass": number, "throughput": rate,
                          "memory_gb": 2.0, "flops": 10})
     for name, accuracy in (("plain", 0.5), ("int4", 0.3)):
-        scores = {"mmlu": {"accuracy": accuracy, "stderr": 0.01, "correct": 5, "total": 10}, "perplexity": 12.5,
-                  "humaneval": {"pass_at_k": {1: accuracy, 5: 0.6}, "n": 10, "k": [1, 5]}}
+        scores = {"mmlu": {"accuracy": accuracy, "stderr": 0.01, "correct": 500, "total": 1000}, "perplexity": 12.5,
+                  "hellaswag": {"accuracy": accuracy, "stderr": None, "correct": 1, "total": 1},
+                  "humaneval": {"pass_at_k": {1: accuracy, 5: 0.6}, "stderr": {1: 0.04, 5: 0.04}, "problems": 164, "n": 10,
+                                "k": [1, 5]},
+                  "few": {"pass_at_k": {1: accuracy}, "stderr": {1: 0.0}, "problems": 3, "n": 1, "k": [1]}}
         rows += [{"architecture": name, "pass": 0} | row for row in quality_rows(scores)]
     rows.append({"architecture": "broken", "type": "failed", "pass": 0, "error": "RuntimeError: no"})
     table = summarize(frame_of(rows), "plain").set_index(["architecture", "config"])
@@ -131,6 +158,10 @@ def test_summary_of_speed_and_quality():
     worse = table.loc[("int4", "mmlu")]
     assert worse.accuracy_difference == pytest.approx(-0.2) and worse.accuracy_difference_stderr == pytest.approx(0.01 * 2**0.5)
     assert worse.verdict == "lower" and table.loc[("int4", "humaneval pass@5")].verdict == "no difference"
+    assert table.loc[("int4", "humaneval pass@1")].verdict == "lower"
+    one = table.loc[("int4", "hellaswag")]
+    assert one.verdict == "no standard error" and math.isnan(one.stderr) and math.isnan(one.accuracy_difference_stderr)
+    assert table.loc[("int4", "few pass@1")].verdict == "too few items"
     assert ("int4", "perplexity") not in table.index
     assert table[table.type == "failed"].error.tolist() == ["RuntimeError: no"]
     with pytest.raises(ValueError, match="int8.*plain, int4, broken"):
@@ -237,6 +268,7 @@ def test_warm_up_ends_when_loops_are_alike():
     ([], ["a=--model x", "b=--model y --engine resident --cpu-offload"], [], "arm b: --engine resident keeps every weight"),
     ([], ["a=--model x", "b=--model y --log_file z.log"], [], "arm b: --log-file is for compare to say"),
     (["a", "b"], [], ["--dry-run"], "arm a: --dry-run is for compare to say"),
+    (["a", "b"], [], ["--trace", "./t.json"], "arm b: --trace ./t.json is also written by arm a"),
 ])
 def test_arms_that_cannot_be_meant(models, arms, shared, words):
     with pytest.raises(UsageError) as refused:
@@ -253,8 +285,27 @@ def test_arms_are_models_or_configurations():
 
 
 def test_scores_are_asked_for_once():
-    scores = ["--quality", "mmlu", "hellaswag", "--quality_data=data", "--allow-code-execution"]
-    assert speed_only(["--model", "x", *scores, "--quant-bits", "4"]) == ["--model", "x", "--quant-bits", "4"]
+    """Whatever run_model.py declares as an option about scores is dropped, and nothing else."""
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser)
+    of_scores, others = [], []
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            written = [action.option_strings[-1], *(["1"] if action.nargs != 0 else [])]
+            (of_scores if group.title.startswith("quality") else others).append(written)
+    assert ["--pass-at-k", "1"] in of_scores and ["--perplexity-stride", "1"] in of_scores and ["--engine", "1"] in others
+    mixed = [word for pair in zip_longest(others, of_scores, fillvalue=[]) for words in pair for word in words]
+    assert speed_only(mixed) == [word for words in others for word in words]
+    assert speed_only(["--model", "x", "--quality_data=data", "--quant-bits", "4"]) == ["--model", "x", "--quant-bits", "4"]
+
+
+def test_the_runs_without_scores_are_valid_too(tmp_path):
+    (tmp_path / "perplexity.txt").write_text("words to be read " * 50)
+    asked = ["--quality", "perplexity,humaneval", "--quality-data", str(tmp_path), "--perplexity-window", "64",
+             "--perplexity-stride", "32", "--allow-code-execution", "--humaneval-samples", "4", "--pass-at-k", "1,2"]
+    arms = read_arms(["a", "b"], [], asked, run_config)
+    assert [arm.config.pass_at_k for arm in arms] == [(1, 2)] * 2
+    assert all(run_config(speed_only(arm.options)).quality == () for arm in arms)
 
 
 def test_the_last_words_of_a_run():
@@ -262,18 +313,33 @@ def test_the_last_words_of_a_run():
     assert last_words("loading\nKilled\n", 137) == "Killed (exit code 137)" and "said nothing" in last_words("", 9)
 
 
-def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, capfd):
+def test_every_arm_is_checked_before_any_run(checkpoints, tmp_path, capfd):
+    """An arm that only a run can see to be wrong: the model has 128 positions."""
     folder = checkpoints("llama")
+    capfd.readouterr()
+    options = ["--engine", "resident", "--prompt-len", "6", "--gen-len", "4", "--dtype", "float32"]
+    code = console_main(["zero-inference", "compare", "--arm", f"good=--model {folder}", "--arm",
+                         f"long=--model {folder} --prompt-len 500", "--log-dir", str(tmp_path), "--", *options])
+    shown = capfd.readouterr()
+    assert code == 2 and "error: arm long: --prompt-len 500 and --gen-len 4 need 504 positions" in shown.err and not shown.out
+    assert not list(tmp_path.glob("*.jsonl")) and not list(tmp_path.glob("*-0.out"))
+
+
+def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, capfd):
+    folder, broken = checkpoints("llama"), tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    for shard in broken.glob("*.safetensors"):
+        shard.write_bytes(b"not a checkpoint")
     capfd.readouterr()
     options = ["--engine", "resident", "--prompt_len", "6", "--gen-len", "4", "--dtype", "float32", "--loops", "2"]
     code = console_main(["zero-inference", "compare", "--arm", f"one=--model {folder}", "--arm", f"two=--model {folder}",
-                         "--arm", "none=--model no/such-model", "--rounds", "1", "--warmup-tries", "3", "--format", "json",
+                         "--arm", f"none=--model {broken}", "--rounds", "1", "--warmup-tries", "3", "--format", "json",
                          "--log-dir", str(tmp_path), "--", *options])
     shown = capfd.readouterr()
     report = json.loads(shown.out)
     assert code == 1 and "1 of 3 arms failed: none" in shown.err
     one, two, none = report["arms"]
-    assert "no/such-model" in none["error"] and none["runs"] == 1 and "decode_throughput" not in none
+    assert none["error"] and none["runs"] == 1 and "decode_throughput" not in none
     assert one["decode_verdict"] == "baseline" and two["decode_verdict"] == "too few runs"
     assert two["same_ids"] and two["decode_speedup_low"] <= two["decode_speedup"] <= two["decode_speedup_high"]
     assert one["step_samples"] == 2 * 2 * 3 and one["step_p99_s"] is None and one["peak_host_bytes"] > 0

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import statistics
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -203,7 +204,9 @@ def test_every_figure_is_named_and_described_for_who_cannot_see_it(committed):
     assert [value for tag, name, value in committed.attributes if (tag, name) == ("svg", "role")] == [
         "img"
     ] * committed.tags.count("svg")
-    assert any("96.8%" in text for text in committed.texts("desc"))
+    shares = next(text for text in committed.texts("desc") if "97.9%" in text)
+    rows = [float(share) for share in re.findall(r": ([\d.]+)%", shares)]
+    assert {97.9, 95.8, 17.2, 16.8} <= set(rows) and rows == sorted(rows, reverse=True)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -272,6 +275,62 @@ def test_quality_stands_in_the_runs_row_with_its_error_and_in_a_figure(tmp_path)
     assert first[head.index("hellaswag acc_norm")] == "55.0 ± 2.1 %" and first[head.index("hellaswag acc")] == "51.0 %"
     assert first[head.index("perplexity")] == "12.34"
     assert {"Quality: mmlu accuracy", "Quality: perplexity", "Quality: humaneval pass@1"} < set(page.texts("h3"))
+
+
+def test_pass_at_k_has_its_standard_errors(tmp_path):
+    scores = {"humaneval": {"pass_at_k": {"1": 0.12, "10": 0.31}, "stderr": {"1": 0.0254, "10": None}, "n": 10}}
+    page = page_of(tmp_path, [rich_record(quality=scores)])
+    head, row = page.rows
+    assert row[head.index("humaneval pass@1")] == "12.0 ± 2.5 %" and row[head.index("humaneval pass@10")] == "31.0 %"
+    assert any(text.endswith(": 12.0 ± 2.5 %") for text in page.texts("desc"))
+
+
+def test_runs_of_different_lengths_are_not_joined_in_a_line_or_a_median(tmp_path):
+    lengths = ((128, 32), (128, 8), (512, 32))
+    records = [rich_record(prompt_len=prompt, gen_len=gen, batch_size=batch, limit=limit(share=0.1 * batch))
+               for prompt, gen in lengths for batch in (1, 3)]
+    page = page_of(tmp_path, records)
+    throughput = [title for title in page.texts("h3") if title.startswith("Throughput")]
+    named = [f"prompts of {prompt} tokens, {gen} generated" for prompt, gen in lengths]
+    assert sorted(title.partition(", ")[2] for title in throughput) == sorted(named)
+    shares = next(text for text in page.texts("desc") if "(2 runs)" in text)
+    assert shares.count("20.0% (2 runs)") == 3 and all(name in shares for name in named)
+    assert len(page.texts("strong")) == 3, "nor held against each other"
+    assert any("prompt 128, 8 generated" in text for text in page.texts("desc"))
+
+
+def looped_record(rates, **changes):
+    """A record with one loop for each rate of decode, in token/s."""
+    seconds = [7 * 32 / rate for rate in rates]
+    loops = [{"prefill_s": 0.2, "decode_s": each, "total_s": 0.2 + each, "step_s": [each / 32] * 32} for each in seconds]
+    return make_record(loops=loops, decode_throughput=statistics.median(rates), **{"limit": limit(), **changes})
+
+
+def test_what_the_loops_cannot_tell_apart_is_not_called_fastest(tmp_path):
+    near = looped_record((336, 340, 344), engine="stream")
+    slow = looped_record((49, 50, 51), engine="accelerate")
+    page = page_of(tmp_path, [looped_record((339, 342, 345)), near, slow])
+    assert page.texts("strong") == ["deepspeed, host, fp16, batch 7", "stream, host, fp16, batch 7"]
+    assert "are the fastest, and what is between them is within the spread of their loops: 342 to 340 token/s" in page.words
+    quiet = looped_record((339.9, 340, 340.1), engine="stream")
+    page = page_of(tmp_path / "quiet", [looped_record((341.9, 342, 342.1)), quiet, slow])
+    assert page.texts("strong") == ["deepspeed, host, fp16, batch 7"]
+    assert "is fastest: 342 token/s in decode, 1.01 times the next setting (stream, host, fp16, batch 7: 340)." in page.words
+    single = page_of(tmp_path / "single", [looped_record((342,)), looped_record((340,), engine="stream")])
+    assert "(stream, host, fp16, batch 7: 340); how much loops differ was not recorded." in single.words
+    engines = ("deepspeed", "stream", "accelerate", "resident", "another")
+    page = page_of(tmp_path / "many", [looped_record((339, 342, 345), engine=engine) for engine in engines])
+    assert len(page.texts("strong")) == 3 and "and 2 more are the fastest" in " ".join(page.words.split())
+    assert "is the only run: 50 token/s in decode." in page_of(tmp_path / "one", [slow]).words
+
+
+def test_the_loops_of_a_record_spread_as_their_times_do():
+    def spread(*times, key="decode_s"):
+        return html_runs.Run(1, {"loops": [{"decode_s": each} for each in times]}).loop_spread(key)
+
+    assert spread(1.0, 1.2, 0.9) == pytest.approx(0.3) and spread(2.0, 2.0) == 0
+    assert spread(1.0) is None and spread() is None and spread(1.0, None, "x") is None and spread(1.0, 2.0, key="total_s") is None
+    assert html_runs.Run(1, {"loops": 3}).loop_spread("decode_s") is None
 
 
 def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
@@ -420,12 +479,14 @@ def test_a_press_on_a_columns_head_sorts_and_a_second_turns_the_order(browser, c
     values = sorted((row[column] for row in committed.rows[1:]), key=float)
     assert orders == [values, values[::-1]]
     limits = committed.rows[0].index("of limit (%)")
-    for _ in range(2):  # the resident run has no limit in these records
-        last = browser.evaluate(
+    for down in (False, True):  # by value: 100.1 is above 95.8, and 17.2 above 16.8
+        texts = browser.evaluate(
             f"document.querySelectorAll('thead span')[{limits}].click(), "
-            f"document.querySelector('tbody tr:last-child').cells[{limits}].textContent"
+            f"[...document.querySelectorAll('tbody tr')].map((row) => row.cells[{limits}].textContent)"
         )
-        assert last == "-"
+        assert texts[-1] == "-", "the resident run has no limit in these records"
+        assert {"100.1", "95.8", "17.2", "16.8"} < set(texts)
+        assert texts[:-1] == sorted(texts[:-1], key=float, reverse=down)
 
 
 def test_chromium_prints_all_columns_of_the_table(browser, committed, tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,9 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_inference.cli import console_main
-from zero_inference.errors import UsageError
-from zero_inference.micro import blocks, cards, elementwise, flops, layer, matmul, timing
+from zero_inference.errors import RunError, UsageError
+from zero_inference.micro import blocks, cards, command, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
+from zero_inference.norms import choice
+from zero_inference.tables import Column, RowPrinter, render
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -65,7 +69,7 @@ def test_formulas_are_what_the_counter_counts(name):
     assert all(parameter.grad is not None for parameter in block.module.parameters())
 
 
-@pytest.mark.parametrize("name", [*blocks.DEFAULT_BLOCKS, *blocks.SHORT])
+@pytest.mark.parametrize("name", [*blocks.DEFAULT_BLOCKS, *blocks.CPU_BLOCKS[3:], *blocks.SHORT])
 def test_formulas_of_the_published_sizes(name):
     """On the meta device, where nothing is computed."""
     meta = torch.device("meta")
@@ -157,6 +161,116 @@ def test_matmul_is_within_a_tenth_of_an_independent_timing():
     pytest.fail(f"ratios of the two timings: {apart}")
 
 
+def test_shares_are_of_the_best_rate_seen(monkeypatch):
+    """A first product that came out slow, as on a busy machine, is no ceiling."""
+    rates = timing.MachineRates(CPU)
+    monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 1e-9)
+    rows = list(matmul.measure(rates, [16, 256, 32], ["fp32"], 0.02, math.inf))
+    best = 1e-9
+    for row in rows:
+        best = max(best, row["tflops"])
+        assert row["best_tflops"] == best and row["of_measured"] == pytest.approx(row["tflops"] / best) and row["of_measured"] <= 1
+    (row,) = layer.measure(rates, ["opt"], [8], [2], "bf16", 0.01, math.inf, build=small_block)
+    assert row["best_tflops"] == max(row[key] for key in row if key.endswith("_tflops")) and row["of_measured"] <= 1
+
+
+def test_the_first_rate_is_the_best_of_the_sizes_that_are_quick_enough(monkeypatch):
+    asked = []
+
+    def tflops(device, dtype, size):
+        asked.append(size)
+        return {256: 2e-3, 512: 3e-3}[size]
+
+    monkeypatch.setattr(timing.compute, "matmul_tflops", tflops)
+    assert timing.MachineRates(CPU).matmul_tflops("fp16") == 3e-3 and asked == [256, 512]  # 1024 takes 0.7 s at that rate
+
+
+def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys):
+    """A product that takes n^3 nanoseconds: 8.6 s at 2048, and less than a second for all that is done."""
+    sizes = []
+
+    def slow(left, right, out):
+        sizes.append(len(left))
+        time.sleep(len(left) ** 3 * 1e-9)
+
+    monkeypatch.setattr(torch, "mm", slow)
+    monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.001)
+    assert console_main(["zero-inference", "micro", "matmul", "--device", "cpu", "--sizes", "128", "2048", "--dtype", "fp16",
+                         "--format", "csv", "--min-run-time", "0.01"]) == 0
+    good, skipped = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert float(good["tflops"]) > 0 and max(sizes) == 512
+    assert skipped["tflops"] == "" and skipped["skipped"].startswith("one product is expected to take ")
+    assert skipped["skipped"].endswith(" s, longer than --longest-call 3")
+
+
+def test_long_calls_are_predicted_from_the_work():
+    seen = []
+
+    def once(size):
+        seen.append(size)
+        return size**2 / 100
+
+    assert timing.predicted_s(once, lambda size: size**2, [1, 2, 4, 8, 16]) == pytest.approx(2.56) and seen == [1, 2, 4]
+    assert timing.predicted_s(once, lambda size: size**2, [3]) == pytest.approx(0.09)
+    block, sizes = small_block("llama"), []
+    block.parts["layer"] = lambda x: sizes.append(x.shape[:2])
+    layer.predicted_step_s(CPU, block, 33, 5, "fp32")
+    assert list(dict.fromkeys(sizes)) == [(1, 16), (1, 33), (2, 33), (4, 33), (5, 33)]
+
+
+def test_the_default_of_layer_ends_within_three_minutes_on_a_gpu(monkeypatch):
+    """By its own count of figures, each with the second at most that blocked_autorange adds."""
+    timed = []
+    monkeypatch.setattr(layer, "median_s", lambda action, seconds: timed.append(seconds) or 1.0)
+    monkeypatch.setattr(layer, "predicted_step_s", lambda *_: 0.0)
+    rates = timing.MachineRates(CPU)
+    monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 1.0)
+    names = ["bert", "gpt2", "t5", "opt", "llama"]
+    assert [blocks.block_config(name).model_type for name in blocks.DEFAULT_BLOCKS] == names
+    rows = list(layer.measure(rates, names, command.LAYER_SEQS["cuda"], command.LAYER_BATCHES["cuda"], "fp32",
+                              command.LAYER_MIN_RUN_TIME_S, 1.0, lambda block: int(block.name in ("opt", "llama")), small_block))
+    assert len(rows) == 28 and len(timed) == 136 and len(timed) * (command.LAYER_MIN_RUN_TIME_S + 1) < 180
+
+
+@pytest.mark.parametrize("format", ["table", "md", "csv", "json"])
+def test_a_row_is_shown_before_the_next_is_measured(format, monkeypatch, capsys):
+    shown, time_matmul = [], matmul.time_matmul
+
+    def watching(*arguments):
+        shown.append(capsys.readouterr())
+        return time_matmul(*arguments)
+
+    monkeypatch.setattr(matmul, "time_matmul", watching)
+    monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.5)
+    assert console_main(["zero-inference", "micro", "matmul", "--device", "cpu", "--sizes", "16", "77", "99", "--dtype", "fp32",
+                         "--format", format, "--min-run-time", "0.01"]) == 0
+    rest = capsys.readouterr()
+    texts = [each.err if format == "json" else each.out for each in (*shown, rest)]
+    assert [re.findall(r"fp32[ |,]+(?:n )?(\d+)", text) for text in texts] == [[], ["16"], ["77"], ["99"]]
+    if format == "json":
+        assert [row["n"] for row in json.loads(rest.out)["rows"]] == [16, 77, 99]
+    else:
+        assert "measured" in texts[1] and "measured" not in texts[2], "one head"
+
+
+def test_rows_one_by_one_are_the_table_of_all(capsys):
+    columns = [Column("name", "a long header", numeric=False), Column("value", "x", str)]
+    rows = [{"name": "one|two", "value": 12345678}, {"name": "a", "value": None}]
+    printed = {}
+    for format in ("csv", "md", "table"):
+        printer = RowPrinter(columns, format)
+        for row in rows:
+            printer.add(row)
+        printed[format] = capsys.readouterr().out
+    assert printed["csv"] == render(rows, columns, "csv")
+    cells = [[cell.strip(" :-") for cell in line.split(" | ")] for line in printed["md"].splitlines()]
+    expected = [[cell.strip(" :-") for cell in line.split(" | ")] for line in render(rows, columns, "md").splitlines()]
+    assert [row for row in cells if row != cells[1]] == [row for row in expected if row != expected[1]]
+    assert printed["md"].splitlines()[1] == "|:--------|--------:|"
+    assert printed["table"].splitlines() == [
+        "a long", "header         x", "-------  -------", "one|two  12345678", "a              -"]
+
+
 def test_rows_follow_from_the_time(monkeypatch):
     rates = timing.MachineRates(CPU)
     monkeypatch.setattr(rates, "copy_gbps", lambda: 20.0)
@@ -165,7 +279,7 @@ def test_rows_follow_from_the_time(monkeypatch):
     (row,) = elementwise.measure(rates, [1 << 12], 0.02)
     assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(8 * row["gflops"])
     assert row["of_measured"] == pytest.approx(row["gbps"] / 20) and row["of_datasheet"] == pytest.approx(row["gbps"] / 40)
-    (row,) = matmul.measure(rates, [33], ["bf16"], 0.02)
+    (row,) = matmul.measure(rates, [33], ["bf16"], 0.02, math.inf)
     assert row["tflops"] == pytest.approx(2 * 33**3 / row["time_s"] / 1e12)
     assert row["of_measured"] == pytest.approx(row["tflops"] / 0.25) and row["of_datasheet"] is None
 
@@ -180,24 +294,51 @@ def test_a_layer_and_what_other_norms_change(monkeypatch):
             mean, variance = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
             return (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
 
-    def patch(module) -> int:
-        norms = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()
+    def patch(block) -> int:
+        norms = [(parent, name, child) for parent in block.module.modules() for name, child in parent.named_children()
                  if isinstance(child, torch.nn.LayerNorm)]
         for parent, name, child in norms:
             setattr(parent, name, PlainNorm(child))
         return len(norms)
 
     rates = timing.MachineRates(CPU)
-    rows = list(layer.measure(rates, ["opt"], [8], [1, 2], "fp32", 0.01, patch, small_block))
-    layer.compare_norms(rows)
+    rows = list(layer.measure(rates, ["opt"], [8], [1, 2], "fp32", 0.01, math.inf, patch, small_block))
     assert [(row["norms"], row["batch"]) for row in rows] == [("torch", 1), ("torch", 2), ("cuda", 1), ("cuda", 2)]
     for plain, patched in zip(rows[:2], rows[2:]):
+        assert patched["norm_modules_patched"] == 2 and "dense_tflops" not in patched
         assert patched["norm_speedup"] == pytest.approx(plain["forward_s"] / patched["forward_s"]) and "norm_speedup" not in plain
         shape = small_block("opt").shape
         assert plain["forward_tflops"] == pytest.approx(shape.forward(plain["batch"], 8) / plain["forward_s"] / 1e12)
         step = 3 * shape.forward(plain["batch"], 8)
         assert plain["forward_backward_tflops"] == pytest.approx(step / plain["forward_backward_s"] / 1e12)
         assert plain["attention_of_feed_forward"] == pytest.approx(plain["attention_tflops"] / plain["feed_forward_tflops"])
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_norm_kernels_patch_a_block_alone(name, monkeypatch, capsys):
+    """By the reference, as no kernel runs here: what is tried on the device is taken as good."""
+    monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)
+    patch = command.norm_patch("cuda", CPU, torch.float32, ["bert", name])
+    plain, patched = small_block(name), small_block(name)
+    x = torch.randn(2, 7, plain.shape.hidden)
+    assert patch(patched) == 2 and "2 norms" in capsys.readouterr().err
+    assert [module for module in patched.module.modules() if "forward" in module.__dict__]
+    with torch.no_grad():
+        torch.testing.assert_close(patched.parts["layer"](x), plain.parts["layer"](x))
+    rows = list(layer.measure(timing.MachineRates(CPU), [name, "bert"], [8], [1], "fp32", 0.01, math.inf, patch, small_block))
+    assert [(row["block"], row["norms"], row.get("norm_modules_patched")) for row in rows] == [
+        (name, "torch", None), (name, "cuda", 2), ("bert", "torch", None)]
+    assert "bert: norms run as transformers has them: the family bert is not in the table" in capsys.readouterr().err
+
+
+def test_norm_kernels_that_can_patch_nothing_are_an_error(monkeypatch):
+    monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)
+    with pytest.raises(UsageError, match="--norm-kernels cuda: the family bert is not in the table"):
+        command.norm_patch("cuda", CPU, torch.float32, ["bert", "t5"])
+    block = small_block("llama")
+    block.module.input_layernorm = torch.nn.RMSNorm(48)
+    with pytest.raises(RunError, match="--norm-kernels cuda: llama with a .*RMSNorm is not in the table"):
+        command.norm_patch("cuda", CPU, torch.float32, ["llama"])(block)
 
 
 def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
@@ -243,7 +384,8 @@ def test_tables_of_the_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("options, words", [
     (["matmul", "--device", "cpu", "--dtype", "tf32"], "--dtype tf32: this CPU does not have it"),
-    (["layer", "--device", "cpu", "--norm-kernels", "cuda"], "the device here is the CPU"),
+    (["layer", "--device", "cpu", "--norm-kernels", "cuda"], "there is no CUDA device"),
+    (["layer", "--device", "cpu", "--norm-kernels", "cuda", "--blocks", "t5-large"], "the family t5 is not in the table"),
     (["layer", "--device", "cpu", "--blocks", "opt-66c"], "--blocks opt-66c: there is no such block"),
     (["layer", "--device", "cpu", "--blocks", "bert-large", "--seq", "1024"], "bert-large has 512 positions"),
     (["matmul", "--plot", "figure.svg"], "only PNG is drawn"),

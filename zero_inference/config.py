@@ -17,6 +17,13 @@ DTYPES = ("auto", "float16", "bfloat16", "float32")
 NORM_KERNELS = ("auto", "cuda", "off")
 QUANT_BITS = (16, 8, 4)
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
+# Options that mean nothing without another one, by that one; `--quality TASK` stands for the task among those of --quality.
+QUALITY_COMPANIONS = {
+    "--quality": ("quality_data", "quality_limit", "quality_batch_size", "quality_items"),
+    "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens", "pass_at_k"),
+    "--quality perplexity": ("perplexity_window", "perplexity_stride"),
+}
+QUALITY_FIELDS = ("quality", *(name for names in QUALITY_COMPANIONS.values() for name in names))
 
 
 @dataclass(frozen=True)
@@ -113,13 +120,7 @@ class RunConfig:
         if len(set(self.quality)) < len(self.quality):
             raise UsageError(f"--quality {','.join(self.quality)}: a task is named twice; name each once.")
         default = {field.name: field.default for field in fields(self)}
-        companions = {
-            "--quality": ("quality_data", "quality_limit", "quality_batch_size", "quality_items"),
-            "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens",
-                                    "pass_at_k"),
-            "--quality perplexity": ("perplexity_window", "perplexity_stride"),
-        }
-        for other, names in companions.items():
+        for other, names in QUALITY_COMPANIONS.items():
             task = other.removeprefix("--quality").strip()
             for name in names:
                 if getattr(self, name) != default[name] and not (task in self.quality if task else self.quality):

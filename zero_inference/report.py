@@ -320,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """The page: runs in the order of --sort, else the fastest of each model and prompt length first."""
+    """The page: runs in the order of --sort, else the fastest of each model and length first."""
     from zero_inference.html_report.page import Table, write_page
     from zero_inference.html_report.runs import fastest_first
 

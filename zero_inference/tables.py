@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,19 @@ NOT_KNOWN = "-"
 
 @dataclass(frozen=True)
 class Column:
-    """`name` is the key of a row and the header of csv and json; people read `header` and what `show` makes of a value."""
+    """`name` is the key of a row and the header of csv and json; people read `header` and what `show` makes of a value.
+
+    `width` is how many characters are kept for a value where rows are printed before the next ones are known.
+    """
 
     name: str
     header: str
     show: Callable[[Any], str] = str
     numeric: bool = True
+    width: int = 7
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        return NOT_KNOWN if row.get(self.name) is None else self.show(row[self.name])
 
 
 def decimals(count: int) -> Callable[[float], str]:
@@ -63,7 +71,7 @@ def render(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format:
                           allow_nan=False) + "\n"
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
-    texts = [[NOT_KNOWN if row.get(column.name) is None else column.show(row[column.name]) for column in columns] for row in rows]
+    texts = [[column.text(row) for column in columns] for row in rows]
     if format == "md":
         return markdown(columns, texts)
     if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
@@ -121,6 +129,47 @@ def terminal_table(columns: Sequence[Any], texts: list[list[str]], colour: bool,
     )
     console.print(table)
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
+
+
+class RowPrinter:
+    """Prints rows on stdout one by one, as soon as each is there: `table`, `md` and `csv`. The head comes with the first row.
+
+    A table's columns are as wide as the longest word of their header or their `width`; a value that is longer moves the rest of
+    its line.
+    """
+
+    def __init__(self, columns: Sequence[Column], format: str):
+        self.columns, self.format = columns, format
+        self.widths = [max(column.width, *map(len, column.header.split())) for column in columns]
+        self.begun = False
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        if self.format == "csv":
+            text = render([row], self.columns, "csv")
+            print(text if not self.begun else text.split("\n", 1)[1], end="", flush=True)
+        else:
+            if not self.begun:
+                print(*self._head(), sep="\n")
+            texts = [column.text(row) for column in self.columns]
+            if self.format == "md":
+                texts = [text.replace("|", r"\|") for text in texts]
+            print(self._line(texts), flush=True)
+        self.begun = True
+
+    def _head(self) -> list[str]:
+        if self.format == "md":
+            rule = ["-" * (width + 1) + ":" if column.numeric else ":" + "-" * (width + 1)
+                    for column, width in zip(self.columns, self.widths)]
+            return [self._line([column.header for column in self.columns]), f"|{'|'.join(rule)}|"]
+        wrapped = [textwrap.wrap(column.header, width, break_long_words=False) for column, width in zip(self.columns, self.widths)]
+        height = max(map(len, wrapped))
+        lines = [[""] * (height - len(lines)) + lines for lines in wrapped]
+        return [*(self._line(line) for line in zip(*lines)), "  ".join("-" * width for width in self.widths)]
+
+    def _line(self, texts: Sequence[str]) -> str:
+        cells = [text.rjust(width) if column.numeric else text.ljust(width)
+                 for text, column, width in zip(texts, self.columns, self.widths)]
+        return f"| {' | '.join(cells)} |" if self.format == "md" else "  ".join(cells).rstrip()
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format: str, turn: bool = False) -> None:

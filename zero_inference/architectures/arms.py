@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import RunConfig
+from zero_inference.config import QUALITY_FIELDS, RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records
 
 # What `compare` says itself, to every run.
 TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose", "local-rank"}
-# What asks for scores: options of this name or beginning with it, and those that mean nothing without them.
-SCORES, WITH_SCORES = "quality", {"allow-code-execution"}
+# Files that a run writes where an option says; two arms would overwrite each other's.
+OWN_FILES = ("quality_items", "trace")
+DOES_NOT_FIT = "It does not fit."  # the plan's words, see zero_inference.run
 PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 GRACE_S = 15
 
@@ -59,6 +60,7 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
         except ValueError as error:
             raise UsageError(f"--arm {text!r}: {error}.") from error
     arms = [_arm(name, [*shared, *options], config_of) for name, options in asked]
+    _refuse_shared_files(arms)
     if len(arms) < 2:
         raise UsageError(f"{len(arms)} arm was given and two are compared: add --model NAME or --arm \"NAME=OPTIONS\"."
                          if arms else "nothing to compare: give --model NAME twice, or --arm \"NAME=OPTIONS\".")
@@ -70,7 +72,7 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
 
 
 def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
-    given = {word.partition("=")[0][2:].replace("_", "-") for word in options if word.startswith("--")}
+    given = {_option_name(word) for word in options if word.startswith("--")}
     if taken := sorted(given & TAKEN):
         raise UsageError(f"arm {name}: --{taken[0]} is for compare to say; drop it (compare has --log-dir and --warmup-tries).")
     try:
@@ -79,16 +81,53 @@ def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConf
         raise UsageError(f"arm {name}: {error}") from error
 
 
+def _refuse_shared_files(arms: Sequence[Arm]) -> None:
+    for name in OWN_FILES:
+        by_file: dict[str, str] = {}
+        for arm in arms:
+            file = getattr(arm.config, name)
+            if file and by_file.setdefault(os.path.abspath(file), arm.name) != arm.name:
+                raise UsageError(f"arm {arm.name}: --{name.replace('_', '-')} {file} is also written by arm "
+                                 f"{by_file[os.path.abspath(file)]}; give each arm a file of its own.")
+
+
+def _option_name(word: str) -> str:
+    return word.partition("=")[0][2:].replace("_", "-")
+
+
 def speed_only(options: Sequence[str]) -> list[str]:
-    """`options` without those that ask for scores, which take long and are the same in every run: the first run has them."""
+    """`options` without those about scores, which take long and are the same in every run: the first run has them."""
+    dropped = {name.replace("_", "-") for name in QUALITY_FIELDS}
     kept, dropping = [], False
     for word in options:
         if word.startswith("--"):
-            name = word.partition("=")[0][2:].replace("_", "-")
-            dropping = name == SCORES or name.startswith(f"{SCORES}-") or name in WITH_SCORES
+            dropping = _option_name(word) in dropped
         if not dropping:
             kept.append(word)
     return kept
+
+
+def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> str | None:
+    """Whether the first run of `arm` can work, found by its --dry-run, which loads nothing.
+
+    In processes of its own, as a run is: one that asks a GPU keeps some of its memory until it ends. The later runs have the
+    same options less those about scores.
+
+    Args:
+        extra, folder, ranks: as of `run_arm`; the folder gets the plan, `<arm>-check.out`.
+
+    Returns:
+        The plan's own words where it says that the arm does not fit, which it estimates, or None.
+
+    Raises:
+        UsageError: the run would be refused; names the arm and says why.
+    """
+    output = folder / f"{arm.file_stem}-check.out"
+    code = _run_process([*arm.options, *extra, "--dry-run"], output, ranks)
+    said = output.read_text(errors="replace")
+    if code != 0:
+        raise UsageError(f"arm {arm.name}: {last_words(said, code)}")
+    return next((line for line in said.splitlines() if line.startswith(DOES_NOT_FIT)), None)
 
 
 def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
@@ -101,22 +140,27 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
         ranks: processes, started by torchrun where there are several.
     """
     log, output = folder / f"{arm.file_stem}-{number}.log", folder / f"{arm.file_stem}-{number}.out"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    path = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
     options = arm.options if number == 0 else speed_only(arm.options)
-    command = [sys.executable, *launcher, "-m", "zero_inference", "run", *options, *extra, "--log-file", str(log)]
     before = _records(log)
-    with output.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, env={**os.environ, "PYTHONPATH": path})
-        try:
-            code = process.wait()
-        finally:
-            _end(process)
+    code = _run_process([*options, *extra, "--log-file", str(log)], output, ranks)
     new = _records(log)[len(before):]
     if new and (new[-1]["status"] != STATUS_OK or code == 0):
         return new[-1]
     return {"status": STATUS_FAILED, "error": last_words(output.read_text(errors="replace"), code)}
+
+
+def _run_process(options: Sequence[str], output: Path, ranks: int) -> int:
+    """`zero-inference run` with `options` in `ranks` processes, all that it prints in `output`; the exit code."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    path = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, *launcher, "-m", "zero_inference", "run", *options]
+    with output.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                   start_new_session=True, env={**os.environ, "PYTHONPATH": path})
+        try:
+            return process.wait()
+        finally:
+            _end(process)
 
 
 def last_words(output: str, code: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zero_inference.architectures.arms import Arm, read_arms, run_arm
+from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.tables import FORMATS
@@ -45,11 +45,15 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[str]], RunConfig]) -> int:
-    """Runs the arms in turn and prints the table; 0, or 1 where an arm failed.
+    """Checks all arms, runs them in turn and prints the table; 0, or 1 where an arm failed.
 
     Args:
         shared: options of run_model.py for every arm.
         config_of: what such options come to.
+
+    Raises:
+        UsageError: an arm cannot work; nothing was run.
+        RunError: an arm failed; the others are in the table.
     """
     arms = read_arms(args.model, args.arm, shared, config_of)
     names = [arm.name for arm in arms]
@@ -67,7 +71,13 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         raise UsageError(f"the log folder {folder} cannot be made ({error.strerror}); choose another --log-dir.") from error
     if not os.access(folder, os.W_OK):
         raise UsageError(f"the log folder {folder} cannot be written to; choose another --log-dir.")
-    runs = _run_all(arms, args, folder)
+    extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
+    for arm in arms:
+        print(f"checking {arm.name}", file=sys.stderr, flush=True)
+        doubt = check_arm(arm, extra, folder, args.num_gpus)
+        if doubt:
+            print(f"warning: arm {arm.name}: {doubt}", file=sys.stderr, flush=True)
+    runs = _run_all(arms, args, extra, folder)
 
     from zero_inference.architectures import table
     from zero_inference.tables import print_rows, shown_columns
@@ -93,13 +103,12 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     return 0
 
 
-def _run_all(arms: list[Arm], args: argparse.Namespace, folder: Path) -> Runs:
+def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path) -> Runs:
     """Every arm's runs; one that failed is not run again."""
     from zero_inference.architectures.comparison import schedule
 
     by_name, runs = {arm.name: arm for arm in arms}, {arm.name: [] for arm in arms}
     turns = schedule(list(by_name), 2 * args.rounds)
-    extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
     for count, (number, name) in enumerate(turns, 1):
         if any(record["status"] != "ok" for _, record in runs[name]):
             continue

@@ -114,7 +114,8 @@ def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
         `flops`, and the `speedup` with its 97% interval `speedup_low` to `speedup_high` and `verdict` ("faster", "slower", "no
         difference" where the interval holds 1, "too few runs" below 6 pairs), from the `runs` passes that both have. Quality:
         `accuracy` with its `stderr`, the `accuracy_difference` with `accuracy_difference_stderr`, and a verdict ("higher",
-        "lower", "no difference"). Failed: `error`. What has no counterpart in the baseline has no difference.
+        "lower", "no difference"; "no standard error", "too few items" below 30, where there can be none). Failed: `error`. What
+        has no counterpart in the baseline has no difference.
 
     Raises:
         ValueError: the frame has no such baseline.
@@ -159,9 +160,14 @@ def _quality(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
         return row
     if last["architecture"] == base["architecture"].iloc[0]:
         return row | {"accuracy_difference": 0.0, "verdict": "baseline"}
-    other = base.iloc[-1]
-    apart, error, verdict = statistics.difference(last["accuracy"], last["stderr"], other["accuracy"], other["stderr"])
+    apart, error, verdict = statistics.difference(_score(last), _score(base.iloc[-1]))
     return row | {"accuracy_difference": apart, "accuracy_difference_stderr": error, "verdict": verdict}
+
+
+def _score(row: pandas.Series) -> statistics.Score:
+    """A quality row's score; pandas says nan for what is missing."""
+    error, items = (None if value is None or value != value else value for value in (row["stderr"], row["total"]))
+    return statistics.Score(row["accuracy"], error, items)
 
 
 def _turn(name: str, model: torch.nn.Module, device: torch.device, config: BenchmarkConfig,
@@ -185,7 +191,7 @@ def _turn(name: str, model: torch.nn.Module, device: torch.device, config: Bench
 def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Rows of a comparison from `task -> result of evaluate_task`, one for each k of pass@k.
 
-    Scores without a standard error are taken as exact, perplexities and the like are left to the record.
+    `total` is the number of items, of problems for pass@k. Perplexities and the like are left to the record.
     """
     for task, score in scores.items():
         if not isinstance(score, Mapping):
@@ -194,10 +200,10 @@ def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, 
             errors = score.get("stderr")
             for k, value in score["pass_at_k"].items():
                 error = errors.get(k) if isinstance(errors, Mapping) else errors
-                yield {"type": QUALITY, "config": f"{task} pass@{k}", "accuracy": value, "stderr": error or 0.0,
-                       "total": score.get("total")}
+                yield {"type": QUALITY, "config": f"{task} pass@{k}", "accuracy": value, "stderr": error,
+                       "total": score.get("problems")}
         elif "accuracy" in score:
-            yield {"type": QUALITY, "config": task, "accuracy": score["accuracy"], "stderr": score.get("stderr") or 0.0,
+            yield {"type": QUALITY, "config": task, "accuracy": score["accuracy"], "stderr": score.get("stderr"),
                    "total": score.get("total")}
 
 

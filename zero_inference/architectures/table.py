@@ -181,4 +181,10 @@ def captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
         lines.append(f"not settled: runs whose last warm-up loops still differed by 5% or more ({', '.join(unsettled)})")
     if any("quality" in row for row in rows):
         lines.append("difference: of the scores, against the baseline; se: standard errors, added as of independent samples")
+    verdicts = {score["verdict"] for row in rows for score in row.get("quality", {}).values()}
+    if statistics.TOO_FEW_ITEMS in verdicts:
+        lines.append(f"too few items: a verdict takes {statistics.LEAST_ITEMS} items of each arm; use more data, "
+                     "or raise --quality-limit")
+    if statistics.NO_ERROR in verdicts:
+        lines.append("no standard error: scores of one item, or whose error was not recorded, have no verdict")
     return lines

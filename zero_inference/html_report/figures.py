@@ -47,7 +47,8 @@ def all_figures(runs: list[Run]) -> list[list[Drawing]]:
 
 
 def throughput(runs: list[Run]) -> list[Drawing]:
-    """A panel for each model and prompt length, a line for each setting. A setting looks the same in all panels."""
+    """A panel for each model, prompt length and number of generated tokens, a line for each setting. A setting looks the same in
+    all panels."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
         if run.decode_throughput and (run.whole("batch_size") or 0) > 0:
@@ -64,7 +65,7 @@ def throughput(runs: list[Run]) -> list[Drawing]:
     for index, group in enumerate(sorted(groups.values(), key=len, reverse=True)):
         drawings.append(_throughput_panel(f"throughput-{index}", group, looks, folded=index >= PANELS_AT_ONCE))
     if drawings and len(alone) > 0 and len(plotted) > 1:
-        note = f" Not drawn, as each has one run: {len(alone)} more model and prompt length{'s' * (len(alone) > 1)}."
+        note = f" Not drawn, as each has one run: {len(alone)} more model{'s' * (len(alone) > 1)} or lengths."
         drawings[0] = dataclasses.replace(drawings[0], caption=drawings[0].caption + note)
     return drawings
 
@@ -166,36 +167,31 @@ def _batch_axis(axes, batches: list[int]) -> None:
 
 
 def shares_of_limit(runs: list[Run]) -> list[Drawing]:
-    """A row for each setting, grouped by engine; a mark for each run, whose shape says what binds it."""
-    settings: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.share_of_limit is not None:
-            settings.setdefault(run.setting, []).append(run)
-    if not settings:
+    """A row for each setting at each model and length, the highest share first; a mark for each run, whose shape says what binds
+    it."""
+    known = [run for run in runs if run.share_of_limit is not None]
+    if not known:
         return []
-    bounds = [
-        bound
-        for bound in (*LIMITS, *sorted({run.bound_by for each in settings.values() for run in each} - set(LIMITS)))
-        if any(run.bound_by == bound for each in settings.values() for run in each)
-    ]
+    alike: dict[tuple, list[Run]] = {}
+    for run in known:
+        alike.setdefault((run.setting, run.group), []).append(run)
+    groups = {run.group for run in known}
+    found = {run.bound_by for run in known}
+    bounds = [bound for bound in (*LIMITS, *sorted(found - set(LIMITS))) if bound in found]
 
-    def median(setting: str) -> float:
-        return statistics.median(run.share_of_limit for run in settings[setting])
-
-    def order(setting: str) -> tuple:
-        engine = settings[setting][0].engine
-        return max(map(median, (other for other in settings if settings[other][0].engine == engine))), engine, median(setting)
+    def median(each: list[Run]) -> float:
+        return statistics.median(run.share_of_limit for run in each)
 
     rows = [
         Row(
-            setting,
-            "",
-            f"{median(setting):.1%}" + (f" ({len(settings[setting])} runs)" if len(settings[setting]) > 1 else ""),
-            settings[setting],
+            each[0].setting,
+            each[0].group_name if len(groups) > 1 else "",
+            f"{median(each):.1%}" + (f" ({len(each)} runs)" if len(each) > 1 else ""),
+            each,
         )
-        for setting in sorted(settings, key=order, reverse=True)
+        for each in sorted(alike.values(), key=median, reverse=True)
     ]
-    most = max(1.0, max(run.share_of_limit for each in settings.values() for run in each)) * 1.04
+    most = max(1.0, max(run.share_of_limit for run in known)) * 1.04
     scale = _percent_step(most)
 
     def mark(axes, y: float, each: list[Run]) -> None:
@@ -214,7 +210,7 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
 
     return row_figures(
         "limit",
-        "Share of the machine's limit, by engine",
+        "Share of the machine's limit",
         rows,
         mark,
         finish,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,13 +124,15 @@ class Run:
         return ", ".join(parts)
 
     @property
-    def group(self) -> tuple[str, int | None]:
-        """Runs of one model at one prompt length can be compared."""
-        return self.model, self.whole("prompt_len")
+    def group(self) -> tuple[str, int | None, int | None]:
+        """Runs of one model at one prompt length and one number of generated tokens can be compared."""
+        return self.model, self.whole("prompt_len"), self.whole("gen_len")
 
     @property
     def group_name(self) -> str:
-        return _group_name(self.model, self.whole("prompt_len"))
+        model, prompt, gen = self.group
+        lengths = [f"prompts of {prompt} tokens"] * (prompt is not None) + [f"{gen} generated"] * (gen is not None)
+        return ", ".join([model, *lengths])
 
     @property
     def decode_throughput(self) -> float | None:
@@ -152,10 +155,20 @@ class Run:
         return self.text("limit.bound_by") or ("disk" if on_disk else "link")
 
     @cached_property
+    def _loops(self) -> list[dict[str, Any]]:
+        loops = self.record.get("loops")
+        return [loop for loop in loops if isinstance(loop, dict)] if isinstance(loops, list) else []
+
+    def loop_spread(self, key: str) -> float | None:
+        """The longest of the loops' times `key` (decode_s, total_s) less the shortest, as a share of their median; None below two
+        loops. The throughput, which is that of the median, is as uncertain."""
+        times = sorted(each for loop in self._loops if (each := value_at(loop, key, "Float64")) is not None and each > 0)
+        return (times[-1] - times[0]) / statistics.median(times) if len(times) > 1 else None
+
+    @cached_property
     def step_s(self) -> list[float]:
         """Every decode step of every measured loop."""
-        loops = self.record.get("loops")
-        steps = [loop.get("step_s") for loop in loops if isinstance(loop, dict)] if isinstance(loops, list) else []
+        steps = [loop.get("step_s") for loop in self._loops]
         return [
             float(step)
             for each in steps
@@ -174,7 +187,7 @@ class Run:
     @cached_property
     def quality(self) -> list[Score]:
         """The scores of `quality`, which holds tasks: {"accuracy", "stderr"}, {"acc_norm", "acc_norm_stderr"},
-        {"pass_at_k": {k: share}} or {"perplexity"}."""
+        {"pass_at_k": {k: share}, "stderr": {k: error}} or {"perplexity"}."""
         tasks = self.record.get("quality")
         found = []
         for task, scores in tasks.items() if isinstance(tasks, dict) else ():
@@ -192,7 +205,8 @@ def _scores(scores: dict[str, Any]):
         if key == "pass_at_k" and isinstance(scores[key], dict):
             for k in scores[key]:
                 if (value := value_at(scores[key], k, "Float64")) is not None:
-                    yield f"pass@{k}", value, None
+                    errors = scores.get("stderr")
+                    yield f"pass@{k}", value, value_at(errors, k, "Float64") if isinstance(errors, dict) else None
         elif key in ("acc", "accuracy", "acc_norm", "accuracy_norm", "score") or key.endswith("perplexity"):
             if (value := value_at(scores, key, "Float64")) is not None:
                 own = value_at(scores, f"{key}_stderr", "Float64")
@@ -207,13 +221,12 @@ def make_runs(records: list[dict[str, Any]]) -> list[Run]:
     def differs(of: Callable[[Run], Any]) -> bool:
         return len({of(run) for run in runs}) > 1
 
-    models, batches, prompts = (
-        differs(of) for of in (lambda run: run.model, lambda run: run.whole("batch_size"), lambda run: run.group[1])
-    )
+    models, batches = differs(lambda run: run.model), differs(lambda run: run.whole("batch_size"))
+    prompts, gens = differs(lambda run: run.whole("prompt_len")), differs(lambda run: run.whole("gen_len"))
     for run in runs:
-        batch, prompt = run.whole("batch_size"), run.whole("prompt_len")
+        batch, prompt, gen = run.whole("batch_size"), run.whole("prompt_len"), run.whole("gen_len")
         parts = [run.short_model] * models + [f"batch {batch}"] * (batches and batch is not None)
-        parts += [f"prompt {prompt}"] * (prompts and prompt is not None)
+        parts += [f"prompt {prompt}"] * (prompts and prompt is not None) + [f"{gen} generated"] * (gens and gen is not None)
         object.__setattr__(run, "label", f"#{run.number} {run.setting}")
         object.__setattr__(run, "rest", ", ".join(parts))
     return runs
@@ -222,9 +235,6 @@ def make_runs(records: list[dict[str, Any]]) -> list[Run]:
 def fastest_first(records: list[dict[str, Any]]) -> list[int]:
     """The order of the page: runs that can be compared together, the fastest first, failed ones last in their group."""
     runs = [Run(number, record) for number, record in enumerate(records)]
-    runs.sort(key=lambda run: (run.model, run.group[1] or 0, run.failed, -(run.decode_throughput or 0), run.number))
+    runs.sort(key=lambda run: (run.model, *(length or 0 for length in run.group[1:]), run.failed, -(run.decode_throughput or 0),
+                               run.number))
     return [run.number for run in runs]
-
-
-def _group_name(model: str, prompt_len: int | None) -> str:
-    return model if prompt_len is None else f"{model}, prompts of {prompt_len} tokens"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zero_inference.html_report.runs import Run
 
 NEAR_THE_LIMIT = 0.7
+LEADERS_NAMED = 3
 LINK_CAUSES = {
     "slot_wait_s": "it waited for a free slot (the device computes longer than a layer copies)",
     "host_late_s": "the host asked too late for the next layer",
@@ -16,11 +18,16 @@ LINK_CAUSES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The fastest run of one model at one prompt length."""
+    """The fastest run of one model at one length, and those that the spread of the loops does not tell from it.
+
+    `leaders` are numbers and names, the fastest first, of which `more` are not named; `claim` is what can be said of them; `bound`
+    is of the first.
+    """
 
     group: str
-    number: int
-    fastest: str
+    leaders: list[tuple[int, str]]
+    more: int
+    claim: str
     speed: str
     bound: str
 
@@ -49,19 +56,40 @@ def _finding(runs: list[Run]) -> Finding | None:
     def total(run: Run) -> float | None:
         return None if run.failed else run.amount("total_throughput")
 
-    of, phase = (decode, "in decode") if any(decode(run) for run in runs) else (total, "in total")
+    of, phase, key = (decode, "decode", "decode_s") if any(decode(run) for run in runs) else (total, "total", "total_s")
     ranked = sorted((run for run in runs if of(run)), key=of, reverse=True)
     if not ranked:
         return None
-    best = ranked[0]
-    speed = f"{number(of(best))} token/s {phase}"
-    rival = next((run for run in ranked[1:] if run.setting != best.setting), None)
-    if rival is not None:
-        speed += (
-            f", {of(best) / of(rival):.{1 if of(best) < 100 * of(rival) else 0}f} times the next setting "
-            f"({_named(rival)}: {number(of(rival))})"
-        )
-    return Finding(best.group_name, best.number, _named(best), speed, bound_in_words(best))
+    best, others = ranked[0], {}
+    for run in ranked[1:]:  # the best of each other configuration
+        if _named(run) != _named(best):
+            others.setdefault(_named(run), run)
+    equal = [run for run in others.values() if _within_spread(best, run, of, key)]
+    rival = next((run for run in others.values() if run.setting != best.setting), None)
+    leaders = [best, *equal]
+    named = [(run.number, _named(run)) for run in leaders[:LEADERS_NAMED]]
+    speeds = number(of(best)) + (f" to {number(of(leaders[-1]))}" if equal else "")
+    speed, claim = f"{speeds} token/s in {phase}", "is fastest" if len(ranked) > 1 else "is the only run"
+    if equal:
+        claim = "are the fastest, and what is between them is within the spread of their loops"
+    elif rival is not None:
+        times = of(best) / of(rival)
+        speed += f", {times:.{2 if times < 1.1 else 1 if times < 100 else 0}f} times the next setting "
+        speed += f"({_named(rival)}: {number(of(rival))})"
+        if best.loop_spread(key) is None and rival.loop_spread(key) is None:
+            speed += "; how much loops differ was not recorded"
+    return Finding(best.group_name, named, len(leaders) - len(named), claim, speed, bound_in_words(best))
+
+
+def _within_spread(best: Run, other: Run, of: Callable[[Run], float], key: str) -> bool:
+    """Whether two throughputs differ by no more than the ranges of both runs' loops together; a run of one loop is taken to spread
+    as the other does. The ranges' sum, not their overlap: the ranges of two times two equal loops miss each other once in three."""
+    spreads = [run.loop_spread(key) for run in (best, other)]
+    known = [spread for spread in spreads if spread is not None]
+    if not known:
+        return False
+    first, second = (known[0] if spread is None else spread for spread in spreads)
+    return of(best) - of(other) <= first * of(best) + second * of(other)
 
 
 def _named(run: Run) -> str:

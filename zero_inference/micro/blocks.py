@@ -28,12 +28,14 @@ class Block:
     """A block and its parts; each part takes hidden states [batch, seq, hidden] of the block's dtype and device.
 
     Attributes:
+        family: transformers' model_type; the module of a block has no config that says it.
         module: transformers' module of the whole block, in eval mode (no dropout), its parameters requiring gradients.
         parts: by name: `layer`, `attention`, `feed_forward`, `dense` (the first matrix of the feed-forward part) and
             `dense_activation` (that and the activation behind it).
     """
 
     name: str
+    family: str
     shape: BlockShape
     module: nn.Module
     parts: dict[str, Call]
@@ -107,6 +109,7 @@ FAMILIES: dict[str, tuple[Callable, bool]] = {
 OWN = {"bert-large": BERT_LARGE, "gpt2-medium": GPT2_MEDIUM, "t5-large": T5_LARGE}
 SHORT = {"opt": "opt-13b", "llama": "llama-3.1-8b"}
 DEFAULT_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-13b", "llama-3.1-8b")
+CPU_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-1.3b", "llama-3.2-1b")  # a step of opt-13b takes seconds there
 
 
 def block_config(name: str):
@@ -150,4 +153,4 @@ def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None
             module, parts = make(config)
     finally:
         torch.set_default_dtype(before)
-    return Block(name, shape_of(config), module.eval(), parts)
+    return Block(name, config.model_type, shape_of(config), module.eval(), parts)

@@ -9,72 +9,79 @@ import torch
 
 from zero_inference.micro.blocks import Block, build_block
 from zero_inference.micro.flops import FORWARD_AND_BACKWARD
-from zero_inference.micro.timing import DTYPES, MachineRates, median_s, out_of_memory, precision
+from zero_inference.micro.timing import DTYPES, MachineRates, median_s, once_s, out_of_memory, precision, predicted_s, too_long
 from zero_inference.tables import Column, decimals, figures, percent
 
-PatchNorms = Callable[[torch.nn.Module], int]
+PatchNorms = Callable[[Block], int]
 
 COLUMNS = (
-    Column("block", "block", numeric=False),
-    Column("dtype", "type", numeric=False),
-    Column("norms", "norms", numeric=False),
-    Column("seq", "seq"),
-    Column("batch", "batch"),
+    Column("block", "block", numeric=False, width=13),
+    Column("dtype", "type", numeric=False, width=4),
+    Column("norms", "norms", numeric=False, width=5),
+    Column("seq", "seq", width=4),
+    Column("batch", "batch", width=3),
     Column("forward_s", "forward (ms)", lambda seconds: figures(1e3 * seconds)),
     Column("forward_tflops", "forward TFLOP/s", figures),
     Column("of_datasheet", "of datasheet", percent),
     Column("of_measured", "of measured", percent),
+    Column("best_tflops", "best TFLOP/s measured", figures),
     Column("forward_backward_tflops", "fwd+bwd TFLOP/s", figures),
     Column("dense_tflops", "dense", figures),
     Column("dense_activation_tflops", "dense+act", figures),
     Column("feed_forward_tflops", "feed-forward", figures),
     Column("attention_tflops", "attention", figures),
     Column("attention_of_feed_forward", "attention / ffn", decimals(2)),
+    Column("norm_modules_patched", "norms patched"),
     Column("norm_speedup", "norm kernels' speedup", lambda ratio: f"{ratio:.3f}x"),
     Column("skippable", "causal half", percent),
+    Column("skipped", "skipped", numeric=False),
     Column("error", "error", numeric=False),
 )
+PARTS = ("dense", "dense_activation", "feed_forward", "attention")
+FIRST_TOKENS = 16
 
 
 def measure(rates: MachineRates, blocks: Sequence[str], seqs: Sequence[int], batches: Sequence[int], kind: str,
-            min_run_time: float, patch_norms: PatchNorms | None = None,
+            min_run_time: float, longest_call_s: float, patch_norms: PatchNorms | None = None,
             build: Callable[..., Block] = build_block) -> Iterator[dict[str, Any]]:
     """One row a block, length and batch, all in TFLOP/s (1e12) by the formulas of `micro.flops`.
 
     The row of the block has forward and forward + backward (counted three times; without the optimiser's step), its parts, and
     the ratio of the attention's rate to the feed-forward's. `skippable` is the share of the forward count that a causal kernel
-    need not do. Where `patch_norms` is given there is a second row with this package's norm kernels in the same block, and how
-    much faster its forward is. Where memory did not suffice the row has an `error`.
+    need not do. Where `patch_norms` is given and replaces norms, there is a second row of the same block with this package's norm
+    kernels: the whole block alone, as its parts hold no norms, how many norms were replaced, and how much faster its forward is.
+    A size of which one forward + backward is expected to take longer than `longest_call_s` is `skipped`, with the reason; where
+    memory did not suffice the row has an `error`.
 
     Args:
         kind: a key of `DTYPES`.
-        patch_norms: puts the kernels into a module and returns how many norms it replaced.
+        patch_norms: puts the kernels into a block and returns how many norms it replaced.
         build: takes name, device and dtype.
     """
     for name in blocks:
         with precision(kind):
             block = build(name, rates.device, DTYPES[kind])
-            yield from _rows(rates, block, seqs, batches, kind, min_run_time, "torch")
-            if patch_norms is not None and patch_norms(block.module):
-                yield from _rows(rates, block, seqs, batches, kind, min_run_time, "cuda")
+            before: dict[tuple[int, int], float | None] = {}
+            for row in _rows(rates, block, seqs, batches, kind, min_run_time, longest_call_s, PARTS):
+                before[row["seq"], row["batch"]] = row.get("forward_s")
+                yield row
+            patched = patch_norms(block) if patch_norms is not None else 0
+            if patched:
+                for row in _rows(rates, block, seqs, batches, kind, min_run_time, longest_call_s, ()):
+                    plain_s = before[row["seq"], row["batch"]]
+                    if plain_s and "forward_s" in row:
+                        row["norm_speedup"] = plain_s / row["forward_s"]
+                    yield row | {"norms": "cuda", "norm_modules_patched": patched}
         del block
 
 
-def compare_norms(rows: Sequence[dict[str, Any]]) -> None:
-    """Give the rows with norm kernels their `norm_speedup`: forward seconds with torch's norms over theirs."""
-    plain = {(row["block"], row["seq"], row["batch"]): row.get("forward_s") for row in rows if row["norms"] == "torch"}
-    for row in rows:
-        before = plain.get((row["block"], row["seq"], row["batch"]))
-        if row["norms"] == "cuda" and before and "forward_s" in row:
-            row["norm_speedup"] = before / row["forward_s"]
-
-
-def _rows(rates, block: Block, seqs, batches, kind, min_run_time, norms) -> Iterator[dict[str, Any]]:
+def _rows(rates, block: Block, seqs, batches, kind, min_run_time, longest_call_s, parts) -> Iterator[dict[str, Any]]:
     for seq in seqs:
         for batch in batches:
-            row = {"block": block.name, "dtype": kind, "norms": norms, "seq": seq, "batch": batch}
+            row = {"block": block.name, "dtype": kind, "norms": "torch", "seq": seq, "batch": batch}
             try:
-                yield row | _measure_one(rates, block, seq, batch, kind, min_run_time)
+                reason = too_long(predicted_step_s(rates.device, block, seq, batch, kind), longest_call_s, "forward + backward")
+                yield row | ({"skipped": reason} if reason else _measure_one(rates, block, seq, batch, kind, min_run_time, parts))
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -83,26 +90,39 @@ def _rows(rates, block: Block, seqs, batches, kind, min_run_time, norms) -> Iter
                 torch.cuda.empty_cache()
 
 
-def _measure_one(rates: MachineRates, block: Block, seq: int, batch: int, kind: str, min_run_time: float) -> dict[str, Any]:
+def predicted_step_s(device: torch.device, block: Block, seq: int, batch: int, kind: str) -> float:
+    """Seconds that one forward and backward of the block is expected to take, from forwards of fewer tokens."""
+    def forward_once(size: tuple[int, int]) -> float:
+        x = torch.randn(*size, block.shape.hidden, device=device, dtype=DTYPES[kind])
+        with torch.no_grad():
+            return once_s(device, lambda: block.parts["layer"](x))
+
+    sizes = [(1, min(FIRST_TOKENS, seq)), *((1 << power, seq) for power in range((batch - 1).bit_length())), (batch, seq)]
+    return FORWARD_AND_BACKWARD * predicted_s(forward_once, lambda size: block.shape.forward(*size), sizes)
+
+
+def _measure_one(rates: MachineRates, block: Block, seq: int, batch: int, kind: str, min_run_time: float,
+                 parts: Sequence[str]) -> dict[str, Any]:
     x = torch.randn(batch, seq, block.shape.hidden, device=rates.device, dtype=DTYPES[kind])
     shape = block.shape
     work = {"layer": shape.forward(batch, seq), "dense": shape.dense(batch, seq), "dense_activation": shape.dense(batch, seq),
             "feed_forward": shape.feed_forward(batch, seq), "attention": shape.attention(batch, seq)}
+    work = {part: work[part] for part in ("layer", *parts)}
     spent = {}
     with torch.no_grad():
         for part in work:
             spent[part] = median_s(lambda call=block.parts[part]: call(x), min_run_time)
     tflops = {part: work[part] / spent[part] / 1e12 for part in work}
     step_s = median_s(forward_and_backward(block, x), min_run_time)
-    datasheet = rates.datasheet_tflops(kind)
+    step_tflops = FORWARD_AND_BACKWARD * work["layer"] / step_s / 1e12
+    datasheet, best = rates.datasheet_tflops(kind), rates.best_tflops(kind, seen=max(step_tflops, *tflops.values()))
     return {
         "forward_s": spent["layer"], "forward_tflops": tflops["layer"],
         "of_datasheet": tflops["layer"] / datasheet if datasheet else None,
-        "of_measured": tflops["layer"] / rates.matmul_tflops(kind),
-        "forward_backward_s": step_s, "forward_backward_tflops": FORWARD_AND_BACKWARD * work["layer"] / step_s / 1e12,
-        **{f"{part}_s": spent[part] for part in work if part != "layer"},
-        **{f"{part}_tflops": tflops[part] for part in work if part != "layer"},
-        "attention_of_feed_forward": tflops["attention"] / tflops["feed_forward"],
+        "of_measured": tflops["layer"] / best, "best_tflops": best,
+        "forward_backward_s": step_s, "forward_backward_tflops": step_tflops,
+        **{f"{part}_s": spent[part] for part in parts}, **{f"{part}_tflops": tflops[part] for part in parts},
+        "attention_of_feed_forward": tflops["attention"] / tflops["feed_forward"] if parts else None,
         "skippable": shape.skippable(batch, seq),
     }
 
@@ -132,4 +152,4 @@ def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
                       label=f"{block}, seq {seq}" + ("" if norms == "torch" else ", norm kernels"))
     axes.set(xscale="log", xlabel="tokens (batch x seq)", ylabel="forward TFLOP/s", title="one block")
     if rows:
-        axes.axhline(rates.matmul_tflops(rows[0]["dtype"]), color="grey", linestyle=":", label="matrix product, measured")
+        axes.axhline(rates.best_tflops(rows[0]["dtype"]), color="grey", linestyle=":", label="best rate measured")

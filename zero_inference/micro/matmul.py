@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from zero_inference.micro import flops
-from zero_inference.micro.timing import DTYPES, MachineRates, median_s, out_of_memory, precision
+from zero_inference.micro.timing import DTYPES, MachineRates, median_s, once_s, out_of_memory, precision, predicted_s, too_long
 from zero_inference.tables import Column, figures, percent
 
 COLUMNS = (
@@ -18,20 +18,29 @@ COLUMNS = (
     Column("tflops", "TFLOP/s", figures),
     Column("of_datasheet", "of datasheet", percent),
     Column("of_measured", "of measured", percent),
+    Column("best_tflops", "best TFLOP/s measured", figures),
+    Column("skipped", "skipped", numeric=False),
     Column("error", "error", numeric=False),
 )
+FIRST_SIZE = 64
 
 
-def measure(rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min_run_time: float) -> Iterator[dict[str, Any]]:
+def measure(rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min_run_time: float,
+            longest_call_s: float) -> Iterator[dict[str, Any]]:
     """One row for [n, n] x [n, n] of every kind and size: `2 n^3 / t`, and its share of two rates.
 
-    `of_datasheet` is the share of the card's rate for the type, None without a card; `of_measured` that of one large product of
-    the type, measured in this process (`link.compute.matmul_tflops`). Where memory did not suffice the row has an `error`.
+    `of_datasheet` is the share of the card's rate for the type, None without a card; `of_measured` that of `best_tflops`, the
+    best rate of the type seen so far (`MachineRates.best_tflops`). A size of which one product is expected to take longer than
+    `longest_call_s` is `skipped`, with the reason; where memory did not suffice the row has an `error`.
     """
     for kind in kinds:
         for n in sizes:
             row: dict[str, Any] = {"dtype": kind, "n": n}
             try:
+                reason = too_long(predicted_product_s(rates.device, n, kind), longest_call_s, "one product")
+                if reason is not None:
+                    yield row | {"skipped": reason}
+                    continue
                 spent = time_matmul(rates.device, n, kind, min_run_time)
             except RuntimeError as error:
                 if not out_of_memory(error):
@@ -39,17 +48,32 @@ def measure(rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min
                 yield row | {"error": "out of memory"}
                 continue
             tflops, datasheet = flops.matmul(n) / spent / 1e12, rates.datasheet_tflops(kind)
+            best = rates.best_tflops(kind, seen=tflops)
             yield row | {"time_s": spent, "tflops": tflops, "of_datasheet": tflops / datasheet if datasheet else None,
-                         "of_measured": tflops / rates.matmul_tflops(kind)}
+                         "of_measured": tflops / best, "best_tflops": best}
 
 
 def time_matmul(device: torch.device, n: int, kind: str, min_run_time: float) -> float:
     """Median seconds of one product of [n, n] by [n, n] into a third matrix that is there already."""
+    action = _product(device, n, kind)
+    with precision(kind):
+        return median_s(action, min_run_time)
+
+
+def predicted_product_s(device: torch.device, n: int, kind: str) -> float:
+    """Seconds that one such product is expected to take, from smaller ones, each twice as large as the one before."""
+    sizes = [n]
+    while sizes[0] > FIRST_SIZE:
+        sizes.insert(0, max(FIRST_SIZE, sizes[0] // 2))
+    with precision(kind):
+        return predicted_s(lambda size: once_s(device, _product(device, size, kind)), flops.matmul, sizes)
+
+
+def _product(device: torch.device, n: int, kind: str) -> Callable[[], object]:
     # random values: see link.compute.matmul_tflops
     left, right = (torch.randn(n, n, device=device).to(DTYPES[kind]) for _ in range(2))
     product = torch.empty_like(left)
-    with precision(kind):
-        return median_s(lambda: torch.mm(left, right, out=product), min_run_time)
+    return lambda: torch.mm(left, right, out=product)
 
 
 def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:

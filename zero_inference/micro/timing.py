@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch.utils.benchmark import Timer
@@ -17,6 +19,14 @@ from zero_inference.micro.cards import Card, find_card
 # cores.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
+# Sizes of the first products that the matrix rate is read off. A CPU is often fastest with what fits its cache, not with the
+# largest; a size at which one product is expected to take longer than the limit is left out.
+PROBE_SIZES = {"cuda": (2048, 8192), "cpu": (256, 512, 1024, 2048)}
+PROBE_CALL_S = 0.2
+# A call that is expected to be shorter is made to see how long it is; a longer one is only predicted.
+CHEAP_CALL_S = 0.5
+Size = TypeVar("Size")
+
 
 def median_s(action: Callable[[], object], min_run_time: float) -> float:
     """Median seconds of one call of `action`, by torch's `Timer.blocked_autorange`: synchronised with the device, with as many
@@ -28,6 +38,45 @@ def median_s(action: Callable[[], object], min_run_time: float) -> float:
     # Timer would time one thread where not told otherwise
     timer = Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=min_run_time).median
+
+
+def once_s(device: torch.device, action: Callable[[], object]) -> float:
+    """Seconds of one call of `action`, roughly: the fastest of three, as the first may allocate memory and choose an algorithm and
+    another process may interrupt one; of fewer where a call is not cheap."""
+    calls: list[float] = []
+    while len(calls) < 3 and sum(calls) < CHEAP_CALL_S:
+        start = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        calls.append(time.perf_counter() - start)
+    return min(calls)
+
+
+def predicted_s(time_once: Callable[[Size], float], work: Callable[[Size], float], sizes: Sequence[Size]) -> float:
+    """Seconds of a call at the last of `sizes`, from calls at smaller ones, so that an endless measurement is not begun.
+
+    Goes up the sizes as long as the next call is expected to be cheap, and from there in proportion to the work.
+
+    Args:
+        time_once: seconds of a call at a size.
+        work: operations of a call at a size.
+        sizes: ascending; the first is timed whatever it takes.
+    """
+    at, spent = sizes[0], time_once(sizes[0])
+    for size in sizes[1:]:
+        expected = spent * work(size) / work(at)
+        if expected > CHEAP_CALL_S:
+            break
+        at, spent = size, time_once(size)
+    return spent * work(sizes[-1]) / work(at)
+
+
+def too_long(seconds: float, longest_call_s: float, what: str) -> str | None:
+    """Why a size is skipped, where one call of it is expected to take longer than the user allows; else None."""
+    if seconds <= longest_call_s:
+        return None
+    return f"{what} is expected to take {seconds:.1f} s, longer than --longest-call {longest_call_s:g}"
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -74,12 +123,24 @@ class MachineRates:
 
     def __init__(self, device: torch.device):
         self.device, self.card = device, card_of(device)
+        self._best: dict[str, float] = {}
 
     @functools.cache
     def matmul_tflops(self, kind: str) -> float:
-        """TFLOP/s (1e12) of one large product, see `link.compute.matmul_tflops`."""
+        """TFLOP/s (1e12) of the best of a few products (`PROBE_SIZES`), see `link.compute.matmul_tflops`."""
+        best = 0.0
         with precision(kind):
-            return compute.matmul_tflops(self.device, DTYPES[kind])
+            for size in PROBE_SIZES[self.device.type]:
+                if best and 2 * size**3 / best / 1e12 > PROBE_CALL_S:
+                    break
+                best = max(best, compute.matmul_tflops(self.device, DTYPES[kind], size))
+        return best
+
+    def best_tflops(self, kind: str, seen: float = 0.0) -> float:
+        """The best rate seen in this process, in TFLOP/s (1e12): of the first products, of every `seen` before and of this one.
+        So no share of it is above 1."""
+        self._best[kind] = max(self._best.get(kind) or self.matmul_tflops(kind), seen)
+        return self._best[kind]
 
     @functools.cache
     def copy_gbps(self) -> float:

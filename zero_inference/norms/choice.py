@@ -91,18 +91,22 @@ def try_apart(device: torch.device, dtype: torch.dtype, columns: int) -> str | N
     return fault or None
 
 
-def apply_norm_kernels(asked: str, reason: str | None, model: nn.Module, say: Callable[[str], None]) -> dict[str, Any]:
+def apply_norm_kernels(asked: str, reason: str | None, model: nn.Module, say: Callable[[str], None],
+                       model_type: str | None = None) -> dict[str, Any]:
     """Patch `model` unless `reason` says why not; the record's fields about it.
+
+    Args:
+        model_type: as of `patch_norms`.
 
     Raises:
         RunError: `cuda` was asked for and this model has norms that are not in the table.
     """
     if reason is None:
-        reason = patch.why_not_patched(model)
+        reason = patch.why_not_patched(model, model_type)
         if reason is not None and asked == "cuda":
             raise RunError(f"--norm-kernels cuda: {reason}; use auto or off.")
     if reason is None:
-        return {"norm_modules_patched": patch.patch_norms(model), "norm_kernels_unused_because": None}
+        return {"norm_modules_patched": patch.patch_norms(model, model_type), "norm_kernels_unused_because": None}
     if reason != NO_DEVICE and asked == "auto":
         say(f"norms run as transformers has them: {reason}")
     return {"norm_modules_patched": 0, "norm_kernels_unused_because": reason}

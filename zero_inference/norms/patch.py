@@ -71,19 +71,22 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def patch_norms(model: nn.Module) -> int:
+def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
     """Replace the norms of a loaded transformers model, and additions before them, by ours; all of them or none.
+
+    Args:
+        model_type: the family of a part of a model, such as one decoder layer, which has no config of its own to say it.
 
     Returns:
         How many norm modules are patched now. 0 for a model that is left alone, with a warning that says why.
     """
     if hasattr(model, _STATE):
         return sum(1 for module, *_ in getattr(model, _STATE) if _is_norm(module))
-    reason = why_not_patched(model)
+    reason = why_not_patched(model, model_type)
     if reason is not None:
         warnings.warn(f"norms are left as they are: {reason}", stacklevel=2)
         return 0
-    family = FAMILIES[model.config.model_type]
+    family = FAMILIES[model_type or model.config.model_type]
     patches: list[tuple[nn.Module, str, object]] = []
     count = 0
     for module in model.modules():
@@ -110,9 +113,9 @@ def unpatch_norms(model: nn.Module) -> None:
         delattr(model, _STATE)
 
 
-def why_not_patched(model: nn.Module) -> str | None:
-    """Why `patch_norms` would leave this model alone, in a few words; None if it would not."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+def why_not_patched(model: nn.Module, model_type: str | None = None) -> str | None:
+    """Why `patch_norms` would leave this model alone, in a few words; None if it would not. Arguments as there."""
+    model_type = model_type or getattr(getattr(model, "config", None), "model_type", None)
     reason = why_not_family(model_type)
     if reason is not None:
         return reason
