@@ -69,14 +69,15 @@ def least_work(config: RunConfig, spec: ModelSpec, ranks: Ranks, weight_bytes: i
     """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
 
     Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. What is idle is
-    taken off at its size in the model's dtype, which an engine may not exceed: the bound errs to the low side.
+    taken off at its unquantized size, which an engine may not exceed: the bound errs to the low side.
     """
     model = spec.outline
     idle = _idle_parameters(model, spec)
-    active = sum(p.numel() for p in model.parameters()) - idle
+    idle_bytes = sum(numel * dtype.itemsize for numel, dtype in idle)
+    active = sum(p.numel() for p in model.parameters()) - sum(numel for numel, _ in idle)
     batch = config.batch_size // ranks.world_size
     kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len // 2)
-    return LeastWork(device_bytes=max(0, weight_bytes - idle * spec.dtype.itemsize) + kv, flops=2 * active * batch)
+    return LeastWork(device_bytes=max(0, weight_bytes - idle_bytes) + kv, flops=2 * active * batch)
 
 
 def decode_limits(rates: Rates, moved: dict[str, int | None], work: LeastWork, on_gpu: bool, steps: int, decode_s: float) -> dict[str, Any]:
@@ -131,15 +132,15 @@ def link_use_of(loaded: LoadedModel) -> dict[str, float] | None:
     return None if use is None else vars(use) | {"gbps_while_busy": use.copied_bytes / use.busy_s / 1e9 if use.busy_s else None}
 
 
-def _idle_parameters(model, spec: ModelSpec) -> int:
-    """Parameters that a token of one sequence does not touch: rows of an embedding, experts that are not chosen."""
+def _idle_parameters(model, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
+    """Elements, with their dtype, that a token of one sequence does not touch: rows of an embedding, experts not chosen."""
     head = model.get_output_embeddings()
-    idle = sum(module.weight.numel() for module in model.modules()
-               if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight))
+    idle = [(module.weight.numel(), module.weight.dtype) for module in model.modules()
+            if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight)]
     config = spec.text_config
     experts = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or experts
     if experts:
-        idle += sum(p.numel() * (experts - chosen) // experts for name, p in model.named_parameters()
-                    if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2))
+        idle += [(p.numel() * (experts - chosen) // experts, p.dtype) for name, p in model.named_parameters()
+                 if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2)]
     return idle

@@ -41,7 +41,7 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
 def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
     """Fill the layer store, place the rest on the device, and hook the ring into the model."""
     model = empty_model(spec)
-    scheme = _scheme(config)
+    scheme = _scheme(config, spec)
     group = new_group(ranks)  # first: what its buffers take is not free for layers
     residency = _residency(config, spec, ranks, model, agreed=True)
     if scheme is not None and ranks.device.type == "cuda":
@@ -173,13 +173,13 @@ class LayerFeeder:
         return end
 
 
-def _scheme(config: RunConfig) -> GroupQuantization | None:
-    return GroupQuantization(config.quant_bits, config.quant_group_size) if config.quantized else None
+def _scheme(config: RunConfig, spec: ModelSpec) -> GroupQuantization | None:
+    return GroupQuantization(config.quant_bits, config.quant_group_size, spec.dtype) if config.quantized else None
 
 
 def _residency(config: RunConfig, spec: ModelSpec, ranks: Ranks, model, agreed: bool = False) -> Residency:
     """What lives where; `agreed`: by the rank with the least free memory, so that all stream the same layers."""
-    scheme = _scheme(config)
+    scheme = _scheme(config, spec)
     if scheme is not None:
         _check_groups(model, scheme)
     layouts, outside = lay_out_layers(model, scheme, ranks.world_size)
@@ -199,7 +199,8 @@ def _check_groups(model, scheme: GroupQuantization) -> None:
     prefix, layers = decoder_layers(model)
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
-            if parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS and not scheme.can_quantize(parameter):
+            wide = parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
+            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
                 raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 
