@@ -19,7 +19,7 @@ from zero_inference.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured in this process. `link_gbps` and `disk_gbps` add up all ranks at once, the others are one device's.
+    """Measured in this process. `link_gbps` adds up all ranks at once, `disk_gbps` all nodes; the others are one device's.
 
     GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. None: does not apply, or
     the device had no room left to measure it.
@@ -41,21 +41,26 @@ class LeastWork:
 
 
 def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Rates:
-    """About a second. All ranks copy at the same time, as they do while they run."""
+    """About a second, and more for a disk. All ranks copy at the same time, as they do while they run; so do all nodes read."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)  # an engine may still be filling its buffers
     ranks.barrier()
     on_gpu = ranks.device.type == "cuda"
     one = host_to_device_gbps(ranks.device, pinned=True, seconds=0.4)
     link = ranks.total(int(one * 1e6)) / 1e6
-    disk = None
-    if config.disk_offload:
-        if ranks.is_first:
-            disk = disk_read_gbps(config.offload_path)
-        disk = (ranks.total(int((disk or 0) * 1e6)) / 1e6) or None
     return Rates(link_gbps=link, link_kind="host to device, pinned" if on_gpu else "host memory copy",
                  device_copy_gbps=_if_there_is_room(lambda: device_copy_gbps(ranks.device)) if on_gpu else 2 * one,
-                 matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1)), disk_gbps=disk)
+                 matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1)),
+                 disk_gbps=_disks_gbps(config, ranks) if config.disk_offload else None)
+
+
+def _disks_gbps(config: RunConfig, ranks: Ranks) -> float | None:
+    """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
+    ranks.barrier()
+    mine = disk_read_gbps(config.offload_path) if ranks.local_rank == 0 else 0.0
+    unknown = ranks.maximum([float(mine is None)])[0]
+    total = ranks.total(int((mine or 0.0) * 1e6)) / 1e6
+    return None if unknown else total
 
 
 def _if_there_is_room(measure: Callable[[], float]) -> float | None:
