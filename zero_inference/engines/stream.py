@@ -17,7 +17,7 @@ from zero_inference.engines.base import Footprint, LoadedModel, group_size_refus
 from zero_inference.extension import load_extension
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.sizes import activation_bytes, kv_cache_bytes
+from zero_inference.models.sizes import activation_bytes, kv_cache_bytes, kv_layer_bytes
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_cache import SLOTS
@@ -184,12 +184,11 @@ def _residency(config: RunConfig, spec: ModelSpec, ranks: Ranks, model, agreed: 
         _check_groups(model, scheme)
     layouts, outside = lay_out_layers(model, scheme, ranks.world_size)
     room = None
-    if ranks.device.type == "cuda":
+    free = ranks.free_device_bytes(agreed)
+    if free is not None:
         batch = config.batch_size // ranks.world_size or 1
-        kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len)
-        kv = SLOTS * kv // spec.text_config.num_hidden_layers if config.kv_offload else kv
-        free = torch.cuda.mem_get_info(ranks.device)[0]
-        free = int(ranks.minimum(free)) if agreed else free
+        length = config.prompt_len + config.gen_len
+        kv = SLOTS * kv_layer_bytes(spec, batch, length) if config.kv_offload else kv_cache_bytes(spec, batch, length)
         room = free - outside - kv - activation_bytes(spec, batch, config.prompt_len) - RESERVE_BYTES
     return decide_residency(layouts, outside, room, config.gpu_memory, config.ring_depth, ranks.world_size)
 
