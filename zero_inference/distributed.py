@@ -51,6 +51,15 @@ class Ranks:
         dist.all_reduce(tensor)
         return int(tensor.item())
 
+    def free_device_bytes(self, agreed: bool = False) -> int | None:
+        """Free memory of this rank's device, None where nothing limits it (a CPU).
+
+        Args:
+            agreed: the least of all ranks; a collective, for what all of them have to decide alike.
+        """
+        free = device_free_bytes(self.device)
+        return int(self.minimum(free)) if agreed and free is not None else free
+
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Concatenate equally shaped `rows` [b, n] of all ranks along dim 0, in rank order, on the host."""
         if self.world_size == 1:
@@ -70,6 +79,11 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+
+def device_free_bytes(device: torch.device) -> int | None:
+    """Bytes that CUDA says are free on `device`, None for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def detect_ranks(local_rank: int | None = None) -> Ranks:

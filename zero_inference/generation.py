@@ -58,14 +58,14 @@ class Measurement:
 
 
 def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, warmup: int, ranks: Ranks,
-            make_cache: Callable[[], Any] | None = None, before_measuring: Callable[[], None] = lambda: None,
+            make_cache: Callable[[], Any] | None = None, around_loops: Callable[[], None] = lambda: None,
             progress: Callable[[str], None] = lambda line: None, warmup_spread: float | None = None) -> Measurement:
     """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
 
     Args:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
         make_cache: gives the cache of a loop; None leaves it to transformers.
-        before_measuring: called once between warm-up and the measured loops (resets the peaks).
+        around_loops: called before each measured loop and behind the last one.
         warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
     """
     use_repeatable_attention()
@@ -80,10 +80,11 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
             measurement.warmed_up = settled(measurement.warmup_s, warmup_spread)
             if measurement.warmed_up:
                 break
-    before_measuring()
     for number in range(loops):
+        around_loops()
         loop, measurement.output_ids = one(f"loop {number + 1}/{loops}")
         measurement.loops.append(loop)
+    around_loops()
     measurement.output_ids = ranks.gather_rows(measurement.output_ids)
     return measurement
 

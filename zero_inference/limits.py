@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
 from typing import Any, Callable, TypeVar
 
@@ -10,8 +11,9 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import LoadedModel
+from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gbps, matmul_tflops
-from zero_inference.link.copy import Rate, host_to_device
+from zero_inference.link.copy import Rate, host_to_device_rounds, rate_of
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
@@ -19,11 +21,11 @@ from zero_inference.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured in this process. `link_gbps` and `disk_gbps` add up all ranks at once, the others are one device's.
+    """Measured in this process. `link_gbps` adds up all ranks at once, `disk_gbps` all nodes; the others are one device's.
 
-    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far apart
-    the slowest and the fastest measurement of the link were, as a share of `link_gbps`. None: does not apply, or the device had
-    no room left to measure it.
+    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far the
+    link's rounds lay apart, as a share of `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no room left
+    to measure it.
     """
 
     link_gbps: float
@@ -42,45 +44,78 @@ class LeastWork:
     flops: int
 
 
-def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Rates:
-    """About a second. All ranks copy at the same time, as they do while they run."""
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)  # an engine may still be filling its buffers
-    ranks.barrier()
+class LinkRate:
+    """The links of all ranks, measured at the same time and as often as asked; all rounds together give the rate.
+
+    A host is often shared: the links of two GPUs gave 104 to 111 GB/s within minutes on one that was, so that a rate from before
+    the loops alone can be one that they exceed or never had.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.rounds: list[float] = []
+
+    def measure(self, seconds: float) -> None:
+        """Add the rounds of about so many seconds. All ranks call it together."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)  # an engine may still be filling its buffers
+        self.ranks.barrier()
+        self.rounds += _if_there_is_room(lambda: host_to_device_rounds(self.ranks.device, pinned=True, seconds=seconds)) or []
+
+    def of_all(self) -> Rate:
+        """The sum over the ranks, which call it together. Raises RunError where no device had room for a measurement."""
+        if not self.rounds:
+            raise RunError("the device has no room left to measure its link (256 MiB); lower --batch-size or --gpu-memory.")
+        return Rate(*(self.ranks.total(int(value * 1e6)) / 1e6 for value in rate_of(self.rounds)))
+
+
+class AroundLoops:
+    """Called before each measured loop and behind the last: the link is measured there, in the minutes in which the loops run, and
+    the peak of device memory is read, which that measurement must not raise.
+
+    Attributes:
+        peak_gpu_bytes: most device memory of this rank during the loops; None without a device.
+    """
+
+    def __init__(self, link: LinkRate):
+        self.link, self.device = link, link.ranks.device
+        self.peak_gpu_bytes: int | None = None
+
+    def __call__(self) -> None:
+        if self.device.type != "cuda":
+            return  # there is no link
+        first = self.peak_gpu_bytes is None
+        self.peak_gpu_bytes = 0 if first else max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
+        self.link.measure(seconds=0.2)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate) -> Rates:
+    """About a second, and more for a disk. All ranks copy at the same time, as they do while they run; so do all nodes read."""
     on_gpu = ranks.device.type == "cuda"
-    link = _link_of_all(ranks)
-    disk = None
-    if config.disk_offload:
-        if ranks.is_first:
-            disk = disk_read_gbps(config.offload_path)
-        disk = (ranks.total(int((disk or 0) * 1e6)) / 1e6) or None
-    return Rates(link_gbps=link.gb_per_s, link_spread=link.spread_gb_per_s / link.gb_per_s,
+    link.measure(seconds=0.4)
+    rate = link.of_all()
+    return Rates(link_gbps=rate.gb_per_s, link_spread=rate.spread_gb_per_s / rate.gb_per_s,
                  link_kind="host to device, pinned" if on_gpu else "host memory copy",
                  device_copy_gbps=(_if_there_is_room(lambda: device_copy_gbps(ranks.device)) if on_gpu
-                                   else 2 * link.gb_per_s / ranks.world_size),
-                 matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1)), disk_gbps=disk)
+                                   else 2 * rate.gb_per_s / ranks.world_size),
+                 matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1)),
+                 disk_gbps=_disks_gbps(config, ranks) if config.disk_offload else None)
 
 
-def _link_of_all(ranks: Ranks) -> Rate:
-    """The links of all ranks at once, added up."""
-    mine = host_to_device(ranks.device, pinned=True, seconds=0.4)
-    return Rate(*(ranks.total(int(value * 1e6)) / 1e6 for value in mine))
+def with_link(rates: Rates, link: LinkRate) -> Rates:
+    """`rates` with the link's rate of all rounds so far. All ranks call it together."""
+    rate = link.of_all()
+    return replace(rates, link_gbps=rate.gb_per_s, link_spread=rate.spread_gb_per_s / rate.gb_per_s)
 
 
-def link_again(rates: Rates, ranks: Ranks) -> Rates:
-    """The link measured once more behind the loops: a limit is the most that was seen, and the spread covers both.
-
-    What else a host does changes from minute to minute, so a rate from before the loops alone can be one that they exceed.
-    """
-    if ranks.device.type != "cuda":
-        return rates
+def _disks_gbps(config: RunConfig, ranks: Ranks) -> float | None:
+    """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
     ranks.barrier()
-    again = _if_there_is_room(lambda: _link_of_all(ranks))
-    if again is None:
-        return rates
-    link = max(rates.link_gbps, again.gb_per_s)
-    spread = max(rates.link_gbps * rates.link_spread, again.spread_gb_per_s, abs(rates.link_gbps - again.gb_per_s))
-    return replace(rates, link_gbps=link, link_spread=spread / link)
+    mine = disk_read_gbps(config.offload_path) if ranks.local_rank == 0 else 0.0
+    unknown = ranks.maximum([float(mine is None)])[0]
+    total = ranks.total(int((mine or 0.0) * 1e6)) / 1e6
+    return None if unknown else total
 
 
 T = TypeVar("T")
@@ -97,21 +132,24 @@ def least_work(config: RunConfig, spec: ModelSpec, ranks: Ranks, weight_bytes: i
     """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
 
     Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. What is idle is
-    taken off at its size in the model's dtype, which an engine may not exceed: the bound errs to the low side.
+    taken off at its unquantized size, which an engine may not exceed: the bound errs to the low side.
     """
     model = spec.outline
     idle = _idle_parameters(model, spec)
-    active = sum(p.numel() for p in model.parameters()) - idle
+    idle_bytes = sum(numel * dtype.itemsize for numel, dtype in idle)
+    active = sum(p.numel() for p in model.parameters()) - sum(numel for numel, _ in idle)
     batch = config.batch_size // ranks.world_size
     kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len // 2)
-    return LeastWork(device_bytes=max(0, weight_bytes - idle * spec.dtype.itemsize) + kv, flops=2 * active * batch)
+    return LeastWork(device_bytes=max(0, weight_bytes - idle_bytes) + kv, flops=2 * active * batch)
 
 
-def decode_limits(rates: Rates, moved: dict[str, int | None], work: LeastWork, on_gpu: bool, steps: int, decode_s: float) -> dict[str, Any]:
+def decode_limits(rates: Rates, moved: dict[str, int | None], ahead_bytes: int, work: LeastWork, on_gpu: bool, steps: int,
+                  decode_s: float) -> dict[str, Any]:
     """The record's `limit`: the rates, the least time of a step by each of them, which one binds, and the share reached.
 
     Args:
         moved: bytes that crossed link and disk in a step, counted over all ranks.
+        ahead_bytes: those of the decode's bytes that had crossed before its first step, over all ranks. The link does not owe them.
     """
     floors = {}
     if rates.device_copy_gbps:
@@ -122,10 +160,13 @@ def decode_limits(rates: Rates, moved: dict[str, int | None], work: LeastWork, o
         floors["link"] = moved["host_to_device_bytes_per_step"] / (rates.link_gbps * 1e9)
     if rates.disk_gbps and moved["disk_read_bytes_per_step"]:
         floors["disk"] = moved["disk_read_bytes_per_step"] / (rates.disk_gbps * 1e9)
-    bound_by = max(floors, key=floors.get, default=None)
-    floor = floors.get(bound_by, 0.0) * steps or None
-    return vars(rates) | {"floor_step_s": floors, "bound_by": bound_by if floor else None, "floor_decode_s": floor,
-                          "fraction_of_limit": floor / decode_s if floor else None}
+    in_all = {name: step_s * steps for name, step_s in floors.items()}
+    if "link" in in_all:
+        in_all["link"] = max(0.0, in_all["link"] - ahead_bytes / (rates.link_gbps * 1e9))
+    bound_by = max(in_all, key=in_all.get, default=None)
+    floor = in_all.get(bound_by) or None
+    return vars(rates) | {"link_ahead_bytes": ahead_bytes, "floor_step_s": floors, "bound_by": bound_by if floor else None,
+                          "floor_decode_s": floor, "fraction_of_limit": floor / decode_s if floor else None}
 
 
 def in_words(limit: dict[str, Any], moved: dict[str, int | None], on_gpu: bool) -> str:
@@ -159,15 +200,15 @@ def link_use_of(loaded: LoadedModel) -> dict[str, float] | None:
     return None if use is None else vars(use) | {"gbps_while_busy": use.copied_bytes / use.busy_s / 1e9 if use.busy_s else None}
 
 
-def _idle_parameters(model, spec: ModelSpec) -> int:
-    """Parameters that a token of one sequence does not touch: rows of an embedding, experts that are not chosen."""
+def _idle_parameters(model, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
+    """Elements, with their dtype, that a token of one sequence does not touch: rows of an embedding, experts not chosen."""
     head = model.get_output_embeddings()
-    idle = sum(module.weight.numel() for module in model.modules()
-               if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight))
+    idle = [(module.weight.numel(), module.weight.dtype) for module in model.modules()
+            if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight)]
     config = spec.text_config
     experts = next((n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0)
     chosen = getattr(config, "num_experts_per_tok", None) or experts
     if experts:
-        idle += sum(p.numel() * (experts - chosen) // experts for name, p in model.named_parameters()
-                    if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2))
+        idle += [(p.numel() * (experts - chosen) // experts, p.dtype) for name, p in model.named_parameters()
+                 if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2)]
     return idle

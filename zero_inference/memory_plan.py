@@ -11,15 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Sequence
 
-import torch
-
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import Footprint
 from zero_inference.environment import available_host_bytes
 from zero_inference.errors import UsageError
-from zero_inference.models.sizes import activation_bytes, kv_cache_bytes
+from zero_inference.models.sizes import activation_bytes, kv_cache_bytes, kv_layer_bytes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_cache import SLOTS
 from zero_inference.offload.kv_cache import other_layer_types
@@ -48,11 +46,10 @@ def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
     local = ranks.local_world_size
     batch = config.batch_size // ranks.world_size or 1
     kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len)
-    layers = spec.text_config.num_hidden_layers
     device = weights.device + activation_bytes(spec, batch, config.prompt_len)
     host, pinned = weights.host, weights.pinned
     if config.kv_offload:
-        device += SLOTS * kv // layers
+        device += SLOTS * kv_layer_bytes(spec, batch, config.prompt_len + config.gen_len)
         host += kv
         pinned += kv if config.pin_kv_cache else 0
     else:
@@ -60,7 +57,7 @@ def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
     on_cuda = ranks.device.type == "cuda"
     needs = []
     if on_cuda:
-        needs.append(Need("device memory (each GPU)", device, torch.cuda.mem_get_info(ranks.device)[0]))
+        needs.append(Need("device memory (each GPU)", device, ranks.free_device_bytes()))
     else:
         host += device
     needs.append(Need("host memory", host * local, available_host_bytes()))

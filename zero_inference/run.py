@@ -151,17 +151,19 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         loaded.facts |= apply_norm_kernels(config.norm_kernels, no_kernels, loaded.model, progress.say)
         if loaded.facts.get("not_quantized"):
             _warn_not_quantized(loaded, progress)
-        rates = limits.measure_rates(config, spec, ranks)
+        link = limits.LinkRate(ranks)
+        rates = limits.measure_rates(config, spec, ranks, link)
+        around = limits.AroundLoops(link)
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
         caches = _cache_maker(config, spec, loaded)
         measurement = generation.measure(
             loaded, ids[share], config.gen_len, config.loops, config.warmup, ranks, caches,
-            before_measuring=lambda: _reset_peak(ranks), progress=progress.update, warmup_spread=config.warmup_spread)
+            around_loops=around, progress=progress.update, warmup_spread=config.warmup_spread)
         if measurement.warmed_up is False:
             progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
                          f"{config.warmup_spread:.0%}")
-        rates = limits.link_again(rates, ranks)
-        measured.update(_results(config, spec, ranks, loaded, measurement, rates), model_bytes=full_bytes, load_s=load_s)
+        rates = limits.with_link(rates, link)
+        measured.update(_results(config, spec, ranks, loaded, measurement, rates, around.peak_gpu_bytes), model_bytes=full_bytes, load_s=load_s)
         if warning := steadiness.warning_of(measured):
             progress.say(warning)
         if config.trace:
@@ -186,14 +188,15 @@ def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Pro
 
 
 def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
-             rates: limits.Rates) -> dict[str, Any]:
+             rates: limits.Rates, peak_gpu: int | None) -> dict[str, Any]:
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     last = measurement.loops[-1]
     moved = {name: None if getattr(last, name) is None else ranks.total(int(getattr(last, name)))
              for name in ("host_to_device_bytes_per_step", "device_to_host_bytes_per_step", "disk_read_bytes_per_step")}
     work = limits.least_work(config, spec, ranks, loaded.weight_bytes)
-    peak_gpu = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
+    link_use = limits.link_use_of(loaded)
+    ahead = ranks.total(link_use["ahead_bytes"] if link_use else 0)
     peaks = ranks.maximum([float(peak_gpu or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
     return {
         "cache_bytes": cache_bytes(spec.config, batch, config.prompt_len + config.gen_len),
@@ -216,8 +219,8 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "output_ids_sha256": output_ids_sha256(measurement.output_ids),
         "transfers": moved,
         "decode_weights_gbps": loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
-        "limit": limits.decode_limits(rates, moved, work, ranks.device.type == "cuda", steps, decode_s),
-        "link_use": limits.link_use_of(loaded),
+        "limit": limits.decode_limits(rates, moved, ahead, work, ranks.device.type == "cuda", steps, decode_s),
+        "link_use": link_use,
         "device": str(ranks.device.type),
     }
 
@@ -403,11 +406,6 @@ def _warn_not_quantized(loaded: LoadedModel, progress: Progress) -> None:
     names = loaded.facts["not_quantized"]
     progress.say(f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: {', '.join(names[:3])}"
                  + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else ""))
-
-
-def _reset_peak(ranks: Ranks) -> None:
-    if ranks.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(ranks.device)
 
 
 def _quiet_libraries(verbose: int) -> None:

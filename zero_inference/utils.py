@@ -101,30 +101,37 @@ def text_config(config: Any) -> Any:
 
 
 def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
-    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, width] per layer.
+    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
 
-    The width is h, and `num_key_value_heads * head_dim` where there are fewer KV heads than attention heads.
+    This is the log's figure. What a model really caches can differ (latent attention, layers that share a cache): see
+    `zero_inference.models.sizes.kv_cache_bytes`.
     """
     config = text_config(config)
-    width = config.hidden_size
+    return 2 * batch_size * seq_len * config.num_hidden_layers * kv_width(config) * 2
+
+
+def kv_width(config: Any) -> int:
+    """Elements of K, and as many of V, of one position in one layer.
+
+    `num_key_value_heads * head_dim` of a text config that names its heads; these may be wider than h (gemma-7b) or narrower.
+    Any other object has only h.
+    """
     heads = getattr(config, "num_attention_heads", None)
-    kv_heads = _kv_heads(config)
-    if heads and kv_heads and kv_heads < heads:
-        head_dim = getattr(config, "head_dim", None) or width // heads
-        width = kv_heads * head_dim
-    return 2 * batch_size * seq_len * config.num_hidden_layers * width * 2
+    if not heads:
+        return config.hidden_size
+    return _kv_heads(config, heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-def _kv_heads(config: Any) -> int | None:
-    """KV heads that are cached, None where the config does not say."""
+def _kv_heads(config: Any, heads: int) -> int:
+    """KV heads that are cached, of `heads` attention heads."""
     kv_heads = getattr(config, "num_key_value_heads", None)
     if kv_heads is not None:
         return kv_heads
     # Falcon-7B and StarCoder say it with a flag. Falcon's newer layout repeats K and V to all
-    # attention heads before it caches them, so there h is right.
+    # attention heads before it caches them.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
-    return None
+    return heads
 
 
 def hidden_bytes(config: Any, batch_size: int, seq_len: int) -> int:

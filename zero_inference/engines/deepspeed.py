@@ -18,7 +18,7 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import Footprint, LoadedModel, Transfers
-from zero_inference.engines.ds_config import build_ds_config, layer_sizes, layers_ahead
+from zero_inference.engines.ds_config import build_ds_config, layer_sizes, layers_ahead, swappable
 from zero_inference.engines.ds_modules import build_modules, check_aio, use_private_folder
 from zero_inference.engines.ds_quantization import (QuantizationPlan, QuantizedFunctionals, plan_quantization,
                                                     quantize_parameter)
@@ -39,12 +39,13 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     """
     _prepare_environment(config, ranks)
     model = spec.outline
-    plan = _plan(config, model)
+    plan = _plan(config, spec, model)
     _, layers = decoder_layers(model)
     if config.disk_offload:
         check_aio(config.use_gds)
         if not config.dry_run:  # the plan has a line for it
-            check_offload_folder(config.offload_path, _disk_bytes(model, layers, plan) * ranks.local_world_size // ranks.world_size)
+            needed = _disk_bytes(model, layers, plan, spec.dtype) * ranks.local_world_size // ranks.world_size
+            check_offload_folder(config.offload_path, needed)
     _ds_config(config, spec, model, layers, plan, ranks, config.offload_path)
 
 
@@ -58,7 +59,7 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
                   speak=ranks.is_first and config.verbose > 0)
     deepspeed.init_distributed(verbose=False)  # wraps the process group that is there
     model = empty_model(spec)
-    plan = _plan(config, model)
+    plan = _plan(config, spec, model)
     _, layers = decoder_layers(model)
     releases = ExitStack()
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
@@ -76,10 +77,10 @@ def _load_into(config, spec, ranks, progress, model, plan, layers, workspace, re
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
-    ds_config = _ds_config(config, spec, model, layers, plan, ranks, workspace.path if workspace else None)
+    ds_config = _ds_config(config, spec, model, layers, plan, ranks, workspace.path if workspace else None, agreed=True)
     context = deepspeed.zero.Init(config_dict_or_path=ds_config)
     transfers = Transfers()
-    store = _Store(context, plan, model, layers, ds_config["zero_optimization"], ranks, transfers)
+    store = _Store(context, plan, model, layers, ds_config["zero_optimization"], spec.dtype, ranks, transfers)
     load_weights(model, spec, config.seed, ranks.device, store.adopt, progress)
     model.to(ranks.device)  # buffers; the parameters are empty shells by now
     set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=lambda kind: kind.__name__))
@@ -99,32 +100,33 @@ def _load_into(config, spec, ranks, progress, model, plan, layers, workspace, re
 def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
     """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says."""
     _prepare_environment(config, ranks)
-    plan = _plan(config, model)
+    plan = _plan(config, spec, model)
     _, layers = decoder_layers(model)
     zero = _ds_config(config, spec, model, layers, plan, ranks, config.offload_path)["zero_optimization"]
-    stored = {name: (plan.packed_numel(name, p) if plan else p.numel()) for name, p in model.named_parameters()}
-    width = spec.dtype.itemsize
-    small = sum(n for n in stored.values() if n <= zero["stage3_param_persistence_threshold"])
-    live = min(zero["stage3_max_live_parameters"], sum(stored.values())) + small
-    unpacked = max((p.numel() for name, p in model.named_parameters() if plan and name in plan.names), default=0)
-    share = sum(stored.values()) * width // ranks.world_size
-    device = (live + unpacked) * width
+    stored = [(plan.packed_numel(name, p) if plan else p.numel(), p.element_size()) for name, p in model.named_parameters()]
+    elements, total = sum(n for n, _ in stored), sum(n * width for n, width in stored)
+    small = sum(n * width for n, width in stored if n <= zero["stage3_param_persistence_threshold"])
+    live = min(zero["stage3_max_live_parameters"], elements) * total // elements + small
+    unpacked = max((p.numel() * p.element_size() for name, p in model.named_parameters() if plan and name in plan.names), default=0)
+    share = total // ranks.world_size
+    device = live + unpacked
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and ranks.device.type == "cuda"
     if config.offload == "gpu":
         return Footprint(device=device + share)
     if config.cpu_offload:
         return Footprint(device=device, host=share, pinned=share if pinned else 0)
-    disk = _disk_bytes(model, layers, plan) // ranks.world_size
+    disk = _disk_bytes(model, layers, plan, spec.dtype) // ranks.world_size
     offload = zero["offload_param"]
-    buffers = offload["buffer_size"] * offload["buffer_count"] * width
+    buffers = offload["buffer_size"] * offload["buffer_count"] * spec.dtype.itemsize
     return Footprint(device=device, host=share - disk + buffers, pinned=buffers + (share - disk if pinned else 0), disk=disk)
 
 
 class _Store:
     """Takes parameters over one by one: quantizes them on the device and gives ZeRO-3 its partition of each."""
 
-    def __init__(self, context, plan: QuantizationPlan | None, model, layers, zero: dict, ranks: Ranks, transfers: Transfers):
-        self.context, self.plan, self.ranks, self.transfers = context, plan, ranks, transfers
+    def __init__(self, context, plan: QuantizationPlan | None, model, layers, zero: dict, dtype: torch.dtype, ranks: Ranks,
+                 transfers: Transfers):
+        self.context, self.plan, self.dtype, self.ranks, self.transfers = context, plan, dtype, ranks, transfers
         offload = zero.get("offload_param", {})
         self.device = offload.get("device", "none")
         self.pinned = bool(offload.get("pin_memory")) and ranks.device.type == "cuda"
@@ -144,10 +146,12 @@ class _Store:
         parameter.partition(has_been_updated=True)
 
     def _waits_in_host_memory(self, name: str, parameter: torch.nn.Parameter) -> bool:
-        """All that is offloaded; with NVMe only the large weights outside the layers.
+        """All that is offloaded; with NVMe only the large weights outside the layers, and what is not `swappable`.
 
         An NVMe buffer holds one parameter and all are as large as the largest: an embedding there would multiply them.
         """
+        if self.device == "nvme" and not swappable(parameter, self.dtype):
+            return True
         if parameter.ds_numel <= self.persistent_numel or self.device == "none":
             return False
         return self.device == "cpu" or name not in self.in_layers
@@ -196,19 +200,19 @@ def _counted_gather(gather, transfers: Transfers):
     return counted
 
 
-def _plan(config: RunConfig, model) -> QuantizationPlan | None:
+def _plan(config: RunConfig, spec: ModelSpec, model) -> QuantizationPlan | None:
     if not config.quantized:
         return None
     return plan_quantization(model, {"num_bits": config.quant_bits, "group_size": config.quant_group_size, "group_dim": 1,
-                                     "symmetric": False})
+                                     "symmetric": False}, spec.dtype)
 
 
-def _ds_config(config: RunConfig, spec: ModelSpec, model, layers, plan, ranks: Ranks, nvme_path) -> dict:
-    sizes = layer_sizes(model, layers, plan.packed_numel if plan else lambda _, parameter: parameter.numel())
-    free = torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda" else None
+def _ds_config(config: RunConfig, spec: ModelSpec, model, layers, plan, ranks: Ranks, nvme_path, agreed: bool = False) -> dict:
+    """The resolved configuration; `agreed`: by the rank with the least free memory, for ranks that fetch together."""
+    sizes = layer_sizes(model, layers, plan.packed_numel if plan else lambda _, parameter: parameter.numel(), spec.dtype)
     pin = config.pin_memory if config.pin_memory is not None else ranks.device.type == "cuda"
     merged = build_ds_config(config, spec.dtype, sizes, ranks.world_size, pin,
-                             layers_ahead(sizes, spec.dtype.itemsize, free), nvme_path)
+                             layers_ahead(sizes, ranks.free_device_bytes(agreed)), nvme_path)
     _check_by_deepspeed(merged, config.ds_config)
     return merged
 
@@ -231,8 +235,8 @@ def _check_by_deepspeed(merged: dict, path: str | None) -> None:
         raise UsageError(f"--ds-config {path}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
 
 
-def _disk_bytes(model, layers, plan: QuantizationPlan | None) -> int:
-    inside = {id(p) for layer in layers for p in layer.parameters()}
+def _disk_bytes(model, layers, plan: QuantizationPlan | None, dtype: torch.dtype) -> int:
+    inside = {id(p) for layer in layers for p in layer.parameters() if swappable(p, dtype)}
     return sum((plan.packed_numel(name, p) if plan else p.numel()) * p.element_size()
                for name, p in model.named_parameters() if id(p) in inside)
 

@@ -21,44 +21,49 @@ LAYERS_AHEAD = 3  # each costs a layer of device memory
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a model as stored, in elements of the model's dtype, before they are split over ranks.
+    """Sizes of a model as stored, in elements, before they are split over ranks.
 
     Attributes:
         layer: the largest decoder layer.
-        largest_in_layer: the largest parameter of a decoder layer.
-        parameters_per_layer: how many parameters of a layer are large enough to be swapped.
+        layer_bytes: the same in bytes.
+        largest_in_layer: the largest parameter of a decoder layer that can be swapped (see `swappable`).
+        parameters_per_layer: how many matrices of a layer can be swapped.
         largest_outside: the largest parameter that is not in a decoder layer (embedding, head).
         largest_vector: the largest one-dimensional parameter (biases, norms): these stay on the device.
     """
 
     layer: int
+    layer_bytes: int
     largest_in_layer: int
     parameters_per_layer: int
     largest_outside: int
     largest_vector: int
 
 
-def layer_sizes(model, layers: torch.nn.ModuleList, packed_numel) -> LayerSizes:
-    """Measure a (meta) model; `packed_numel(name, parameter)` is how many elements a parameter has as stored."""
-    inside: dict[int, int] = {}
-    per_layer, counts = [], []
+def swappable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether ZeRO-3 can keep `parameter` of a layer on NVMe: its buffers have one dtype, the model's."""
+    return parameter.dtype == dtype
+
+
+def layer_sizes(model, layers: torch.nn.ModuleList, packed_numel, dtype: torch.dtype) -> LayerSizes:
+    """Measure a (meta) model of `dtype`; `packed_numel(name, parameter)` is how many elements a parameter has as stored."""
     numel = {id(p): packed_numel(name, p) for name, p in model.named_parameters()}
-    for layer in layers:
-        own = {id(p): numel[id(p)] for p in layer.parameters() if id(p) in numel}
-        inside.update(own)
-        per_layer.append(sum(own.values()))
-        counts.append(sum(1 for p in layer.parameters() if p.dim() > 1))
-    outside = [n for key, n in numel.items() if key not in inside]
-    vectors = [p.numel() for p in model.parameters() if p.dim() == 1]
-    return LayerSizes(layer=max(per_layer), largest_in_layer=max(inside.values()), parameters_per_layer=max(counts),
-                      largest_outside=max(outside, default=0), largest_vector=max(vectors, default=0))
+    own = [list(layer.parameters()) for layer in layers]
+    inside = {id(p) for parameters in own for p in parameters}
+    swapped = [[p for p in parameters if swappable(p, dtype)] for parameters in own]
+    return LayerSizes(layer=max(sum(numel[id(p)] for p in parameters) for parameters in own),
+                      layer_bytes=max(sum(numel[id(p)] * p.element_size() for p in parameters) for parameters in own),
+                      largest_in_layer=max(numel[id(p)] for parameters in swapped for p in parameters),
+                      parameters_per_layer=max(sum(p.dim() > 1 for p in parameters) for parameters in swapped),
+                      largest_outside=max((n for key, n in numel.items() if key not in inside), default=0),
+                      largest_vector=max((p.numel() for p in model.parameters() if p.dim() == 1), default=0))
 
 
-def layers_ahead(sizes: LayerSizes, element_bytes: int, free_device_bytes: int | None) -> int:
+def layers_ahead(sizes: LayerSizes, free_device_bytes: int | None) -> int:
     """How many layers to prefetch: three, or what half of the free device memory holds, but at least one."""
     if free_device_bytes is None:
         return LAYERS_AHEAD
-    fit = int(free_device_bytes * 0.5 / (sizes.layer * element_bytes)) - 1
+    fit = int(free_device_bytes * 0.5 / sizes.layer_bytes) - 1
     return max(1, min(LAYERS_AHEAD, fit))
 
 

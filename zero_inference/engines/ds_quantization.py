@@ -25,8 +25,9 @@ class QuantizationPlan:
     Attributes:
         settings: DeepSpeed's quantized_initialization block.
         names: parameters that are quantized.
-        skipped: matrices (and larger) that are not, because DeepSpeed quantizes only nn.Linear and nn.Embedding.
-        fraction: share of the unquantized weight bytes that is quantized.
+        skipped: matrices (and larger) that are not, because DeepSpeed quantizes only nn.Linear and nn.Embedding, or because
+            their family keeps them in float32.
+        fraction: share of the elements that is quantized.
     """
 
     settings: dict
@@ -35,15 +36,15 @@ class QuantizationPlan:
     fraction: float = 0.0
 
     def packed_numel(self, name: str, parameter: torch.Tensor) -> int:
-        """Elements of the model's dtype that `parameter` takes as stored: packed values, then scales and minima."""
+        """Elements of its dtype that `parameter` takes as stored: packed values, then scales and minima."""
         if name not in self.names:
             return parameter.numel()
         packed_bytes = parameter.numel() * self.settings["num_bits"] // 8
         return packed_bytes // parameter.element_size() + 2 * (parameter.numel() // self.settings["group_size"])
 
 
-def plan_quantization(model: nn.Module, settings: dict) -> QuantizationPlan:
-    """Decide by layer type, as DeepSpeed does.
+def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
+    """Decide by layer type, as DeepSpeed does, and leave alone what is not in `dtype`, the model's own.
 
     Raises:
         UsageError: a weight's last dimension is not a multiple of the group size, or too odd to pack.
@@ -52,7 +53,7 @@ def plan_quantization(model: nn.Module, settings: dict) -> QuantizationPlan:
     size = settings["group_size"]
     chosen: set[int] = set()
     for module_name, module in model.named_modules():
-        if type(module) in QUANTIZED_LAYERS and module.weight is not None:
+        if type(module) in QUANTIZED_LAYERS and module.weight is not None and module.weight.dtype == dtype:
             chosen.add(id(module.weight))
             last = module.weight.shape[-1]
             packing = module.weight.element_size() * 8 // settings["num_bits"]

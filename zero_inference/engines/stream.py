@@ -17,7 +17,7 @@ from zero_inference.engines.base import Footprint, LoadedModel, group_size_refus
 from zero_inference.extension import load_extension
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.sizes import activation_bytes, kv_cache_bytes
+from zero_inference.models.sizes import activation_bytes, kv_cache_bytes, kv_layer_bytes
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_cache import SLOTS
@@ -41,7 +41,7 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
 def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
     """Fill the layer store, place the rest on the device, and hook the ring into the model."""
     model = empty_model(spec)
-    scheme = _scheme(config)
+    scheme = _scheme(config, spec)
     group = new_group(ranks)  # first: what its buffers take is not free for layers
     residency = _residency(config, spec, ranks, model, agreed=True)
     if scheme is not None and ranks.device.type == "cuda":
@@ -146,7 +146,7 @@ class LayerFeeder:
 
         def begin(module, args) -> None:
             if index == 0:
-                self.timeline.forward_begins()
+                self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
             slot = None if resident else self.ring.acquire(index)
             self.timeline.layer_begins(index)
             if layout.workspace_bytes:
@@ -173,23 +173,22 @@ class LayerFeeder:
         return end
 
 
-def _scheme(config: RunConfig) -> GroupQuantization | None:
-    return GroupQuantization(config.quant_bits, config.quant_group_size) if config.quantized else None
+def _scheme(config: RunConfig, spec: ModelSpec) -> GroupQuantization | None:
+    return GroupQuantization(config.quant_bits, config.quant_group_size, spec.dtype) if config.quantized else None
 
 
 def _residency(config: RunConfig, spec: ModelSpec, ranks: Ranks, model, agreed: bool = False) -> Residency:
     """What lives where; `agreed`: by the rank with the least free memory, so that all stream the same layers."""
-    scheme = _scheme(config)
+    scheme = _scheme(config, spec)
     if scheme is not None:
         _check_groups(model, scheme)
     layouts, outside = lay_out_layers(model, scheme, ranks.world_size)
     room = None
-    if ranks.device.type == "cuda":
+    free = ranks.free_device_bytes(agreed)
+    if free is not None:
         batch = config.batch_size // ranks.world_size or 1
-        kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len)
-        kv = SLOTS * kv // spec.text_config.num_hidden_layers if config.kv_offload else kv
-        free = torch.cuda.mem_get_info(ranks.device)[0]
-        free = int(ranks.minimum(free)) if agreed else free
+        length = config.prompt_len + config.gen_len
+        kv = SLOTS * kv_layer_bytes(spec, batch, length) if config.kv_offload else kv_cache_bytes(spec, batch, length)
         room = free - outside - kv - activation_bytes(spec, batch, config.prompt_len) - RESERVE_BYTES
     return decide_residency(layouts, outside, room, config.gpu_memory, config.ring_depth, ranks.world_size)
 
@@ -199,7 +198,8 @@ def _check_groups(model, scheme: GroupQuantization) -> None:
     prefix, layers = decoder_layers(model)
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
-            if parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS and not scheme.can_quantize(parameter):
+            wide = parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
+            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
                 raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Rate(NamedTuple):
-    """A measured rate: the median of rounds, and how far apart the fastest and the slowest round were, both in GB/s."""
+    """A measured rate in GB/s: the median of rounds, and the distance between their 10th and 90th percentile."""
 
     gb_per_s: float
     spread_gb_per_s: float
@@ -39,43 +39,49 @@ def kind_of(device: torch.device) -> str:
     return "host link" if device.type == "cuda" else "host memory copy"
 
 
+def rate_of(rounds: list[float]) -> Rate:
+    """The rate that `rounds` (GB/s) give together; at least two."""
+    tenths = statistics.quantiles(rounds, n=10, method="inclusive")
+    return Rate(statistics.median(rounds), tenths[-1] - tenths[0])
+
+
 def host_to_device_gbps(device: torch.device, pinned: bool, seconds: float = 0.5) -> float:
-    """Median GB/s of copies from host memory, page-locked where `pinned`, to `device`. Raises RunError as `host_to_device`."""
-    return host_to_device(device, pinned, seconds).gb_per_s
+    """Median GB/s of copies from host memory, page-locked where `pinned`, to `device`. Raises as `host_to_device_rounds`."""
+    return statistics.median(host_to_device_rounds(device, pinned, seconds))
 
 
-def host_to_device(device: torch.device, pinned: bool, seconds: float = 0.5) -> Rate:
-    """The rate of copies from host memory, page-locked where `pinned`, to `device`.
+def host_to_device_rounds(device: torch.device, pinned: bool, seconds: float = 0.5) -> list[float]:
+    """GB/s of each round, three or more, of copies from host memory, page-locked where `pinned`, to `device`.
 
     Raises:
         RunError: the host memory is not there, or may not be page-locked.
     """
-    return _rate([(_device_block(device), _host_block(device, pinned))], seconds)
+    return _rounds([(_device_block(device), _host_block(device, pinned))], seconds)
 
 
 def device_to_host_gbps(device: torch.device, pinned: bool = True, seconds: float = 0.5) -> float:
-    """Median GB/s of copies from `device` to host memory. Raises RunError as `host_to_device_gbps`."""
-    return _rate([(_host_block(device, pinned), _device_block(device))], seconds).gb_per_s
+    """Median GB/s of copies from `device` to host memory. Raises RunError as `host_to_device_rounds`."""
+    return statistics.median(_rounds([(_host_block(device, pinned), _device_block(device))], seconds))
 
 
 def both_directions_gbps(device: torch.device, seconds: float = 0.5) -> float:
     """Median GB/s of page-locked copies to and from `device` at the same time, as much each way; the sum of both.
 
     The slower direction ends the round, so twice the slower one's rate is the most that can come out.
-    Raises RunError as `host_to_device_gbps`.
+    Raises RunError as `host_to_device_rounds`.
     """
     down = _device_block(device), _host_block(device, pinned=True)
     up = _host_block(device, pinned=True), _device_block(device)
-    return _rate([down, up], seconds).gb_per_s
+    return statistics.median(_rounds([down, up], seconds))
 
 
 def several_devices_gbps(devices: Sequence[torch.device], seconds: float = 0.5) -> float:
     """Median GB/s of page-locked copies from host memory to all of `devices` at the same time; the sum over them.
 
     As much goes to each, and the slowest ends the round: what ranks that wait for each other get.
-    Raises RunError as `host_to_device_gbps`.
+    Raises RunError as `host_to_device_rounds`.
     """
-    return _rate([(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds).gb_per_s
+    return statistics.median(_rounds([(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds))
 
 
 def while_copying(device: torch.device, read: Callable[[], T]) -> T:
@@ -98,7 +104,7 @@ def _device_block(device: torch.device) -> torch.Tensor:
     return torch.full((BLOCK_BYTES,), 3, dtype=torch.uint8, device=device)
 
 
-def _rate(pairs: list[Pair], seconds: float) -> Rate:
+def _rounds(pairs: list[Pair], seconds: float) -> list[float]:
     on_cuda = any(tensor.is_cuda for pair in pairs for tensor in pair)
     measure = _CudaRound(pairs) if on_cuda else _HostRound(pairs)
     measure()
@@ -107,7 +113,7 @@ def _rate(pairs: list[Pair], seconds: float) -> Rate:
     while len(rates) < 3 or time.perf_counter() < stop:
         moved, spent = measure()
         rates.append(moved / spent / 1e9)
-    return Rate(statistics.median(rates), max(rates) - min(rates))
+    return rates
 
 
 class _CudaRound:

@@ -16,6 +16,7 @@ from torch import nn
 from zero_inference.errors import UsageError
 from zero_inference.micro.flops import BlockShape
 from zero_inference.models.preset_table import find_preset
+from zero_inference.utils import kv_width
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 BERT_LARGE = dict(model_type="bert", hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
@@ -136,7 +137,7 @@ def shape_of(config) -> BlockShape:
     names = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
     inner = next((size for name in names if isinstance(size := getattr(config, name, None), int)), 4 * config.hidden_size)
     return BlockShape(hidden=config.hidden_size, query=heads * width,
-                      key=(getattr(config, "num_key_value_heads", None) or heads) * width, inner=inner,
+                      key=kv_width(config), inner=inner,
                       matrices=3 if config.model_type == "llama" else 2, causal=FAMILIES[config.model_type][1])
 
 

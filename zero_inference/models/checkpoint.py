@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import re
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -15,21 +16,26 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zero_inference.errors import RunError
 from zero_inference.models.dummy import fill_dummy
 from zero_inference.models.files import checkpoint_files, few
-from zero_inference.models.skeleton import unique_parameter_names
+from zero_inference.models.skeleton import replace_everywhere, unique_parameter_names
 from zero_inference.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
 
 
 def load_weights(model, spec: ModelSpec, seed: int, device: torch.device, adopt: Adopt,
                  progress: Progress = lambda done: None) -> None:
-    """Give every parameter of an `empty_model` its values, and hand each to `adopt(name, parameter)` once.
+    """Give every parameter of an `empty_model` its values in its dtype, and hand each to `adopt(name, parameter)` once.
+
+    Persistent buffers that the checkpoint holds are set in the model, in host memory. One that it lacks keeps the value that
+    the model starts with, as in transformers, and a warning says so; dummy weights leave all buffers as they are.
 
     Args:
         device: where dummy weights are drawn; checkpoint weights come in host memory.
@@ -37,7 +43,7 @@ def load_weights(model, spec: ModelSpec, seed: int, device: torch.device, adopt:
         progress: called with the bytes of each parameter that was adopted.
 
     Raises:
-        RunError: a file is damaged, a parameter is missing or has another shape.
+        RunError: a file is damaged, a parameter is missing, or a tensor has another shape.
     """
     if spec.dummy:
         _draw_weights(model, seed, device, adopt, progress)
@@ -51,7 +57,7 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         drawn = nn.Parameter(fill_dummy(values, name, seed), requires_grad=False)
         size = drawn.numel() * drawn.element_size()
-        _replace_everywhere(model, parameter, drawn)
+        replace_everywhere(model, parameter, drawn)
         adopt(name, drawn)
         progress(size)
 
@@ -62,10 +68,11 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     _resolve_ties(model, where)
     convert = _converter(model, spec.dtype)
     adopted: set[int] = set()
+    unset = set(model.state_dict())
     for group in _group_by_layer(where):
         _check_readable(group)
         with _opened(group) as tensors:  # and closed behind it: pages of a mapped file count as memory of the process
-            convert(tensors, folder)
+            unset &= convert(tensors, folder)
         del tensors
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and id(parameter) not in adopted:
@@ -80,6 +87,15 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     if missing:
         raise RunError(f"{folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
                        "or a shard is missing.")
+    _warn_of_buffers(model, folder, unset)
+
+
+def _warn_of_buffers(model, folder: Path, unset: set[str]) -> None:
+    """Say which persistent buffers of `unset` stay as the model made them, unless its family expects that."""
+    ignored = "|".join(f"({pattern})" for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or [])
+    names = [name for name, _ in model.named_buffers() if name in unset and not (ignored and re.search(ignored, name))]
+    if names and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning("warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.", folder, few(names))
 
 
 def _resolve_ties(model, where: dict[str, Path]) -> None:
@@ -104,7 +120,8 @@ def _resolve_ties(model, where: dict[str, Path]) -> None:
             setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
 
 
-def _converter(model, dtype: torch.dtype):
+def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], set[str]]:
+    """What reads a group of tensors into the model, and returns the names of the model's tensors that were not in it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -113,7 +130,8 @@ def _converter(model, dtype: torch.dtype):
     transformers_logging.disable_progress_bar()
     mapping = get_model_conversion_mapping(model)
 
-    def convert(tensors: dict[str, Any], folder: Path) -> None:
+    def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
+        # a tensor is cast to the dtype of its place in the skeleton where that is not `dtype`, which makes a plan of dtypes needless
         load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
         try:
             info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
@@ -125,6 +143,7 @@ def _converter(model, dtype: torch.dtype):
         if info.conversion_errors:
             name, reason = next(iter(info.conversion_errors.items()))
             raise RunError(f"{folder}: {name} cannot be converted ({str(reason).strip().splitlines()[-1]}).")
+        return info.missing_keys
 
     return convert
 
@@ -186,10 +205,3 @@ def return_free_memory() -> None:
     """Give freed heap memory back to the system (glibc): it keeps what gaps of finished work left, layer after layer."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _replace_everywhere(model, old: nn.Parameter, new: nn.Parameter) -> None:
-    for module in model.modules():
-        for key, value in module._parameters.items():
-            if value is old:
-                module._parameters[key] = new

@@ -1,4 +1,4 @@
-"""A model without weights: every parameter on the meta device, every buffer real."""
+"""A model without weights: every parameter on the meta device, every buffer real, each in the dtype it will have."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from zero_inference.models.spec import ModelSpec
 
 
 def empty_model(spec: ModelSpec):
-    """Build the model of `spec` with parameters on the meta device, in `spec.dtype`, tied weights tied.
+    """Build the model of `spec` with parameters on the meta device, tied weights tied.
 
-    Buffers (rotary frequencies, position ids, masks) are computed for real, because no checkpoint holds them.
+    Parameters are in `spec.dtype`, or in the dtype that transformers keeps them in (see `_apply_dtype_plan`). Buffers are
+    computed for real, because most are in no checkpoint (rotary frequencies, position ids, masks).
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -23,9 +24,42 @@ def empty_model(spec: ModelSpec):
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"--model {spec.name}: transformers cannot build it as a causal language model ({first[:200]}).") from error
     model.tie_weights()
+    _apply_dtype_plan(model, spec.dtype)
     model.generation_config = GenerationConfig()  # no sampling, forced tokens or stop words of the checkpoint's own
     model.requires_grad_(False)
     return model.eval()
+
+
+def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters and persistent buffers the dtype that `from_pretrained` would load them in.
+
+    A family may keep some in float32 (the scores that choose experts, in float16 also norms); transformers says which by
+    patterns of names. The loader casts each tensor to the dtype found here.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = {pattern: kept for pattern, kept in model._get_dtype_plan(dtype).items() if kept != dtype}
+    if not plan:
+        return
+    pattern, pattern_of_group, _ = build_glob_alternation(list(plan))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found = pattern.search(name)
+        if found is None or not torch.is_tensor(tensor) or not tensor.is_floating_point():
+            continue
+        kept = plan[pattern_of_group[found.lastgroup]]
+        if isinstance(tensor, torch.nn.Parameter):
+            replace_everywhere(model, tensor, torch.nn.Parameter(tensor.data.to(kept), requires_grad=False))
+        else:
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, tensor.to(kept))
+
+
+def replace_everywhere(model: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+    """Put `new` in each place of `model` that holds `old`, so that tied weights stay tied."""
+    for module in model.modules():
+        for key, value in module._parameters.items():
+            if value is old:
+                module._parameters[key] = new
 
 
 def unique_parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:

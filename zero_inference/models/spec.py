@@ -63,6 +63,19 @@ class ModelSpec:
 
         return empty_model(self)
 
+    @cached_property
+    def kv_widths(self) -> list[int]:
+        """Elements of keys and values together that a position adds to the cache, of each layer that keeps any.
+
+        What the model itself puts in a cache, see `kv_widths_of`: latent attention caches other widths than its heads have, and
+        layers may differ, share a cache or keep none. Where a model cannot tell, the heads of its config do.
+        """
+        from zero_inference.models.sizes import kv_widths_of
+        from zero_inference.utils import kv_width
+
+        widths = kv_widths_of(self.outline)
+        return [2 * kv_width(self.text_config)] * self.text_config.num_hidden_layers if widths is None else widths
+
     def checkpoint_folder(self) -> Path:
         """The local folder with the weights, fetched from the hub if need be (rank by rank, through its lock).
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from zero_inference.distributed import Ranks
+from zero_inference.errors import RunError
 from zero_inference.offload.host_memory import host_empty
 from zero_inference.offload.layout import LayerLayout, Piece
 from zero_inference.offload.quantization import GroupQuantization, quantize
@@ -28,9 +29,13 @@ class LayerStore:
         """Store parameter `name` of `layer`, quantized on the device if its layout says so.
 
         Raises:
-            RunError: host memory is out, or may not be page-locked.
+            RunError: host memory is out or may not be page-locked, or `values` do not fill the place laid out for them.
         """
         stored = self.layouts[layer][name]
+        found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)
+        if found != expected:
+            raise RunError(f"layer {layer}: {name} is {found[1]} {list(found[0])} and its place is for {expected[1]} "
+                           f"{list(expected[0])}; use weights that fit the model's config.json.")
         tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)
         run = self._run(layer)
         for piece, tensor in zip(stored.pieces, tensors):

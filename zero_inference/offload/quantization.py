@@ -26,10 +26,13 @@ class GroupQuantization:
     Attributes:
         bits: of a code, 8 or 4.
         group_size: elements with one scale and minimum; even for 4 bits.
+        dtype: of the weights that are quantized, None for any. A model's own dtype here leaves alone what its family keeps in
+            float32, which is what 16 bits are too few for.
     """
 
     bits: int
     group_size: int
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _check_scheme(self.bits, self.group_size)
@@ -39,8 +42,12 @@ class GroupQuantization:
         return (1 << self.bits) - 1
 
     def can_quantize(self, weight: torch.Tensor) -> bool:
-        """Whether `weight` is a matrix (or fused experts, 3-D) in float16, bfloat16 or float32 with rows of whole groups."""
-        return weight.dtype in DTYPES and weight.dim() >= 2 and weight.shape[-1] % self.group_size == 0
+        """Whether `weight` is a matrix (or fused experts, 3-D) of a dtype to quantize, with rows of whole groups."""
+        return self.is_for(weight) and weight.dim() >= 2 and weight.shape[-1] % self.group_size == 0
+
+    def is_for(self, weight: torch.Tensor) -> bool:
+        """Whether `weight` has a dtype to quantize: `dtype`, or float16, bfloat16 or float32 where that is None."""
+        return weight.dtype in (DTYPES if self.dtype is None else (self.dtype,))
 
     def packed_bytes(self, numel: int) -> int:
         """Bytes of the codes of `numel` elements.

@@ -55,6 +55,7 @@ class LinkUse:
         step_start_s: the host was selecting a token and preparing the next step, and every layer it had asked for was there.
         host_late_s: the host was late with anything else.
         copied_bytes: bytes of this rank in `busy_s`.
+        ahead_bytes: bytes of the decode steps' layers that this rank had copied when the prefill's last layer was computed.
     """
 
     steps: int
@@ -63,6 +64,7 @@ class LinkUse:
     host_late_s: float
     step_start_s: float
     copied_bytes: int
+    ahead_bytes: int
 
 
 def within(most: float, value: float) -> float:
@@ -83,10 +85,15 @@ class Timeline:
         self.origin = self.streams.recorded(self.streams.current())
         self.forward = -1
         self.asked = 0  # copies in this call of the model
+        self.ahead: list[Copy] = []  # those of the first decode step that were asked for before it
+        self.prefill_end: Any = None
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, pending: int) -> None:
+        """A call of the model, for which `pending` layers have been asked already."""
         self.forward += 1
         self.asked = 0
+        if self.forward == 1 and pending:
+            self.ahead, self.prefill_end = list(self.copies)[-pending:], self.layers[-1].end
 
     def latest_layer(self) -> LayerSpan | None:
         return self.layers[-1] if self.layers else None
@@ -122,7 +129,15 @@ class Timeline:
                 else:
                     host_late += spent
         return LinkUse(decode[-1].forward - decode[0].forward + 1, busy, slot_wait, host_late, step_start,
-                       sum(copy.nbytes for copy in decode[1:]))
+                       sum(copy.nbytes for copy in decode[1:]), self._ahead_bytes())
+
+    def _ahead_bytes(self) -> int:
+        """Copies that were half done count by the share of their time."""
+        total = 0.0
+        for copy in self.ahead:
+            spent = self._between(copy.start, copy.end)
+            total += copy.nbytes * (within(spent, self._between(copy.start, self.prefill_end)) / spent if spent else 1.0)
+        return int(total)
 
     def write_chrome_trace(self, path: Path) -> None:
         """Write what is kept as a Chrome trace: a row each for copies, layers and all-gathers. Times in microseconds.

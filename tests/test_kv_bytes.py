@@ -1,0 +1,85 @@
+"""The bytes of the KV cache, against what a real model of each family puts into its cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_inference import utils
+from zero_inference.models.sizes import kv_cache_bytes, kv_layer_bytes, kv_widths_of
+from zero_inference.models.spec import ModelSpec
+from zero_inference.offload.kv_cache import DeviceKVCache
+
+BATCH, LENGTH = 3, 5
+SMALL = dict(hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=103,
+             max_position_embeddings=64)
+MLA = dict(SMALL, moe_intermediate_size=32, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+           topk_group=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8,
+           v_head_dim=12)
+BY_HEADS = {  # the log's formula is exact
+    "opt": dict(SMALL, model_type="opt", word_embed_proj_dim=48),
+    "bloom": dict(model_type="bloom", hidden_size=48, n_layer=3, n_head=4, vocab_size=103),
+    "llama": dict(SMALL, model_type="llama", num_key_value_heads=2),
+    "llama-narrow-heads": dict(SMALL, model_type="llama", num_key_value_heads=4, head_dim=10),
+    "qwen3-wide-heads": dict(SMALL, model_type="qwen3", num_key_value_heads=2, head_dim=32),
+    "gemma": dict(SMALL, model_type="gemma", num_key_value_heads=4, head_dim=16),
+    "gpt_neox": dict(SMALL, model_type="gpt_neox"),
+    "mixtral": dict(SMALL, model_type="mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "falcon-one-kv-head": dict(SMALL, model_type="falcon", multi_query=True, new_decoder_architecture=False),
+    "falcon-grouped": dict(SMALL, model_type="falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "gpt_bigcode": dict(SMALL, model_type="gpt_bigcode", multi_query=True),
+}
+BY_THE_MODEL = {  # only the model knows
+    "deepseek_v3": dict(MLA, model_type="deepseek_v3"),
+    "deepseek_v2": dict(MLA, model_type="deepseek_v2"),
+    "layers-that-share": dict(SMALL, model_type="gemma3n_text", num_hidden_layers=10, num_key_value_heads=2, head_dim=16,
+                              num_kv_shared_layers=5, vocab_size_per_layer_input=103),
+    "layers-of-two-widths": dict(SMALL, model_type="mimo_v2_flash", num_key_value_heads=2, head_dim=16, v_head_dim=8),
+    "no-keys-and-values": dict(model_type="mamba", hidden_size=48, num_hidden_layers=2, vocab_size=103),
+}
+
+
+def spec_of(config) -> ModelSpec:
+    return ModelSpec(name="small", config=config, folder=None, hub_name=None, dtype=torch.float32, dummy=True)
+
+
+def cached_layers(config) -> list[int]:
+    """Bytes of keys and values of each layer after a real forward in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+    with torch.no_grad():
+        if config.model_type == "mamba":
+            layers = model(ids, use_cache=True).cache_params.layers
+        else:
+            layers = model(ids, past_key_values=DeviceKVCache(config, LENGTH), use_cache=True).past_key_values.layers
+    return [layer.nbytes() if hasattr(layer, "nbytes") else 0 for layer in layers]
+
+
+@pytest.mark.parametrize("name", [*BY_HEADS, *BY_THE_MODEL])
+def test_kv_bytes_are_those_of_a_real_cache(name):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**(BY_HEADS | BY_THE_MODEL)[name])
+    layers = cached_layers(config)
+    spec = spec_of(config)
+    assert (sum(layers) > 0) == (name != "no-keys-and-values")
+    assert kv_cache_bytes(spec, BATCH, LENGTH) == sum(layers)
+    assert kv_layer_bytes(spec, BATCH, LENGTH) == max(layers)
+    if name in BY_HEADS:
+        assert utils.cache_bytes(config, BATCH, LENGTH) == sum(layers) // 2, "the log counts 2 bytes an element"
+
+
+def test_a_model_that_looks_at_values_is_counted_by_its_heads():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**BY_HEADS["gemma"])
+    spec = spec_of(config)
+
+    def looks_at_values(module, args, kwargs):
+        return bool(kwargs["input_ids"].sum() > 0) and None
+
+    spec.outline.register_forward_pre_hook(looks_at_values, with_kwargs=True)
+    assert kv_widths_of(spec.outline) is None
+    assert kv_cache_bytes(spec, BATCH, LENGTH) == sum(cached_layers(config))

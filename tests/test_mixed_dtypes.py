@@ -1,0 +1,230 @@
+"""What a family keeps in float32, and in buffers, reaches every engine: the same experts and tokens as transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from conftest import VOCAB
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from zero_inference.config import RunConfig
+from zero_inference.distributed import Ranks, detect_ranks, start_process_group
+from zero_inference.engines import engine_module
+from zero_inference.engines.base import parameter_bytes
+from zero_inference.engines.ds_quantization import plan_quantization
+from zero_inference.errors import RunError
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import resolve_model
+from zero_inference.offload.layer_store import LayerStore
+from zero_inference.offload.layout import lay_out
+
+BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8
+COMMON = dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+              max_position_embeddings=128, tie_word_embeddings=False)
+FAMILIES = {  # a buffer, parameters, and norms that only float16 keeps
+    "deepseek_v3": dict(COMMON, model_type="deepseek_v3", num_key_value_heads=4, n_routed_experts=EXPERTS, num_experts_per_tok=2,
+                        n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=16,
+                        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20),
+    "ernie4_5_moe": dict(COMMON, model_type="ernie4_5_moe", num_key_value_heads=2, moe_num_experts=EXPERTS, moe_k=2,
+                         moe_num_shared_experts=1, moe_layer_start_index=1),
+    "gpt_oss": dict(COMMON, model_type="gpt_oss", num_key_value_heads=2, head_dim=16, num_local_experts=EXPERTS,
+                    num_experts_per_tok=2),
+}
+KEPT = {"deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias", "ernie4_5_moe": "model.layers.1.mlp.gate.weight",
+        "gpt_oss": "model.layers.1.input_layernorm.weight"}
+WAYS = {
+    "resident": {"engine": "resident"},
+    "stream": {"engine": "stream", "gpu_memory": 0},
+    "stream-resident": {"engine": "stream", "gpu_memory": 1},
+    "accelerate-cpu": {"engine": "accelerate", "cpu_offload": True},
+    "accelerate-disk": {"engine": "accelerate", "disk_offload": True},
+    "deepspeed": {},
+    "deepspeed-cpu": {"cpu_offload": True},
+    "deepspeed-disk": {"disk_offload": True},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """family -> folder of a float32 checkpoint whose experts are chosen by differences that 16 bits round away."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            torch.manual_seed(5)
+            config = AutoConfig.for_model(**FAMILIES[family], vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            with torch.no_grad():
+                for name, tensor in model.state_dict().items():
+                    if "e_score_correction_bias" in name:
+                        tensor.copy_(14 + 0.03 * torch.rand_like(tensor))
+                    elif "gate.weight" in name:
+                        tensor.normal_(0.0, 0.001)
+                    elif tensor.dim() > 1:
+                        tensor.normal_(0.0, 0.05 if "embed" in name else 0.2)
+            made[family] = tmp_path_factory.mktemp(family) / "model"
+            model.save_pretrained(made[family], max_shard_size="200KB")
+        return made[family]
+
+    return get
+
+
+def load(folder, **options):
+    config = RunConfig(**{"model": str(folder), "batch_size": BATCH, "prompt_len": PROMPT, "gen_len": GEN} | options).validate()
+    ranks = detect_ranks()
+    spec = resolve_model(config, "cpu")
+    start_process_group(ranks)
+    engine = engine_module(config.engine)
+    engine.check(config, spec, ranks)
+    engine.footprint(config, spec, ranks, spec.outline)
+    return engine.load(config, spec, ranks), spec
+
+
+def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The experts that each router chose for each token, in order of the calls, and the greedy ids of `model`."""
+    from transformers import GenerationConfig
+
+    chosen: list[torch.Tensor] = []
+    hooks = [module.register_forward_hook(lambda module, args, output: chosen.append(output[-1].sort(-1).values.clone()))
+             for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    ids = random_ids(0, BATCH, PROMPT, VOCAB)
+    settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, PROMPT:]
+    for hook in hooks:
+        hook.remove()
+    assert len(chosen) == 2 * GEN
+    return chosen, output
+
+
+def plain(folder, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_experts_and_tokens_are_those_of_from_pretrained(family, dtype, way, checkpoint, tmp_path):
+    folder = checkpoint(family)
+    model = plain(folder, getattr(torch, dtype))
+    experts, ids = choices(model)
+    disk = {"offload_dir": str(tmp_path)} if "disk" in way else {}
+    loaded, spec = load(folder, dtype=dtype, **WAYS[way], **disk)
+    found_experts, found_ids = choices(loaded.model)
+    assert same(found_experts, experts) and torch.equal(found_ids, ids)
+    assert loaded.weight_bytes == parameter_bytes(model) == parameter_bytes(spec.outline)
+    loaded.close()
+    if dtype == "bfloat16":
+        for name, tensor in model.state_dict().items():
+            if tensor.dtype == torch.float32:
+                tensor.copy_(tensor.bfloat16())
+        assert not same(choices(model)[0], experts), "a checkpoint whose rounding changes nothing would prove nothing"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_tensor_has_the_dtype_and_bits_of_from_pretrained(family, dtype, checkpoint):
+    expected = plain(checkpoint(family), getattr(torch, dtype)).state_dict()
+    loaded, spec = load(checkpoint(family), engine="resident", dtype=dtype)
+    found = loaded.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in expected.items()}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    kept = dtype == "float16" or family != "gpt_oss" or dtype == "float32"
+    assert found[KEPT[family]].dtype == (torch.float32 if kept else torch.bfloat16)
+    drawn = load(checkpoint(family), engine="resident", dtype=dtype, dummy=True)[0].model.state_dict()
+    assert {name: tensor.dtype for name, tensor in drawn.items()} == {name: tensor.dtype for name, tensor in expected.items()}
+
+
+def test_a_buffer_that_the_checkpoint_lacks_keeps_its_initial_value_and_is_named(checkpoint, tmp_path, caplog):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source = checkpoint("deepseek_v3")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    shard = folder / index["weight_map"][KEPT["deepseek_v3"]]
+    tensors = load_file(shard)
+    del tensors[KEPT["deepseek_v3"]], index["weight_map"][KEPT["deepseek_v3"]]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with caplog.at_level(logging.WARNING, "zero_inference"):
+        loaded, _ = load(folder, engine="resident", dtype="float32")
+    name = KEPT["deepseek_v3"]
+    assert torch.equal(loaded.model.get_buffer(name), plain(folder, torch.float32).get_buffer(name))
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("zero_inference")]
+    assert len(warnings) == 1 and name in warnings[0] and "initial values" in warnings[0]
+    caplog.clear()
+    load(checkpoint("deepseek_v3"), engine="resident", dtype="float32")
+    assert not [record for record in caplog.records if record.name.startswith("zero_inference")]
+
+
+@pytest.mark.parametrize("way", ["stream", "deepspeed-cpu"])
+def test_a_matrix_that_is_kept_in_float32_is_not_quantized(way, checkpoint):
+    loaded, _ = load(checkpoint("ernie4_5_moe"), dtype="bfloat16", quant_bits=8, quant_group_size=32, **WAYS[way])
+    assert KEPT["ernie4_5_moe"] in loaded.facts["not_quantized"]
+    assert loaded.facts["quantized_fraction"] > (0.75 if way == "stream" else 0.3), "DeepSpeed leaves fused experts as they are"
+    gate = loaded.model.get_parameter(KEPT["ernie4_5_moe"])
+    assert gate.dtype == torch.float32
+    with torch.no_grad():
+        assert loaded.model(random_ids(0, BATCH, PROMPT, VOCAB)).logits.isfinite().all()
+    loaded.close()
+    # too odd for the group size, which must not matter for what is not quantized
+    layer = nn.ModuleDict({"gate": nn.Linear(48, 8, dtype=torch.float32), "proj": nn.Linear(64, 8, dtype=torch.bfloat16)})
+    plan = plan_quantization(layer, {"num_bits": 8, "group_size": 32}, torch.bfloat16)
+    assert plan.names == {"proj.weight"} and plan.skipped == ["gate.weight"]
+
+
+def test_a_tensor_that_does_not_fill_its_place_is_refused():
+    layer = nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)
+    store = LayerStore([lay_out(layer, set(), None, 1)], set(), Ranks(0, 1, 0, 1, torch.device("cpu")), pinned=False)
+    for values in (torch.ones(8, 64), torch.ones(8, 32, dtype=torch.bfloat16)):
+        with pytest.raises(RunError, match="layer 0: weight is .* and its place is for torch.bfloat16"):
+            store.put(0, "weight", values, None)
+    store.put(0, "weight", layer.weight.detach(), None)
+    assert torch.equal(store.layouts[0]["weight"].plain.of(store.runs[0]), layer.weight)
+
+
+def test_the_skeleton_says_the_stored_dtype_of_tied_parameters_too(checkpoint):
+    spec = resolve_model(RunConfig(model=str(checkpoint("ernie4_5_moe")), engine="resident", dtype="bfloat16").validate(), "cpu")
+    spec.config.tie_word_embeddings = True
+    model = empty_model(spec)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+
+
+def test_a_large_matrix_in_float32_waits_in_host_memory_while_its_layer_is_on_nvme(tmp_path):
+    """DeepSpeed's NVMe buffers have one dtype; this router is large enough to be swapped (1 MiB)."""
+    from transformers import AutoConfig
+
+    wide = dict(FAMILIES["ernie4_5_moe"], hidden_size=1024, moe_num_experts=528, moe_intermediate_size=8, num_hidden_layers=2)
+    config = AutoConfig.for_model(**wide, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config.save_pretrained(tmp_path / "model")
+    ids = random_ids(0, 1, PROMPT, VOCAB)
+    logits = []
+    for options in ({"engine": "resident"}, {"disk_offload": True, "offload_dir": str(tmp_path / "offload")}):
+        loaded, spec = load(tmp_path / "model", dtype="bfloat16", dummy=True, **options)
+        with torch.no_grad():
+            logits.append(loaded.model(ids).logits)
+        if "disk_offload" in options:
+            router = loaded.model.get_parameter(KEPT["ernie4_5_moe"])
+            assert router.dtype == router.ds_tensor.dtype == torch.float32 and router.ds_tensor.final_location is None
+            expert = loaded.model.get_parameter("model.layers.1.mlp.experts.down_proj")
+            assert expert.ds_tensor.final_location is not None
+        loaded.close()
+    assert torch.equal(*logits)

@@ -1,0 +1,86 @@
+"""What ranks must decide or measure together, tried by two real processes that see different things."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, free_port
+
+PRELUDE = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from zero_inference import distributed, limits
+from zero_inference.config import RunConfig
+from zero_inference.engines import deepspeed as engine
+from zero_inference.models.spec import resolve_model
+rank = int(os.environ["RANK"])
+ranks = distributed.detect_ranks()
+"""
+PREFETCH = PRELUDE + """
+free = [1 << 34, 300_000][rank]  # bytes; a decoder layer has 0.2 MB
+distributed.device_free_bytes = lambda device: free
+config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_size=2, prompt_len=8, gen_len=4).validate()
+spec = resolve_model(config, "cpu")
+distributed.start_process_group(ranks)
+if rank == 1:  # what a plan asks is asked of one rank alone, and must wait for nobody
+    engine.footprint(config, spec, ranks, spec.outline)
+engine.check(config, spec, ranks)
+loaded = engine.load(config, spec, ranks)
+ids = torch.arange(8).view(1, 8) + 3
+output = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+zero = loaded.facts["ds_config"]["zero_optimization"]
+print("RESULT", json.dumps({"free": ranks.free_device_bytes(), "zero": zero, "ids": output.tolist()}))
+loaded.close()
+"""
+DISKS = PRELUDE + """
+measured = []
+
+def disk_read_gbps(folder):
+    measured.append(real(folder, file_bytes=64 << 20))
+    return measured[-1]
+
+real, limits.disk_read_gbps = limits.disk_read_gbps, disk_read_gbps
+config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
+distributed.start_process_group(ranks)
+rates = limits.measure_rates(config, resolve_model(config, "cpu"), ranks, limits.LinkRate(ranks))
+print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gbps}))
+"""
+
+
+def two_ranks(program: str, argument, per_node: int) -> list[dict]:
+    """The results of `program` in two gloo processes, `per_node` of which a launcher would have started on one node."""
+    common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE=str(per_node),
+                  CUDA_VISIBLE_DEVICES="", PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])
+    processes = [subprocess.Popen([sys.executable, "-c", program, str(argument)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                  text=True, env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank % per_node))) for rank in (0, 1)]
+    try:
+        outputs = [process.communicate(timeout=200) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    lines = [line for out, _ in outputs for line in out.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+def test_ranks_with_different_free_memory_resolve_one_zero3_configuration(checkpoints):
+    first, second = two_ranks(PREFETCH, checkpoints("llama"), per_node=2)
+    assert (first["free"], second["free"]) == (1 << 34, 300_000)
+    assert first["zero"] == second["zero"] and first["ids"] == second["ids"]
+    layer = 2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
+    assert first["zero"]["stage3_prefetch_bucket_size"] == layer, "as deep as the fuller device allows"
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_the_disk_rate_is_the_sum_of_the_nodes(per_node, tmp_path):
+    first, second = two_ranks(DISKS, tmp_path, per_node)
+    assert first["nodes"] == 2 // per_node
+    assert (len(first["measured"]), len(second["measured"])) == (1, 1 if per_node == 1 else 0)
+    rates = first["measured"] + second["measured"]
+    expected = None if None in rates else pytest.approx(sum(rates), abs=1e-5)
+    assert first["disk_gbps"] == expected and second["disk_gbps"] == expected
