@@ -10,6 +10,7 @@ import torch
 from conftest import VOCAB
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import GenerationConfig
 
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group
@@ -22,6 +23,7 @@ from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.offload.layer_store import LayerStore
 from zero_inference.offload.layout import lay_out
+from zero_inference.records import output_ids_sha256
 
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8
 COMMON = dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
@@ -89,8 +91,6 @@ def load(folder, **options):
 
 def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The experts that each router chose for each token, in order of the calls, and the greedy ids of `model`."""
-    from transformers import GenerationConfig
-
     chosen: list[torch.Tensor] = []
     hooks = [module.register_forward_hook(lambda module, args, output: chosen.append(output[-1].sort(-1).values.clone()))
              for name, module in model.named_modules() if name.endswith("mlp.gate")]
@@ -105,7 +105,7 @@ def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def plain(folder, dtype: torch.dtype):
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model.generation_config = GenerationConfig()
@@ -134,6 +134,20 @@ def test_experts_and_tokens_are_those_of_from_pretrained(family, dtype, way, che
             if tensor.dtype == torch.float32:
                 tensor.copy_(tensor.bfloat16())
         assert not same(choices(model)[0], experts), "a checkpoint whose rounding changes nothing would prove nothing"
+
+
+@pytest.mark.parametrize("options", [["--engine", "stream", "--gpu-memory", "0"], ["--cpu-offload"]], ids=["stream", "deepspeed"])
+def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
+    folder = checkpoint("ernie4_5_moe")
+    done = run_model("--model", folder, "--dtype", "bfloat16", "--batch-size", BATCH, "--prompt-len", PROMPT, "--gen-len", GEN,
+                     "--loops", 1, *options, launcher="torchrun", ranks=2)
+    assert done.code == 0, done.stderr
+    model = plain(folder, torch.bfloat16)
+    settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
+    rows = random_ids(0, BATCH, PROMPT, VOCAB).split(1)  # a rank computes its share of the batch, and 16 bits round by shape
+    expected = torch.cat([model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)[:, PROMPT:]
+                          for row in rows])
+    assert done.record["output_ids_sha256"] == output_ids_sha256(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -131,7 +131,7 @@ def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], se
     mapping = get_model_conversion_mapping(model)
 
     def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
-        # a tensor is cast to the dtype of its place in the skeleton where that is not `dtype`, which makes a plan of dtypes needless
+        # no dtype plan: a tensor whose place in the skeleton has another dtype than `dtype` is cast to that one
         load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
         try:
             info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
