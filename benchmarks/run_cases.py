@@ -142,7 +142,8 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
             benchmark.run(print_data=True, save_path=str(folder))
             for left_over in (folder / f"{file}.png", folder / "results.html"):  # perf_report's own drawing knows one size only
                 left_over.unlink(missing_ok=True)
-            bench.draw_speedups(times, configs, f"{case.name}, {name}, {direction}", folder / f"{file}.png")
+            bench.draw_speedups([config[2] for config in configs], bench.speedups_of(times, configs),
+                                f"{case.name}, {name}, {direction}", folder / f"{file}.png")
         else:
             if direction == "fwd":
                 graph_times.compile_ahead(times, configs, workers)

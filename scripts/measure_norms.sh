@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures the norm kernels and their peers: benchmarks/run_cases.py of every case and dtype, one process a GPU at a time, then the
-# plots in bf16. Tables and images go to RESULT_DIR/{case}/{dtype}/, what each process printed to RESULT_DIR/logs/.
+# Measures the norm kernels and their peers: benchmarks/run_cases.py of every case and dtype, one process a GPU at a time.
+# Tables go to RESULT_DIR/{case}/{dtype}/, what each process printed to RESULT_DIR/logs/; benchmarks/draw_plots.py draws them.
 # usage: scripts/measure_norms.sh RESULT_DIR [GPUS]      GPUS: such as 0,1 (default: all that are visible)
 #   LIMIT_S=...         starts nothing after so many seconds, and says what is left (default: no limit)
 #   CASES=... DTYPES=...  less than all, such as CASES="rms poly" DTYPES=bf16
@@ -21,7 +21,6 @@ jobs=()
 for case in "${cases[@]}"; do
   for dtype in "${dtypes[@]}"; do jobs+=("--case $case --dtype $dtype"); done
 done
-for case in "${cases[@]}"; do jobs+=("--case $case --dtype bf16 --plot"); done
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

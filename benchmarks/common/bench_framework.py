@@ -240,7 +240,14 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
-def draw_speedups(times: Times, configs: list[Config], title: str, path: Path) -> None:
+def speedups_of(times: Times, configs: list[Config]) -> dict[str, list[float]]:
+    """Speedups over naive by provider, without naive and those that failed."""
+    speedups = {provider: [speedup(times, config, provider) for config in configs] for provider in times.providers}
+    return {LINE_NAMES[provider]: values for provider, values in speedups.items()
+            if provider != "naive" and not any(map(math.isnan, values))}
+
+
+def draw_speedups(lengths: list[int], speedups: dict[str, list[float]], title: str, path: Path) -> None:
     """Speedups over naive by sequence length, their geometric means in the legend, as an image."""
     import matplotlib
 
@@ -248,12 +255,8 @@ def draw_speedups(times: Times, configs: list[Config], title: str, path: Path) -
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    lengths = [config[2] for config in configs]
-    for provider in times.providers:
-        speedups = [speedup(times, config, provider) for config in configs]
-        if provider != "naive" and not any(map(math.isnan, speedups)):
-            label = f"{LINE_NAMES[provider]} (geometric mean {geometric_mean(speedups):.2f}x)"
-            axes.plot(lengths, speedups, marker="o", label=label)
+    for name, values in speedups.items():
+        axes.plot(lengths, values, marker="o", label=f"{name} (geometric mean {geometric_mean(values):.2f}x)")
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])

@@ -437,7 +437,7 @@ bool launch_poly_backward_rows(Poly<T>& a, int64_t& sums, const Device& device, 
     using S = decltype(shape);
     static std::atomic<int> resident[kDevices];
     const auto [kernel, shared, waves] = [] {
-      if constexpr (kIsRing<S>) {
+      if constexpr (S::kRing) {
         return std::tuple(poly_backward_ring<S, kMul>, S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4, 1);
       } else {
         return std::tuple(poly_backward_rows<S, kMul>, 0, kPolyWaves);

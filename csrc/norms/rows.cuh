@@ -16,6 +16,7 @@ struct RowShape {
   static constexpr int kPer = kVectors * kVector<T>;  // elements of a thread
   static constexpr int kBlock = kThreads > kWarp ? kThreads : 4 * kWarp;
   static constexpr int kRows = kBlock / kThreads;  // of a block at a time
+  static constexpr bool kRing = false;
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kThreads; }
   static __device__ __forceinline__ int64_t first_row() {
@@ -63,14 +64,12 @@ constexpr int kSharedBudget = 200 << 10;  // of the 227 KB that a block of an H1
 template <typename T, int kThreads, int kVectors, int kTensors_>
 struct RingShape : RowShape<T, kThreads, kVectors> {
   using Row = RowShape<T, kThreads, kVectors>;
+  static constexpr bool kRing = true;
   static constexpr int kTensors = kTensors_;
   static constexpr int kStageBytes = kTensors * Row::kBlock * kVectors * 16;
   static constexpr int kStages = kStageBytes <= 16 << 10 ? 3 : 2 * kStageBytes <= kSharedBudget ? 2 : 1;
   static constexpr int kRingBytes = kStages * kStageBytes;
 };
-
-template <typename S>
-constexpr bool kIsRing = requires { S::kStages; };
 
 template <typename S>
 struct RowRing {

@@ -42,7 +42,14 @@ def median_s(action: Callable[[], object], min_run_time: float) -> float:
 
 def once_s(device: torch.device, action: Callable[[], object]) -> float:
     """Seconds of one call of `action`, roughly: the fastest of three, as the first may allocate memory and choose an algorithm and
-    another process may interrupt one; of fewer where a call is not cheap."""
+    another process may interrupt one; of fewer where a call is not cheap.
+
+    On a GPU another call comes before them: the first of a process loads modules and libraries, which took a second where the
+    call took a millisecond.
+    """
+    if device.type == "cuda":
+        action()
+        torch.cuda.synchronize(device)
     calls: list[float] = []
     while len(calls) < 3 and sum(calls) < CHEAP_CALL_S:
         start = time.perf_counter()
