@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "access.cuh"
+
 namespace zero_inference::norms {
 
 constexpr int kWarp = 32;
@@ -91,7 +93,7 @@ struct Chunk {
     if constexpr (kVec == 1) {
       *to_memory = Element<T>::round(value[0]);
     } else {
-      *reinterpret_cast<uint4*>(to_memory) = packed();
+      store_vector(to_memory, packed());
     }
   }
 

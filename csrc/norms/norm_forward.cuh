@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) sum.value[i] += added.value[i];
       x.packed[v] = sum.packed();
-      *reinterpret_cast<uint4*>(a.sum + start + S::column(v)) = x.packed[v];
+      store_vector(a.sum + start + S::column(v), x.packed[v]);
       add_up(x.at(v));
     }
   } else {
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kLoopThreads) norm_forward_loop(const NormForw
 
 template <typename T, bool kLayer, bool kAdd>
 bool launch_norm_forward_rows(const NormForward<T>& a, const Device& device) {
-  return with_forward_shape<T, kAdd ? 2 : 1>(a.columns, [&](auto shape) {
+  return with_forward_shape<T, kAdd ? 2 : 1, false>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     launch(norm_forward_rows<S, kLayer, kAdd>, dim3(divided_up(a.rows, S::kRows)), S::kBlock, 0, device, a);
     return true;

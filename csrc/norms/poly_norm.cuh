@@ -412,7 +412,7 @@ bool poly_vectors(const Poly<T>& a) {
 
 template <typename T, bool kMul>
 bool launch_poly_forward_rows(const Poly<T>& a, const Device& device) {
-  return with_forward_shape<T, kMul ? 2 : 1>(a.columns, [&](auto shape) {
+  return with_forward_shape<T, kMul ? 2 : 1, true>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     launch(poly_forward_rows<S, kMul>, dim3(divided_up(a.rows, S::kRows)), S::kBlock, 0, device, a);
     return true;

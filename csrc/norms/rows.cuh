@@ -42,7 +42,7 @@ struct HeldRow {
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       packed[v] = make_uint4(0, 0, 0, 0);
-      if (S::column(v) < columns) packed[v] = *reinterpret_cast<const uint4*>(row + S::column(v));
+      if (S::column(v) < columns) packed[v] = load_vector(row + S::column(v));
     }
   }
 
@@ -122,8 +122,8 @@ struct RowRing {
 // there is none. They depend on nothing else, so that a row has the same bits whatever it is batched with. Chosen by
 // benchmarks/norm_shapes.cu on an H200 (benchmarks/results/h200/norm_shapes.tsv).
 
-// Forward passes that read kReads tensors as large as x.
-template <typename T, int kReads, typename Visit>
+// Forward passes that read kReads tensors as large as x, of the norms or of PolyNorm.
+template <typename T, int kReads, bool kPoly, typename Visit>
 bool with_forward_shape(int64_t columns, Visit visit) {
   const int64_t vectors = columns / kVector<T>;
   if (vectors <= 32) return visit(RowShape<T, 32, 1>{});
@@ -131,6 +131,9 @@ bool with_forward_shape(int64_t columns, Visit visit) {
   if (vectors <= 128) return visit(RowShape<T, 64, 2>{});
   if (vectors <= 192) return visit(RowShape<T, 64, 3>{});
   if (vectors <= 256) return visit(RowShape<T, 128, 2>{});
+  if constexpr (kReads == 1 && !kPoly) {
+    if (vectors <= 512) return visit(RowShape<T, 256, 2>{});
+  }
   if (vectors <= 640) return visit(RowShape<T, 160, 4>{});
   if constexpr (kReads > 1) {
     if (vectors <= 1024) return visit(RowShape<T, 512, 2>{});
