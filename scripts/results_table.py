@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""The table of README's "What was measured", made from committed records.
+
+    python scripts/results_table.py              prints it
+    python scripts/results_table.py --write      puts it into README.md, between its two marks
+
+A row a record of the folders below, the last one of a file; GB is 1e9 bytes, GiB 2^30.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+RESULTS = ROOT / "benchmarks" / "results"
+FOLDERS = ("h200-shared", "h200-x2-shared", "h200-x4-shared", "h200", "h200-x2")
+BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
+HEAD = ("case", "batch x prompt", "decode token/s", "s a step", "GB/s of weights", "of the limit", "peak GPU GiB", "record")
+BITS = {16: "", 8: "int8", 4: "int4"}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    args = parser.parse_args(argv)
+    if not args.write:
+        print(table())
+        return 0
+    readme = ROOT / "README.md"
+    readme.write_text(replaced(readme.read_text(encoding="utf-8"), table()), encoding="utf-8")
+    return 0
+
+
+def replaced(text: str, new: str) -> str:
+    """`text` with `new` between the marks."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+
+
+def table() -> str:
+    """Markdown, without a line break at its end."""
+    from zero_inference.records import STATUS_OK
+
+    rows = []
+    for folder in FOLDERS:
+        found = []
+        for path in sorted((RESULTS / folder).glob("*.jsonl")):
+            record = json.loads(path.read_text().splitlines()[-1])
+            if record["status"] == STATUS_OK:
+                found.append((record["model"], record["quant_bits"] != 16, -record["quant_bits"], record["engine"], row(record, path)))
+        rows += [each[-1] for each in sorted(found)]
+    lines = [HEAD, ("---",) * len(HEAD), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def row(record: dict, path: Path) -> tuple[str, ...]:
+    share, spread = record["limit"]["fraction_of_limit"], record["limit"].get("link_spread")
+    bound_by_link = record["limit"].get("bound_by") == "link"
+    steps = record["gen_len"] - 1
+    return (
+        label(record), f"{record['batch_size']} x {record['prompt_len']}", f"{record['decode_throughput']:.1f}",
+        f"{record['decode_latency_s'] / steps:.4f}", f"{record['decode_weights_gbps']:.1f}",
+        "-" if share is None else f"{share:.1%}" + (f" +- {spread:.1%}" if spread is not None and bound_by_link else ""),
+        f"{record['peak_gpu_bytes'] / 2**30:.1f}", f"{path.parent.name}/{path.stem}",
+    )
+
+
+def label(record: dict) -> str:
+    """Model, width and what the engine was asked for."""
+    name = record["model"].split("/")[-1]
+    width = BITS[record["quant_bits"]] or {"float16": "fp16", "bfloat16": "bf16"}.get(record["dtype"], record["dtype"])
+    options = [record["engine"]]
+    options += [f"--{name.replace('_', '-')}" for name in ("cpu_offload", "disk_offload", "kv_offload") if record[name]]
+    if record.get("pin_memory") is False and record["engine"] == "deepspeed" and record["cpu_offload"]:
+        options.append("--pin-memory 0")
+    stream = record.get("stream") or {}
+    if stream.get("resident_layers"):
+        options.append(f"{stream['resident_layers']} of {stream['resident_layers'] + stream['streamed_layers']} layers on the GPU")
+    if record["norm_kernels"] != "auto":
+        options.append(f"--norm-kernels {record['norm_kernels']}")
+    gpus = f", {record['world_size']} GPUs" if record["world_size"] > 1 else ""
+    return f"{name} {width}, {' '.join(options)}{gpus}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
