@@ -91,6 +91,28 @@ def test_classical_blocks_have_the_classical_formula(name):
     assert shape.feed_forward(b, s) == 16 * b * s * h**2 and shape.dense(b, s) == 8 * b * s * h**2
 
 
+class Clock:
+    """Calls that take the given seconds, one after the other, and the clock that they are timed with."""
+
+    def __init__(self, monkeypatch, *call_s: float):
+        self.now, self.left = 0.0, list(call_s)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def __call__(self) -> None:
+        self.now += self.left.pop(0)
+
+
+@pytest.mark.parametrize("device, call_s, expected, left", [
+    ("cpu", [0.3, 0.003, 0.002, 0.001], 0.002, 1), ("cpu", [0.3, 0.3, 0.1], 0.3, 1), ("cpu", [9.0, 0.001], 9.0, 1),
+    ("cuda", [9.0, 0.003, 0.001, 0.002, 0.1], 0.001, 1), ("cuda", [9.0, 0.6, 0.1], 0.6, 1)])
+def test_a_call_is_timed_behind_what_only_the_first_of_a_gpu_takes(device, call_s, expected, left, monkeypatch):
+    with monkeypatch.context() as patch:
+        clock = Clock(patch, *call_s)
+        found = timing.once_s(torch.device(device), clock)
+    assert found == pytest.approx(expected) and len(clock.left) == left
+
+
 def test_matmul_formula_and_causal_share():
     assert counted(lambda: torch.randn(17, 17) @ torch.randn(17, 17)) == flops.matmul(17)
     causal, full = (BlockShape(8, 8, 8, 32, causal=causal) for causal in (True, False))

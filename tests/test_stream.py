@@ -348,6 +348,34 @@ def test_idle_time_goes_to_who_caused_it():
     assert use.copied_bytes == 30
 
 
+def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time():
+    timeline = Timeline(DeviceStreams(torch.device("cpu")))
+
+    def fetched(nbytes, start, end):
+        timeline.fetched(0, nbytes, None, None, Moment(start), Moment(end))
+
+    timeline.forward_begins(0)
+    fetched(1, 0, 10)  # the prefill's own
+    fetched(100, 10, 20)
+    fetched(200, 20, 40)  # the last layer of the prefill ended after a quarter of it
+    fetched(400, 40, 50)
+    timeline.layers.append(LayerSpan(2, Moment(5), Moment(25)))
+    timeline.forward_begins(3)
+    assert timeline.link_use() is None, "no copy of a decode step yet"
+    timeline.layers.append(LayerSpan(0, Moment(25), Moment(60)))
+    for start in (50, 60, 70):
+        fetched(800, start, start + 10)
+    assert timeline.link_use().ahead_bytes == 100 + 200 // 4
+    timeline.forward_begins(3)  # later steps were ahead of nothing but each other
+    fetched(800, 80, 90)
+    assert timeline.link_use().ahead_bytes == 150
+    timeline.restart()
+    timeline.forward_begins(3)
+    timeline.layers.append(LayerSpan(2, Moment(0), Moment(1)))
+    timeline.forward_begins(0)  # nothing was asked for ahead
+    for start in (1, 11):
+        fetched(800, start, start + 10)
+    assert timeline.link_use().ahead_bytes == 0
 
 
 def test_a_group_size_that_does_not_divide_is_refused(checkpoints):
