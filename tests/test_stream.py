@@ -196,7 +196,11 @@ def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, t
     assert use["busy_s"] + use["slot_wait_s"] + use["host_late_s"] + use["step_start_s"] <= record["loops"][-1]["total_s"]
     limit = record["limit"]
     assert limit["bound_by"] in ("device_memory", "matmul", "link") and 0 < limit["fraction_of_limit"] < 1
-    assert limit["floor_decode_s"] == pytest.approx(steps * max(limit["floor_step_s"].values()))
+    floors = {name: steps * step_s for name, step_s in limit["floor_step_s"].items()}
+    if "link" in floors:  # what had crossed before the first decode step is not owed
+        assert 0 <= limit["link_ahead_bytes"] <= 2 * record["stream"]["slot_bytes"], "no more than the ring's slots"
+        floors["link"] = max(0, floors["link"] - limit["link_ahead_bytes"] / (limit["link_gbps"] * 1e9))
+    assert limit["floor_decode_s"] == pytest.approx(max(floors.values()))
     assert "of that limit" in done.stdout
     spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     names = [span["name"] for span in spans]
@@ -344,6 +348,34 @@ def test_idle_time_goes_to_who_caused_it():
     assert use.copied_bytes == 30
 
 
+def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time():
+    timeline = Timeline(DeviceStreams(torch.device("cpu")))
+
+    def fetched(nbytes, start, end):
+        timeline.fetched(0, nbytes, None, None, Moment(start), Moment(end))
+
+    timeline.forward_begins(0)
+    fetched(1, 0, 10)  # the prefill's own
+    fetched(100, 10, 20)
+    fetched(200, 20, 40)  # the last layer of the prefill ended after a quarter of it
+    fetched(400, 40, 50)
+    timeline.layers.append(LayerSpan(2, Moment(5), Moment(25)))
+    timeline.forward_begins(3)
+    assert timeline.link_use() is None, "no copy of a decode step yet"
+    timeline.layers.append(LayerSpan(0, Moment(25), Moment(60)))
+    for start in (50, 60, 70):
+        fetched(800, start, start + 10)
+    assert timeline.link_use().ahead_bytes == 100 + 200 // 4
+    timeline.forward_begins(3)  # later steps were ahead of nothing but each other
+    fetched(800, 80, 90)
+    assert timeline.link_use().ahead_bytes == 150
+    timeline.restart()
+    timeline.forward_begins(3)
+    timeline.layers.append(LayerSpan(2, Moment(0), Moment(1)))
+    timeline.forward_begins(0)  # nothing was asked for ahead
+    for start in (1, 11):
+        fetched(800, start, start + 10)
+    assert timeline.link_use().ahead_bytes == 0
 
 
 def test_a_group_size_that_does_not_divide_is_refused(checkpoints):

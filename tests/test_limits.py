@@ -1,0 +1,93 @@
+"""What a machine allows, in numbers: the rate of rounds, the rounds of several measurements, and the bound that a decode has."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from zero_inference import limits
+from zero_inference.distributed import Ranks
+from zero_inference.errors import RunError
+from zero_inference.limits import LeastWork, LinkRate, Rates
+from zero_inference.link.copy import rate_of
+
+CPU = torch.device("cpu")
+ONE = Ranks(0, 1, 0, 1, CPU)
+RATES = Rates(link_gbps=50.0, link_spread=0.034, link_kind="host to device, pinned", device_copy_gbps=2000.0, matmul_tflops=500.0,
+              disk_gbps=5.0)
+WORK = LeastWork(device_bytes=2 * 10**9, flops=10**12)  # 1 ms and 2 ms a step
+MOVED = {"host_to_device_bytes_per_step": 10**9, "disk_read_bytes_per_step": 0}  # 20 ms a step
+
+
+class Three(Ranks):
+    """A rank whose two peers have what it has."""
+
+    def total(self, value: int) -> int:
+        return 3 * value
+
+
+def limit_of(ahead_bytes: int = 0, steps: int = 4, decode_s: float = 0.1, rates: Rates = RATES, moved=MOVED, on_gpu: bool = True):
+    return limits.decode_limits(rates, moved, ahead_bytes, WORK, on_gpu, steps, decode_s)
+
+
+def test_a_rate_is_the_median_of_its_rounds_and_its_spread_leaves_the_outer_tenths_out():
+    rounds = [float(number) for number in range(100, 121)]
+    assert rate_of(rounds[::-1]) == pytest.approx((110.0, 16.0))  # from 102 to 118
+    assert rate_of(rounds + [1.0]).gb_per_s == 109.5, "one slow round hardly moves the median"
+    uneven = [55.1, 54.0, 55.3, 21.0, 55.2, 54.9, 55.0]
+    assert rate_of(uneven) == pytest.approx((np.median(uneven), np.percentile(uneven, 90) - np.percentile(uneven, 10)))
+    assert rate_of([50.0, 50.0]) == (50.0, 0.0)
+
+
+def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
+    link = LinkRate(ONE)
+    with pytest.raises(RunError, match="no room left to measure its link"):
+        link.of_all()
+    link.measure(seconds=0)
+    first = list(link.rounds)
+    link.measure(seconds=0)
+    assert len(first) >= 3 and len(link.rounds) >= len(first) + 3 and link.rounds[: len(first)] == first
+    pooled = link.of_all()
+    assert pooled == pytest.approx(rate_of(link.rounds), abs=2e-6)
+    assert pooled.gb_per_s == pytest.approx(statistics.median(link.rounds), abs=2e-6)
+    assert limits.with_link(RATES, link) == replace(RATES, link_gbps=pooled.gb_per_s,
+                                                    link_spread=pooled.spread_gb_per_s / pooled.gb_per_s)
+
+
+def test_the_links_of_all_ranks_add_up():
+    link = LinkRate(Three(0, 3, 0, 3, CPU))
+    link.rounds = [104.0, 111.0, 107.0, 105.0]
+    rate = rate_of(link.rounds)
+    assert link.of_all() == pytest.approx((3 * rate.gb_per_s, 3 * rate.spread_gb_per_s))
+
+
+def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():
+    assert limit_of()["floor_decode_s"] == pytest.approx(4 * 0.020)
+    limit = limit_of(ahead_bytes=15 * 10**8)
+    assert limit["floor_decode_s"] == pytest.approx(4 * 0.020 - 0.030) and limit["link_ahead_bytes"] == 15 * 10**8
+    assert limit["floor_step_s"] == pytest.approx({"device_memory": 0.001, "matmul": 0.002, "link": 0.020}), "as each step costs"
+    assert limit["bound_by"] == "link" and limit["fraction_of_limit"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("ahead_bytes", [3_700_000_000, 10**11])  # 6 ms of the link are left, less than the products' 8; nothing
+def test_another_bound_shows_where_the_link_owes_little(ahead_bytes):
+    limit = limit_of(ahead_bytes)
+    assert limit["bound_by"] == "matmul" and limit["floor_decode_s"] == pytest.approx(4 * 0.002)
+
+
+def test_bounds_that_do_not_apply_are_left_out():
+    assert set(limit_of(on_gpu=False)["floor_step_s"]) == {"device_memory", "matmul"}, "a CPU has no link"
+    unknown = replace(RATES, device_copy_gbps=None, matmul_tflops=None)
+    with_disk = limit_of(rates=unknown, moved=MOVED | {"disk_read_bytes_per_step": 10**9})
+    assert with_disk["floor_step_s"] == pytest.approx({"link": 0.020, "disk": 0.2}) and with_disk["bound_by"] == "disk"
+    nothing_owed = limit_of(ahead_bytes=4 * 10**9, rates=unknown)
+    assert [nothing_owed[key] for key in ("bound_by", "floor_decode_s", "fraction_of_limit")] == [None] * 3
+
+
+def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart():
+    assert limits.in_words(limit_of(), MOVED, on_gpu=True) == (
+        "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 3.4%) and runs at 80.0% of that limit")
