@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = ("h200-shared", "h200-x2-shared", "h200-x4-shared", "h200", "h200-x2")
+FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x2-shared", "h200-x4-shared")
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
+FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 HEAD = ("case", "batch x prompt", "decode token/s", "s a step", "GB/s of weights", "of the limit", "peak GPU GiB", "record")
 BITS = {16: "", 8: "int8", 4: "int4"}
 
@@ -51,7 +52,7 @@ def table() -> str:
         found = []
         for path in sorted((RESULTS / folder).glob("*.jsonl")):
             record = json.loads(path.read_text().splitlines()[-1])
-            if record["status"] == STATUS_OK:
+            if record["status"] == STATUS_OK and record["gen_len"] > FEWEST_TOKENS:
                 found.append((record["model"], record["quant_bits"] != 16, -record["quant_bits"], record["engine"], row(record, path)))
         rows += [each[-1] for each in sorted(found)]
     lines = [HEAD, ("---",) * len(HEAD), *rows]
@@ -75,7 +76,8 @@ def label(record: dict) -> str:
     name = record["model"].split("/")[-1]
     width = BITS[record["quant_bits"]] or {"float16": "fp16", "bfloat16": "bf16"}.get(record["dtype"], record["dtype"])
     options = [record["engine"]]
-    options += [f"--{name.replace('_', '-')}" for name in ("cpu_offload", "disk_offload", "kv_offload") if record[name]]
+    options += [f"--{name.replace('_', '-')}" for name in ("cpu_offload", "disk_offload", "kv_offload")
+                if record[name] and (record["engine"], name) != ("stream", "cpu_offload")]
     if record.get("pin_memory") is False and record["engine"] == "deepspeed" and record["cpu_offload"]:
         options.append("--pin-memory 0")
     stream = record.get("stream") or {}
