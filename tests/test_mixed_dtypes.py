@@ -153,7 +153,8 @@ def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
     model = plain(folder, torch.bfloat16, device)
     use_repeatable_attention()
     settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
-    rows = random_ids(0, BATCH, PROMPT, VOCAB).to(device).split(1)  # a rank computes its share of the batch, and 16 bits round by shape
+    # a rank computes its share of the batch, and 16 bits round by shape
+    rows = random_ids(0, BATCH, PROMPT, VOCAB).to(device).split(1)
     expected = torch.cat([model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)[:, PROMPT:]
                           for row in rows])
     assert done.record["output_ids_sha256"] == output_ids_sha256(expected.cpu())

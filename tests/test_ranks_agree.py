@@ -36,6 +36,7 @@ output = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new
 zero = loaded.facts["ds_config"]["zero_optimization"]
 print("RESULT", json.dumps({"free": ranks.free_device_bytes(), "zero": zero, "ids": output.tolist()}))
 loaded.close()
+distributed.stop_process_group()  # or a gloo thread that outlives Python's end may abort the process
 """
 DISKS = PRELUDE + """
 measured = []
@@ -49,6 +50,7 @@ config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=
 distributed.start_process_group(ranks)
 rates = limits.measure_rates(config, resolve_model(config, "cpu"), ranks, limits.LinkRate(ranks))
 print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gbps}))
+distributed.stop_process_group()
 """
 
 
