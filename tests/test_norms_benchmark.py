@@ -172,6 +172,12 @@ def test_a_failed_capture_ends_its_own_process_only(worker, capfd):
     assert told.err.count("note: ") == 2 and "what a library prints" in told.err and told.out == ""
 
 
+def test_a_size_is_timed_by_graph_for_all_as_soon_as_one_is_short(worker):
+    slow_launch = measured(cuda=9.0, torch=150.0)
+    graph_times.add_graph_times(slow_launch, [SIZE, LARGE], worker)
+    assert set(slow_launch.graph_us) == {(SIZE, "cuda"), (SIZE, "torch")}, "nothing is below 100 us at the second size"
+
+
 def test_a_worker_that_hangs_is_given_up(worker):
     with pytest.raises(WorkerFailed, match="no answer within 2 s"):
         worker.ask({"provider": "quack"}, 2)

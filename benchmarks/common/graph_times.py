@@ -7,6 +7,7 @@ default stream, the capture would be lost, and the process with it: its random g
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -56,11 +57,15 @@ def compile_ahead(times, configs: list[tuple[int, int, int]], workers: list[Work
 
 
 def add_graph_times(times, configs: list[tuple[int, int, int]], worker: Worker) -> None:
-    """Fill `times.graph_us` for what took less than GRAPH_BELOW_US. A provider that failed once is not asked again."""
+    """Fill `times.graph_us` for all providers of a size at which one took less than GRAPH_BELOW_US: there a slow launch may be all
+    that another's time holds. A provider that failed once is not asked again."""
     failed = set()
     for config in configs:
-        for provider in times.providers:
-            if provider in failed or not times.us[config, provider] < GRAPH_BELOW_US:  # nan too
+        taken = {provider: times.us[config, provider] for provider in times.providers}
+        if not any(us < GRAPH_BELOW_US for us in taken.values()):
+            continue
+        for provider, us in taken.items():
+            if provider in failed or math.isnan(us):
                 continue
             try:
                 times.graph_us[config, provider] = worker.ask(request("graph", times, config, provider), ANSWER_S)
