@@ -1,23 +1,20 @@
-"""Draws the tables that run_cases.py wrote: speedups over naive at batch 1 over the sequence, at the largest hidden size.
+"""Draws the tables that run_cases.py wrote: GB/s of every provider at each case's largest size, one image a dtype and direction.
 
     python benchmarks/draw_plots.py RESULT_DIR [OUT_DIR]        (default: benchmarks/plots; needs no GPU)
 
-Reads RESULT_DIR/{case}/{dtype}/*-perf.csv and writes {case}-{dtype}-{fwd|bwd}.png. Exit code 2 where there is no table.
+Reads RESULT_DIR/{case}/{dtype}/*-perf.csv and writes norms-{dtype}-{fwd|bwd}.png. The largest size is where the kernel's time is not
+hidden behind the host's. Exit code 2 where there is no table.
 """
 
 from __future__ import annotations
 
+import math
 import sys
+from collections import defaultdict
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-OTHER_TIMES = ("SpeedUp (us)", " graph (us)", " p20 (us)", " p80 (us)")
 
 
 def main(argv: list[str]) -> int:
-    from common.bench_framework import draw_speedups
-
     if not 1 <= len(argv) <= 2:
         print(__doc__, file=sys.stderr)
         return 2
@@ -27,22 +24,46 @@ def main(argv: list[str]) -> int:
         return 2
     folder = Path(argv[1]) if len(argv) > 1 else Path(__file__).resolve().parent / "plots"
     folder.mkdir(parents=True, exist_ok=True)
+    images: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
     for table in tables:
-        name = table.stem.removesuffix("-perf")
-        draw_speedups(*read_speedups(table), name.replace("-", ", "), folder / f"{name}.png")
+        case, dtype, direction, _ = table.stem.rsplit("-", 3)
+        images[f"{dtype}-{direction}"][case] = largest_rates(table)
+    for name, rates in images.items():
+        draw(rates, f"norms, {name.replace('-', ', ')}: largest size of each case", folder / f"norms-{name}.png")
     return 0
 
 
-def read_speedups(table: Path) -> tuple[list[int], dict[str, list[float]]]:
-    """Lengths, and speedups over naive by provider; a provider that lacks a time is left out."""
+def largest_rates(table: Path) -> dict[str, float]:
+    """GB/s by provider in the row of the most elements; a provider that has no time there is left out."""
     import pandas
 
     frame = pandas.read_csv(table)
-    frame = frame[(frame["batch_size"] == 1) & (frame["dim"] == frame["dim"].max())].sort_values("seq_len")
-    names = [column.removesuffix(" (us)") for column in frame if column.endswith(" (us)") and not column.endswith(OTHER_TIMES)]
-    speedups = {name: (frame["Naive (us)"] / frame[f"{name} (us)"]).tolist() for name in names
-                if name != "Naive" and frame[f"{name} (us)"].notna().all()}
-    return frame["seq_len"].tolist(), speedups
+    last = frame.loc[(frame["dim"] * frame["batch_size"] * frame["seq_len"]).idxmax()]
+    rates = {column.removesuffix(" (GB/s)"): float(last[column]) for column in frame if column.endswith(" (GB/s)")}
+    return {provider: rate for provider, rate in rates.items() if not math.isnan(rate)}
+
+
+def draw(rates: dict[str, dict[str, float]], title: str, path: Path) -> None:
+    """Bars of `rates` (case -> provider -> GB/s), a group a case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    providers = list(dict.fromkeys(provider for case in rates.values() for provider in case))
+    width = 0.8 / len(providers)
+    figure, axes = pyplot.subplots(figsize=(11, 5))
+    for number, provider in enumerate(providers):
+        having = [(place, case[provider]) for place, case in enumerate(rates.values()) if provider in case]
+        bars = axes.bar([place + number * width for place, _ in having], [rate for _, rate in having], width, label=provider)
+        axes.bar_label(bars, fmt="%.0f", fontsize=6, rotation=90, padding=2)
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rates))], list(rates))
+    axes.set(ylabel="GB/s over the bytes that have to move", title=title)
+    axes.margins(y=0.12)
+    axes.legend(ncols=len(providers), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

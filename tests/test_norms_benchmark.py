@@ -277,13 +277,14 @@ def test_geometric_mean_and_image(tmp_path):
 
 
 def test_plots_are_drawn_from_the_tables(tmp_path):
-    table = tmp_path / "results" / "rms" / "bf16" / "rms-bf16-fwd-perf.csv"
-    table.parent.mkdir(parents=True)
-    table.write_text("dim,batch_size,seq_len,Naive (us),Compiled (us),Cuda (us),SpeedUp (us),Naive (GB/s),Liger (us),Cuda p20 (us)\n"
-                     "2048,1,1024,9,9,9,1,1,9,9\n4096,1,2048,40,20,10,4,1,,1\n4096,1,1024,30,10,5,6,1,8,1\n4096,2,1024,1,1,1,1,1,1,1\n")
-    assert draw_plots.read_speedups(table) == ([1024, 2048], {"Compiled": [3.0, 2.0], "Cuda": [6.0, 4.0]})
+    for case, direction in (("rms", "fwd"), ("add_rms", "fwd"), ("rms", "bwd")):
+        table = tmp_path / "results" / case / "bf16" / f"{case}-bf16-{direction}-perf.csv"
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text("dim,batch_size,seq_len,Naive (us),Naive (GB/s),Cuda (GB/s),Liger (GB/s)\n"
+                         "2048,8,8192,1,1,3900,1\n4096,8,8192,9,300,4100,\n4096,1,8192,1,1,9999,1\n")
+    assert draw_plots.largest_rates(table) == {"Naive": 300.0, "Cuda": 4100.0}
     assert draw_plots.main([str(tmp_path / "results"), str(tmp_path / "plots")]) == 0
-    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["rms-bf16-fwd.png"]
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"norms-bf16-fwd.png", "norms-bf16-bwd.png"}
     assert draw_plots.main([str(tmp_path / "plots"), str(tmp_path / "none")]) == 2
 
 

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward
   }
 }
 
-// One block a row, which is read again for each sum: for rows too long for the ring, or not aligned (kVec 1).
+// One block a row, which is read again for each sum: for rows too long for the registers, or not aligned (kVec 1).
 template <typename T, int kVec, bool kLayer>
 __global__ void __launch_bounds__(kLoopThreads) norm_forward_loop(const NormForward<T> a) {
   float* scratch = reinterpret_cast<float*>(dynamic_shared());

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Rate(NamedTuple):
-    """A measured rate in GB/s: the median of rounds, and the distance between their 10th and 90th percentile."""
+    """A measured rate in GB/s: the median of rounds, and the distance between their 10th and 90th percentile (the whole of it)."""
 
     gb_per_s: float
     spread_gb_per_s: float
