@@ -148,9 +148,13 @@ def test_no_network_and_offline_mode(hub, run_model, tmp_path):
     assert "HF_HUB_OFFLINE" in message and "its tokenizer" in message
 
 
-@pytest.mark.parametrize("missing, cached", [("config.json", ["tokenizer.json"]), ("tokenizer", ["config.json"]),
-                                             ("weights", ["config.json", *sorted(TOKENIZER)]), ("tokenizer", ["config.json", "weights"]),
-                                             ("weights", ["config.json", "first shard", *sorted(TOKENIZER)])])
+@pytest.mark.parametrize("missing, cached", [
+    ("config.json", ["tokenizer.json"]),
+    ("tokenizer", ["config.json"]),
+    ("tokenizer", ["config.json", "weights"]),
+    ("weights", ["config.json", *sorted(TOKENIZER)]),
+    ("weights", ["config.json", *sorted(TOKENIZER), "first shard"]),
+])
 def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, tmp_path, missing, cached):
     """A cache as older clients and downloads of single files leave it, without the list of the commit's files."""
     repository = tmp_path / "cache" / "hub" / "models--some--llama"
