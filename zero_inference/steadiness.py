@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from zero_inference.generation import Loop
 
 UNEVEN_LOOPS = 0.10
-# The steps of a loop do the same work. In benchmarks/results the slowest of a loop took at most 1.2 times its median step in 20 of
-# 21 loops, and 2.2 times in the other one: beyond 3 something else had the machine.
+# The steps of a loop do the same work. In benchmarks/results the slowest of a loop took at most 1.2 times its median step in 49 of
+# 50 loops, and 2.2 times in the other one: beyond 3 something else had the machine.
 SLOW_STEP = 3.0
 FEWEST_STEPS = 3  # of two steps the median lies between them
 
