@@ -45,7 +45,7 @@ def test_a_rate_is_the_median_of_its_rounds_and_its_spread_leaves_the_outer_tent
 
 def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
     link = LinkRate(ONE)
-    with pytest.raises(RunError, match="no room left to measure its link"):
+    with pytest.raises(RunError, match="no memory left to measure its link"):
         link.of_all()
     link.measure(seconds=0)
     first = list(link.rounds)

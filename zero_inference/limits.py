@@ -24,8 +24,8 @@ class Rates:
     """Measured in this process. `link_gbps` adds up all ranks at once, `disk_gbps` all nodes; the others are one device's.
 
     GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far the
-    link's rounds lay apart, as a share of `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no room left
-    to measure it.
+    link's rounds lay apart, as a share of `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no
+    memory left to measure it.
     """
 
     link_gbps: float
@@ -63,9 +63,9 @@ class LinkRate:
         self.rounds += _if_there_is_room(lambda: host_to_device_rounds(self.ranks.device, pinned=True, seconds=seconds)) or []
 
     def of_all(self) -> Rate:
-        """The sum over the ranks, which call it together. Raises RunError where no device had room for a measurement."""
+        """The sum over the ranks, which call it together. Raises RunError where no device had the memory for a measurement."""
         if not self.rounds:
-            raise RunError("the device has no room left to measure its link (256 MiB); lower --batch-size or --gpu-memory.")
+            raise RunError("the device has no memory left to measure its link (256 MiB); lower --batch-size or --gpu-memory.")
         return Rate(*(self.ranks.total(int(value * 1e6)) / 1e6 for value in rate_of(self.rounds)))
 
 
