@@ -326,6 +326,19 @@ def test_every_arm_is_checked_before_any_run(checkpoints, tmp_path, capfd):
     assert not list(tmp_path.glob("*.jsonl")) and not list(tmp_path.glob("*-0.out"))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_path, capfd, ranks):
+    """The second arm is refused, so nothing is run; the check of the first went on to it."""
+    capfd.readouterr()
+    code = console_main(["zero-inference", "compare", "--arm", "big=--model opt-175b --engine stream --batch-size 1024",
+                         "--arm", "long=--model opt-125m --batch-size 2 --prompt-len 5000", "--num-gpus", str(ranks),
+                         "--log-dir", str(tmp_path), "--", "--dummy"])
+    shown = capfd.readouterr()
+    assert code == 2 and "warning: arm big: It does not fit. " in shown.err and "error: arm long: --prompt-len 5000" in shown.err
+    assert "--dry-run" not in shown.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["big-check.out", "long-check.out"]
+
+
 def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, capfd):
     folder, broken = checkpoints("llama"), tmp_path / "broken"
     shutil.copytree(folder, broken)

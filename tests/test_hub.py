@@ -101,6 +101,8 @@ def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, tmp_
     done = run_model("--model", "some/other", *SHORT, env=hub.environment(tmp_path / "cache"))
     assert done.code == 0, done.stderr
     assert set(hub.files) == expected and "no tokenizer" in done.stderr
+    offline = run_model("--model", "some/other", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
+    assert offline.code == 0 and "no tokenizer" in offline.stderr, offline.stderr
 
 
 def error_of(done) -> str:
@@ -144,6 +146,42 @@ def test_no_network_and_offline_mode(hub, run_model, tmp_path):
     assert run_model("--model", "some/llama", *SHORT, "--dry-run", env=environment).code == 0  # brings config.json alone
     message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
     assert "HF_HUB_OFFLINE" in message and "its tokenizer" in message
+
+
+@pytest.mark.parametrize("missing, cached", [
+    ("config.json", ["tokenizer.json"]),
+    ("tokenizer", ["config.json"]),
+    ("tokenizer", ["config.json", "weights"]),
+    ("weights", ["config.json", *sorted(TOKENIZER)]),
+    ("weights", ["config.json", *sorted(TOKENIZER), "first shard"]),
+])
+def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, tmp_path, missing, cached):
+    """A cache as older clients and downloads of single files leave it, without the list of the commit's files."""
+    repository = tmp_path / "cache" / "hub" / "models--some--llama"
+    snapshot = repository / "snapshots" / hub.commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(hub.commit)
+    index, several = "model.safetensors.index.json", sorted(shards(hub))
+    groups = {"weights": [index, *several], "first shard": [index, several[0]]}
+    for file in (file for entry in cached for file in groups.get(entry, [entry])):
+        shutil.copy(hub.root / "some" / "llama" / file, snapshot)
+    environment = hub.environment(tmp_path / "cache")
+    message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
+    assert f"its {missing} is not in the local cache" in message, message
+    assert "HF_HUB_OFFLINE" in message and "on the hub" not in message and "not complete" not in message
+
+    done = run_model("--model", "some/llama", *SHORT, env=environment)  # and a hub that is asked brings what was missing
+    assert done.code == 0, done.stderr
+
+
+def test_a_complete_cache_without_a_list_of_files_runs_offline(hub, run_model, tmp_path):
+    online = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
+    shutil.rmtree(tmp_path / "cache" / "hub" / "models--some--llama" / "trees")
+    offline = run_model("--model", "some/llama", *SHORT, "--trust-remote-code",
+                        env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
+    assert offline.code == 0, offline.stderr
+    assert offline.record["output_ids_sha256"] == online.record["output_ids_sha256"]
 
 
 def test_a_hub_that_is_down_and_a_repository_in_another_format(hub, run_model, tmp_path):

@@ -208,9 +208,10 @@ def test_a_damaged_file_does_not_hide_the_others(tmp_path, capsys):
 
 
 def test_importing_the_report_loads_no_heavy_package():
-    code = "import sys, zero_inference.report; print({'pandas', 'torch', 'rich', 'numpy'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    for module, heavy in (("report", {"pandas", "torch", "rich", "numpy"}), ("html_report.runs", {"pandas", "torch"})):
+        code = f"import sys, zero_inference.{module}; print({heavy} & set(sys.modules))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "set()"
 
 
 def test_quality_stands_in_the_row_of_its_run(tmp_path):

@@ -100,7 +100,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     quality.add_argument("--pass-at-k", type=_numbers, metavar="K,...",
                          help="(default: those of 1, 10 and 100 that the samples allow)")
     quality.add_argument("--perplexity-window", type=int, metavar="TOKENS",
-                         help="(default: what the model has room for, at most 1024)")
+                         help="(default: the model's context length, at most 1024)")
     quality.add_argument("--perplexity-stride", type=int, metavar="TOKENS",
                          help="new tokens a window (default: half of it)")
     output = parser.add_argument_group("output")

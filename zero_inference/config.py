@@ -176,7 +176,7 @@ class RunConfig:
                              "choose another.")
 
     def _validate_companions(self) -> None:
-        """An option that would do nothing without another one is a mistake, not a wish."""
+        """An option that does nothing without another one is an error where that is not given."""
         default = {field.name: field.default for field in fields(self)}
         for name, other, other_given in (("pin_kv_cache", "--kv-offload", self.kv_offload),
                                          ("async_kv_offload", "--kv-offload", self.kv_offload),

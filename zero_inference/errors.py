@@ -6,7 +6,7 @@ class UsageError(Exception):
 
 
 class DoesNotFit(UsageError):
-    """The device has no room for what was asked; `--dry-run` goes on and says what would fit."""
+    """The device has too little memory for what was asked; `--dry-run` goes on and says what would fit."""
 
 
 class RunError(Exception):

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import LoadedModel
+from zero_inference.steadiness import relative_range
 
 SETTLED_LOOPS = 3
 
@@ -93,11 +94,6 @@ def settled(times_s: list[float], share: float) -> bool:
     """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
     latest = times_s[-SETTLED_LOOPS:]
     return len(latest) == SETTLED_LOOPS and relative_range(latest) <= share
-
-
-def relative_range(times_s: list[float]) -> float:
-    """(largest - smallest) / median."""
-    return (max(times_s) - min(times_s)) / statistics.median(times_s)
 
 
 def use_repeatable_attention() -> None:

@@ -23,8 +23,8 @@ class Rates:
     """Measured in this process. `link_gbps` adds up all ranks at once, `disk_gbps` all nodes; the others are one device's.
 
     GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far the
-    link's rounds lay apart, as a share of `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no room left
-    to measure it.
+    link's rounds lay apart, as a share of `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no
+    memory left to measure it.
     """
 
     link_gbps: float

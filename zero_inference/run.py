@@ -180,7 +180,7 @@ def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Pro
                                   progress.update)
     for task, scores in evaluation.scores.items():
         if scores["truncated"]:
-            progress.say(f"warning: {task}: {scores['truncated']} sequences were longer than the model has room for "
+            progress.say(f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
                          "and lost their beginning")
     if config.quality_items and ranks.is_first:
         quality.write_items(config.quality_items, evaluation.items)

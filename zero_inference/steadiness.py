@@ -1,19 +1,26 @@
-"""How even the times of a run are, and how busy the machine was before it: whether a median can be trusted."""
+"""How even the times of a run are, and how busy the machine was before it: whether a median can be trusted. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import statistics
-from typing import Any, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 from zero_inference.environment import usable_cores
-from zero_inference.generation import Loop, relative_range
+
+if TYPE_CHECKING:
+    from zero_inference.generation import Loop
 
 UNEVEN_LOOPS = 0.10
-# The steps of a loop do the same work. In benchmarks/results the slowest of a loop took at most 1.2 times its median step in 20 of
-# 21 loops, and 2.2 times in the other one: beyond 3 something else had the machine.
+# The steps of a loop do the same work. In benchmarks/results the slowest of a loop took at most 1.2 times its median step in 49 of
+# 50 loops, and 2.2 times in the other one: beyond 3 something else had the machine.
 SLOW_STEP = 3.0
 FEWEST_STEPS = 3  # of two steps the median lies between them
+
+
+def relative_range(times_s: Sequence[float]) -> float:
+    """(largest - smallest) / median."""
+    return (max(times_s) - min(times_s)) / statistics.median(times_s)
 
 
 def decode_evenness(loops: Sequence[Loop]) -> dict[str, Any]:

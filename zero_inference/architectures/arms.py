@@ -120,14 +120,15 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
         The plan's own words where it says that the arm does not fit, which it estimates, or None.
 
     Raises:
-        UsageError: the run would be refused; names the arm and says why.
+        UsageError: the run would be refused for what is no estimate; names the arm and says why.
     """
     output = folder / f"{arm.file_stem}-check.out"
     code = _run_process([*arm.options, *extra, "--dry-run"], output, ranks)
     said = output.read_text(errors="replace")
-    if code != 0:
+    doubt = next((line for line in said.splitlines() if line.startswith(DOES_NOT_FIT)), None)
+    if code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {last_words(said, code)}")
-    return next((line for line in said.splitlines() if line.startswith(DOES_NOT_FIT)), None)
+    return doubt
 
 
 def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, 
 
 @contextlib.contextmanager
 def _in_turn(architecture: Any, device: torch.device) -> Iterator[torch.nn.Module]:
-    """A model for one turn; after it a given one goes back to where it was and a made one is gone, so that the next has room."""
+    """A model for one turn; after it a given one goes back to where it was and a made one is gone: the next needs the memory."""
     import torch
 
     given = isinstance(architecture, torch.nn.Module)

@@ -19,7 +19,7 @@ from zero_inference.offload.workspace import OffloadWorkspace, check_offload_fol
 
 
 def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Raises UsageError: several ranks, or no room to offload to."""
+    """Raises UsageError: several ranks, or an offload folder that cannot be used or has too little space."""
     if ranks.world_size > 1:
         raise UsageError(f"--engine accelerate runs in one process and {ranks.world_size} were started: start one, "
                          "or use --engine deepspeed.")

@@ -147,7 +147,7 @@ def _medians(runs: list[Run]) -> list[tuple[int, float]]:
 
 
 def _batch_axis(axes, batches: list[int]) -> None:
-    """Powers of two are equally far apart; the ticks are sizes that ran, as many as there is room for."""
+    """Powers of two are equally far apart; the ticks are sizes that ran, as many as fit."""
     from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log", base=2)

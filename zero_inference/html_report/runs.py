@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from zero_inference.records import STATUS_FAILED, value_at
+from zero_inference.steadiness import relative_range
 
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
@@ -162,8 +162,8 @@ class Run:
     def loop_spread(self, key: str) -> float | None:
         """The longest of the loops' times `key` (decode_s, total_s) less the shortest, as a share of their median; None below two
         loops. The throughput, which is that of the median, is as uncertain."""
-        times = sorted(each for loop in self._loops if (each := value_at(loop, key, "Float64")) is not None and each > 0)
-        return (times[-1] - times[0]) / statistics.median(times) if len(times) > 1 else None
+        times = [each for loop in self._loops if (each := value_at(loop, key, "Float64")) is not None and each > 0]
+        return relative_range(times) if len(times) > 1 else None
 
     @cached_property
     def step_s(self) -> list[float]:

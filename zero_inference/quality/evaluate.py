@@ -34,7 +34,7 @@ class QualitySettings:
         samples: programs for each humaneval problem; one is greedy, more are drawn at `temperature`.
         new_tokens: the most tokens of a program.
         ks: the k of pass@k, none larger than `samples`; () takes those of 1, 10 and 100 that are allowed.
-        window, stride: of perplexity, in tokens; None takes the model's room (at most 1024) and half the window.
+        window, stride: of perplexity, in tokens; None takes the model's context length (at most 1024) and half the window.
         limits: of each program.
     """
 
@@ -184,7 +184,7 @@ def _perplexity(task: str, items: list[dict], lm, device, ranks: Ranks, settings
 
     window = settings.window or min(LONGEST_WINDOW, lm.max_length)
     if window > lm.max_length:
-        raise RunError(f"--perplexity-window {window}: the model has room for {lm.max_length} tokens; use at most that.")
+        raise RunError(f"--perplexity-window {window}: the model's context is {lm.max_length} tokens; use at most that.")
     stride = settings.stride or max(1, window // 2)
     if stride > window:
         raise RunError(f"--perplexity-stride {stride}: longer than the window of {window} tokens; use at most that.")

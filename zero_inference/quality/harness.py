@@ -54,7 +54,7 @@ class LoadedLM(HFLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, override_bs=None):
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
-                raise RunError(f"{self.label}: an answer of {len(continuation)} tokens, and the model has room for "
+                raise RunError(f"{self.label}: an answer of {len(continuation)} tokens, and the model's context is "
                                f"{self.max_length}; leave it out of the data.")
         self.truncated += sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
@@ -174,13 +174,13 @@ def complete_programs(lm: LoadedLM, prompts: list[str], new_tokens: int, tempera
     """A completion of each prompt, cut where the function ends. Greedy without a temperature.
 
     Raises:
-        RunError: no room for a prompt beside `new_tokens`.
+        RunError: a prompt and `new_tokens` exceed the model's context.
     """
     if not prompts:
         return []
     longest = max(len(lm.tok_encode(prompt)) for prompt in prompts)
     if longest + new_tokens > lm.max_length:
-        raise RunError(f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model has room for "
+        raise RunError(f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model's context is "
                        f"{lm.max_length}; lower --humaneval-tokens.")
     lm.label = "humaneval"
     settings = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}
