@@ -1,4 +1,4 @@
-"""Every CUDA source compiles without a warning for three generations of devices; the build of the library fails softly."""
+"""Every CUDA source compiles without a warning for the oldest and the newest devices; the build of the library fails softly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_inference import extension
 
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
-GENERATIONS = ("80", "90", "100")  # A100, H100 and H200, B200
+GENERATIONS = ("80", "100")  # the oldest, A100, and the newest, B200: nothing in the sources asks for one between them
 
 
 UNOPTIMIZED = ["-O0", "-Xcicc", "-O0", "-Xptxas", "-O0"]  # warnings come from the front end; code is thrown away
