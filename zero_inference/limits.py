@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Callable, TypeVar
+from typing import Any, Callable
 
 import torch
 
@@ -46,8 +46,8 @@ class LeastWork:
 class LinkRate:
     """The links of all ranks, measured at the same time and as often as asked; all rounds together give the rate.
 
-    A host is often shared: on one that was, two GPUs copied at 53.6 to 55.0 GB/s each within a minute
-    (benchmarks/results/h200-x2/gather_speed.txt), so that a rate from before the loops alone can be one that they exceed or never had.
+    A rate changes while nothing of this process does: without any engine two GPUs copied at 55.0 and then at 53.6 GB/s each within a
+    minute (benchmarks/results/h200-x2/gather_speed.txt). From before the loops alone it can be one that they exceed or never had.
     """
 
     def __init__(self, ranks: Ranks):
@@ -124,10 +124,7 @@ def _disks_gbps(config: RunConfig, ranks: Ranks) -> float | None:
     return None if unknown else total
 
 
-T = TypeVar("T")
-
-
-def _if_there_is_room(measure: Callable[[], T]) -> T | None:
+def _if_there_is_room(measure: Callable[[], float]) -> float | None:
     try:
         return measure()
     except torch.OutOfMemoryError:  # what was measured for the model itself still stands
