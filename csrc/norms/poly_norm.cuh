@@ -209,11 +209,33 @@ __device__ __forceinline__ float poly_gradient(const PolyRow& row, float x, floa
   return h * (row.up0 + x * (row.up1 + x * row.up2)) - x * (row.down1 + square * (row.down3 + square * row.down5));
 }
 
+// What a thread's vector adds to the sums of its row.
+template <bool kMul, typename Vector>
+__device__ __forceinline__ void add_poly_vector(float (&total)[kPolySums], const Vector& x, Vector h, const Vector& mul) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(x.value) / sizeof(float)); ++i) {
+    if constexpr (kMul) h.value[i] *= mul.value[i];
+    add_poly_sums(total, x.value[i], h.value[i]);
+  }
+}
+
+// The gradients of a vector, written at element `at`.
+template <bool kMul, typename T, typename Vector>
+__device__ __forceinline__ void store_poly_gradients(const Poly<T>& a, const PolyRow& stats, bool padding, Vector x, const Vector& grad,
+                                                     Vector mul, int64_t at) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(x.value) / sizeof(float)); ++i) {
+    const float value = x.value[i];
+    const float h = kMul ? grad.value[i] * mul.value[i] : grad.value[i];
+    if constexpr (kMul) mul.value[i] = padding ? 0.0f : grad.value[i] * poly_of(stats.poly, value);
+    x.value[i] = padding ? 0.0f : poly_gradient(stats, value, h);
+  }
+  x.store(a.grad_x + at);
+  if constexpr (kMul) mul.store(a.grad_mul + at);
+}
+
 template <typename S, bool kMul>
 __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typename S::Type> a) {
-  using T = typename S::Type;
-  using Vector = Chunk<T, kVector<T>>;
-  constexpr int kVec = kVector<T>;
   __shared__ float scratch[kSumScratch<S::kThreads, kPolySums> + 1];
   int turn = 0;
   const float count = static_cast<float>(a.columns);
@@ -229,13 +251,7 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typen
     float total[kPolySums] = {};
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {  // zeros behind the row's end
-      const Vector x = held.at(v), mul = gate.at(v);
-      Vector h = upstream.at(v);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if constexpr (kMul) h.value[i] *= mul.value[i];
-        add_poly_sums(total, x.value[i], h.value[i]);
-      }
+      add_poly_vector<kMul>(total, held.at(v), upstream.at(v), gate.at(v));
     }
     row_sum<S::kThreads>(total, scratch, turn);
     const PolyRow stats = poly_row(weights, total, count, a.eps);
@@ -247,17 +263,7 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typen
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       if (S::column(v) >= a.columns) continue;
-      Vector x = held.at(v), mul = gate.at(v);
-      const Vector grad = upstream.at(v);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float value = x.value[i];
-        const float h = kMul ? grad.value[i] * mul.value[i] : grad.value[i];
-        if constexpr (kMul) mul.value[i] = padding ? 0.0f : grad.value[i] * poly_of(stats.poly, value);
-        x.value[i] = padding ? 0.0f : poly_gradient(stats, value, h);
-      }
-      x.store(a.grad_x + start + S::column(v));
-      if constexpr (kMul) mul.store(a.grad_mul + start + S::column(v));
+      store_poly_gradients<kMul>(a, stats, padding, held.at(v), upstream.at(v), gate.at(v), start + S::column(v));
     }
   }
   if (a.offsets == nullptr && S::thread() == 0) a.sums[S::first_row()] = sums;
@@ -267,7 +273,6 @@ template <typename S, bool kMul>
 __global__ void __launch_bounds__(S::kBlock) poly_backward_ring(const Poly<typename S::Type> a) {
   using T = typename S::Type;
   using Vector = Chunk<T, kVector<T>>;
-  constexpr int kVec = kVector<T>;
   float* scratch = reinterpret_cast<float*>(dynamic_shared() + S::kRingBytes / 16);
   int turn = 0;
   RowRing<S> ring;
@@ -293,15 +298,11 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_ring(const Poly<typen
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       if (S::column(v) >= a.columns) continue;
-      Vector x, h, mul;
+      Vector x, h, mul = {};
       x.from(ring.at(0, v));
       h.from(ring.at(1, v));
       if constexpr (kMul) mul.from(ring.at(2, v));
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if constexpr (kMul) h.value[i] *= mul.value[i];
-        add_poly_sums(total, x.value[i], h.value[i]);
-      }
+      add_poly_vector<kMul>(total, x, h, mul);
     }
     row_sum<S::kThreads>(total, scratch, turn);
     const PolyRow stats = poly_row(weights, total, count, a.eps);
@@ -313,20 +314,12 @@ __global__ void __launch_bounds__(S::kBlock) poly_backward_ring(const Poly<typen
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       if (S::column(v) >= a.columns) continue;
-      Vector x, grad, mul;
+      Vector x, grad, mul = {};
       x.from(ring.at(0, v));
       grad.from(ring.at(1, v));
       if constexpr (kMul) mul.from(ring.at(2, v));
       ring.refill(row, v);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float value = x.value[i];
-        const float h = kMul ? grad.value[i] * mul.value[i] : grad.value[i];
-        if constexpr (kMul) mul.value[i] = padding ? 0.0f : grad.value[i] * poly_of(stats.poly, value);
-        x.value[i] = padding ? 0.0f : poly_gradient(stats, value, h);
-      }
-      x.store(a.grad_x + row * a.columns + S::column(v));
-      if constexpr (kMul) mul.store(a.grad_mul + row * a.columns + S::column(v));
+      store_poly_gradients<kMul>(a, stats, padding, x, grad, mul, row * a.columns + S::column(v));
     }
     ring.advance();
   }
