@@ -1,7 +1,7 @@
 // Times the norm kernels in every launch shape, for the tables in csrc/norms/rows.cuh: which threads share a row, and how many
 // 16-byte vectors each of them holds.
 //
-//   nvcc -O3 -std=c++20 -arch=sm_90 -I csrc/norms benchmarks/norm_shapes.cu -o norm_shapes && ./norm_shapes > shapes.tsv
+//   nvcc -O3 -std=c++17 -arch=sm_90 -I csrc/norms benchmarks/norm_shapes.cu -o norm_shapes && ./norm_shapes > norm_shapes_bf16.tsv
 //
 // A line a launch: op, columns, rows, kernel, threads, vectors, blocks a processor, waves, median, 20th and 80th percentile (us),
 // and GB/s over the bytes that have to move. The L2 cache is overwritten before each launch.
@@ -16,9 +16,12 @@
 #include "poly_norm.cuh"
 
 using namespace zero_inference::norms;
-using T = __nv_bfloat16;
+#ifndef ELEMENT
+#define ELEMENT __nv_bfloat16
+#endif
+using T = ELEMENT;  // float with -DELEMENT=float
 
-constexpr size_t kTensorBytes = size_t{512} << 20;
+constexpr size_t kTensorBytes = (size_t{512} << 20) * (sizeof(T) / 2);
 constexpr int kRepeats = 25;
 
 __global__ void fill(uint32_t* words, size_t count, uint32_t seed) {
@@ -27,7 +30,8 @@ __global__ void fill(uint32_t* words, size_t count, uint32_t seed) {
     x ^= x >> 15;
     x *= 2246822519u;
     x ^= x >> 13;
-    words[i] = (x & 0x807f807fu) | 0x3f003f00u;  // two bfloat16 of magnitude 0.5 to 1, either sign
+    // magnitudes from 0.5 to 1, either sign: one float or two bfloat16
+    words[i] = sizeof(T) == 4 ? (x & 0x807fffffu) | 0x3f000000u : (x & 0x807f807fu) | 0x3f003f00u;
   }
 }
 

@@ -15,11 +15,11 @@ gpus=${2:-${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,no
 [[ -n $gpus ]] || { echo "error: no GPU is visible; name them: measure_norms.sh RESULT_DIR 0,1" >&2; exit 2; }
 limit_s=${LIMIT_S:-1000000}
 read -ra cases <<<"${CASES:-rms add_rms layer add_layer poly mul_poly grouped_mul_poly}"
-read -ra dtypes <<<"${DTYPES:-fp32 bf16 fp16}"
+read -ra dtypes <<<"${DTYPES:-bf16 fp16 fp32}"
 
 jobs=()
-for case in "${cases[@]}"; do
-  for dtype in "${dtypes[@]}"; do jobs+=("--case $case --dtype $dtype"); done
+for dtype in "${dtypes[@]}"; do
+  for case in "${cases[@]}"; do jobs+=("--case $case --dtype $dtype"); done
 done
 
 work=$(mktemp -d)

@@ -65,10 +65,40 @@ def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
 
 def test_two_copies_at_once_count_the_bytes_of_both(monkeypatch):
     monkeypatch.setattr(copy, "BLOCK_BYTES", 1 << 20)
-    pairs = [(torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), value, dtype=torch.uint8)) for value in (3, 9)]
-    moved, spent = copy._HostRound(pairs)()
+    lanes = [copy._lane(torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), value, dtype=torch.uint8)) for value in (3, 9)]
+    moved, spent = copy._HostRound(lanes)()
     assert moved == 2 << 20 and spent > 0
-    assert pairs[0][0].eq(3).all() and pairs[1][0].eq(9).all()
+    assert lanes[0].target.eq(3).all() and lanes[1].target.eq(9).all()
+
+
+def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch):
+    monkeypatch.setattr(copy, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(copy, "LEAST_BYTES", 300)
+    layers = [torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 1000), (2, 2400), (3, 299), (4, 1200))]
+    blocks = copy.blocks_of(layers)
+    seen = [next(blocks) for _ in range(5)]
+    assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)], "small ones are left out"
+    assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), "around again, where they lie"
+    lane = copy._lane(torch.zeros(1000, dtype=torch.uint8), copy.blocks_of(layers[1:]))
+    measure = copy._HostRound([lane])
+    assert [measure()[0] for _ in range(4)] == [1000, 1000, 400, 1000], "the bytes that were copied"
+    assert lane.target.eq(4).all()
+    assert copy.blocks_of(layers[2:3]) is None and copy.blocks_of([]) is None
+
+
+def test_rounds_copy_from_the_memory_that_is_given(monkeypatch):
+    monkeypatch.setattr(copy, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(copy, "LEAST_BYTES", 1 << 10)
+    taken = []
+
+    def seen(blocks):
+        for block in blocks:
+            taken.append(block.data_ptr())
+            yield block
+
+    layers = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(3)]
+    rates = copy.host_to_device_rounds(CPU, pinned=True, seconds=0, sources=seen(copy.blocks_of(layers)))
+    assert len(rates) >= 3 and set(taken) == {layer.data_ptr() for layer in layers}
 
 
 def test_matmul_counts_two_operations_a_product():

@@ -21,6 +21,8 @@ from zero_inference.config import RunConfig
 from zero_inference.distributed import detect_ranks, start_process_group
 from zero_inference.engines import engine_module
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.limits import LinkRate
+from zero_inference.link import copy
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.offload.kv_cache import DeviceKVCache
@@ -93,6 +95,20 @@ def test_any_ring_depth(name, depth, longer):
     loaded, spec, ranks = load(folder, ring_depth=depth)
     layers = loaded.facts["stream"]["streamed_layers"]
     assert loaded.facts["stream"]["ring_depth"] == min(depth, layers) and layers % depth != 0 or layers == depth
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    loaded.close()
+
+
+def test_the_link_is_measured_from_the_page_locked_layers_and_leaves_them_as_they_are(longer, monkeypatch):
+    monkeypatch.setattr(copy, "LEAST_BYTES", 1)
+    folder, expected = longer("llama-7-layers")
+    loaded, spec, ranks = load(folder)
+    assert len(loaded.page_locked) == (loaded.facts["stream"]["streamed_layers"] if ranks.device.type == "cuda" else 0)
+    assert all(share.is_pinned() for share in loaded.page_locked)
+    link = LinkRate(ranks, loaded.page_locked)
+    for _ in range(2):
+        assert torch.equal(generate(loaded, spec, ranks, loops=1).output_ids, expected)
+        link.measure(seconds=0)
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
     loaded.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from zero_inference.distributed import Ranks
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gbps, matmul_tflops
-from zero_inference.link.copy import Rate, host_to_device_rounds, rate_of
+from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
@@ -48,10 +48,13 @@ class LinkRate:
 
     A rate changes while nothing of this process does: without any engine two GPUs copied at 55.0 and then at 53.6 GB/s each within a
     minute (benchmarks/results/h200-x2/gather_speed.txt). From before the loops alone it can be one that they exceed or never had.
+    It also depends on where the source lies; so `sources`, page-locked tensors (uint8 [bytes]) that the engine itself copies from,
+    are what is copied, as far as there are any.
     """
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: Ranks, sources: Sequence[torch.Tensor] = ()):
         self.ranks = ranks
+        self.sources = blocks_of(sources)
         self.rounds: list[float] = []
 
     def measure(self, seconds: float) -> None:
@@ -65,7 +68,7 @@ class LinkRate:
             torch.cuda.synchronize(self.ranks.device)  # an engine may still be filling its buffers
         self.ranks.barrier()
         try:
-            self.rounds += host_to_device_rounds(self.ranks.device, pinned=True, seconds=seconds)
+            self.rounds += host_to_device_rounds(self.ranks.device, pinned=True, seconds=seconds, sources=self.sources)
         except (torch.OutOfMemoryError, RunError):  # no space left on the device, or none that may be page-locked
             if not self.rounds:
                 raise

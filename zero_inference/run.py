@@ -151,7 +151,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         loaded.facts |= apply_norm_kernels(config.norm_kernels, no_kernels, loaded.model, progress.say)
         if loaded.facts.get("not_quantized"):
             _warn_not_quantized(loaded, progress)
-        link = limits.LinkRate(ranks)
+        link = limits.LinkRate(ranks, loaded.page_locked)
         rates = limits.measure_rates(config, spec, ranks, link)
         around = limits.AroundLoops(link)
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)

@@ -27,6 +27,12 @@ FIRST_LINES = ["naive", "compiled", "cuda", "speedup"]
 Config = tuple[int, int, int]  # dim, batch size, sequence length
 
 
+def problem_of(config: Config) -> tuple[int, int]:
+    """(elements of a row, rows)."""
+    dim, batch, length = config
+    return dim, batch * length
+
+
 def make_fwd_benchmark_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype, eps: float = 1e-6,
                                 peers: bool = False, warmup_ms: float = WARMUP_MS, rep_ms: float = REP_MS):
     """A `perf_report` benchmark of the forward pass: columns in us, and `SpeedUp`, naive over cuda.
@@ -59,8 +65,8 @@ def make_bwd_benchmark_plot_for_case(*, case: DiffCase, configs: list[Config], p
 class Times:
     """Times of the providers of a case, each measured once a size.
 
-    All of a size's elements are in one batch: what is timed normalizes rows, so that sizes of equal rows are one problem, which
-    is compiled once and timed for each of them.
+    All of a size's elements are in one batch: what is timed normalizes rows, so that sizes of as many equal rows are one problem,
+    which is compiled once, timed once, and has its times at each of them.
 
     Attributes:
         us: median microseconds by (config, provider); nan where a provider could not run.
@@ -79,6 +85,7 @@ class Times:
         self.spread_us: dict[tuple[Config, str], tuple[float, float]] = {}
         self.graph_us: dict[tuple[Config, str], float] = {}
         self.on_size: Callable[[Config], None] = lambda config: None
+        self._launches: dict[tuple[tuple[int, int], str], list[float]] = {}
         self._failed: set[str] = set()
         self._inputs: tuple[tuple[int, int], Inputs] | None = None
 
@@ -89,7 +96,10 @@ class Times:
     def of(self, config: Config, provider: str) -> float:
         """Median microseconds; nan for a provider that failed, here or at an earlier size, of which stderr then has the reason."""
         if (config, provider) not in self.us:
-            launches = [] if provider in self._failed else self._measured(config, provider)
+            problem = problem_of(config), provider
+            if problem not in self._launches:
+                self._launches[problem] = [] if provider in self._failed else self._measured(config, provider)
+            launches = self._launches[problem]
             self.us[config, provider] = statistics.median(launches) if launches else math.nan
             if launches:
                 self.spread_us[config, provider] = tuple(launches[round(share * (len(launches) - 1))] for share in (0.2, 0.8))
@@ -119,11 +129,10 @@ class Times:
 
     def call(self, config: Config, provider: str) -> Callable[[], Any]:
         """What is timed: one pass of a provider on inputs that all of them share."""
-        dim, batch, length = config
-        size = dim, batch * length
+        dim, rows = size = problem_of(config)
         if self._inputs is None or self._inputs[0] != size:
             self._inputs = None
-            self._inputs = size, self.case.build_inputs(dim, 1, batch * length, self.dtype, self.eps)
+            self._inputs = size, self.case.build_inputs(dim, 1, rows, self.dtype, self.eps)
         inputs = self._inputs[1]
         run = self._make(provider, inputs)
         if not self.backward:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
+from .bench_framework import problem_of
 from .worker import Worker, WorkerFailed, serve
 
 GRAPH_BELOW_US = 100.0  # below it the host's share of a launch counts
@@ -40,7 +41,7 @@ def compile_ahead(times, configs: list[tuple[int, int, int]], workers: list[Work
 
     What is not there is compiled when it is timed, so that a failure costs time only.
     """
-    sizes = sorted({(dim, 1, batch * length) for dim, batch, length in configs})
+    sizes = sorted({(dim, 1, rows) for dim, rows in map(problem_of, configs)})
     compiled = [provider for provider in times.providers if provider.startswith("compiled")]
     requests = [request("compile", times, size, provider) for size in sizes for provider in compiled]
 
@@ -60,15 +61,19 @@ def add_graph_times(times, configs: list[tuple[int, int, int]], worker: Worker) 
     """Fill `times.graph_us` for all providers of a size at which one took less than GRAPH_BELOW_US: there a slow launch may be all
     that another's time holds. A provider that failed once is not asked again."""
     failed = set()
+    known: dict[tuple[tuple[int, int], str], float] = {}
     for config in configs:
         taken = {provider: times.us[config, provider] for provider in times.providers}
         if not any(us < GRAPH_BELOW_US for us in taken.values()):
             continue
         for provider, us in taken.items():
-            if provider in failed or math.isnan(us):
+            problem = problem_of(config), provider
+            if problem in known:
+                times.graph_us[config, provider] = known[problem]
+            if problem in known or provider in failed or math.isnan(us):
                 continue
             try:
-                times.graph_us[config, provider] = worker.ask(request("graph", times, config, provider), ANSWER_S)
+                known[problem] = times.graph_us[config, provider] = worker.ask(request("graph", times, config, provider), ANSWER_S)
             except WorkerFailed as failure:
                 failed.add(provider)
                 print(f"note: no CUDA-graph times of {provider}, {times.title}, from {config} on: {failure}", file=sys.stderr)

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(S::kBlock, kResident<S>) norm_backward_rows(co
   float* scratch = reinterpret_cast<float*>(dynamic_shared() + S::kRingBytes / 16);
   int turn = 0;
 
-  RowRing<S> ring;
+  RowRing<S, !kLayer> ring;
   ring.sources[0] = a.x;
   ring.sources[1] = a.grad;
   if constexpr (kAdd) ring.sources[2] = a.grad_sum;

@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward
   const int64_t row = S::first_row();
   if (row >= a.rows) return;  // a whole warp: rows of several warps have a block each
   const int64_t start = row * a.columns;
-  HeldRow<S> x(a.x + start, a.columns);
+  using Held = HeldRow<S, (S::kThreads * S::kVectors > kEvictLastFrom)>;
+  Held x(a.x + start, a.columns);
   uint4 weights[kEarly ? S::kVectors : 1] = {};
   uint4 biases[kEarly && kLayer ? S::kVectors : 1] = {};
   const auto load_weights = [&] {
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward
     for (int i = 0; i < kVector<T>; ++i) total[0] += kLayer ? values.value[i] : values.value[i] * values.value[i];
   };
   if constexpr (kAdd) {
-    const HeldRow<S> residual(a.residual + start, a.columns);
+    const Held residual(a.residual + start, a.columns);
     load_weights();
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kLoopThreads) norm_forward_loop(const NormForw
 
 template <typename T, bool kLayer, bool kAdd>
 bool launch_norm_forward_rows(const NormForward<T>& a, const Device& device) {
-  return with_forward_shape<T, kAdd ? 2 : 1, false>(a.columns, [&](auto shape) {
+  return with_forward_shape<T, kAdd ? 2 : 1, kLayer && !kAdd>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     launch(norm_forward_rows<S, kLayer, kAdd>, dim3(divided_up(a.rows, S::kRows)), S::kBlock, 0, device, a);
     return true;

@@ -27,11 +27,11 @@ struct RowShape {
 };
 
 // A thread's share of a row in registers, zero behind the row's end. With one row a block and a block a row the hardware's
-// scheduler keeps loads in flight, and nothing passes through shared memory but the sums.
+// scheduler keeps loads in flight, and nothing passes through shared memory but the sums. kEvictLast: see access.cuh.
 //
 // Plain loads: with a hint that keeps them out of the L1 cache (where they land on their way) rms_norm lost 4%, and with streaming
 // stores 2% more (65536 x 4096 in bfloat16 on an H200).
-template <typename S>
+template <typename S, bool kEvictLast>
 struct HeldRow {
   using T = typename S::Type;
   using Vector = Chunk<T, kVector<T>>;
@@ -42,7 +42,7 @@ struct HeldRow {
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       packed[v] = make_uint4(0, 0, 0, 0);
-      if (S::column(v) < columns) packed[v] = load_vector(row + S::column(v));
+      if (S::column(v) < columns) packed[v] = load_vector<kEvictLast>(row + S::column(v));
     }
   }
 
@@ -71,7 +71,9 @@ struct RingShape : RowShape<T, kThreads, kVectors> {
   static constexpr int kRingBytes = kStages * kStageBytes;
 };
 
-template <typename S>
+// kEvictLast: read with that policy of the L2 cache. It gains the backward passes of rms_norm and poly_norm 1 to 2%, and costs
+// those of layer_norm and of poly_norm with a factor up to 7%.
+template <typename S, bool kEvictLast>
 struct RowRing {
   using T = typename S::Type;
 
@@ -89,7 +91,11 @@ struct RowRing {
     if (row >= rows || column >= columns) return;
 #pragma unroll
     for (int tensor = 0; tensor < S::kTensors; ++tensor) {
-      copy_async(place(at_stage, tensor, vector), sources[tensor] + row * columns + column);
+      if constexpr (kEvictLast) {
+        copy_async(place(at_stage, tensor, vector), sources[tensor] + row * columns + column, evict_last_policy());
+      } else {
+        copy_async(place(at_stage, tensor, vector), sources[tensor] + row * columns + column);
+      }
     }
   }
 
@@ -120,26 +126,44 @@ struct RowRing {
 
 // Launch shapes by the 16-byte vectors of a row: each calls `visit` with the one for rows of `columns` elements, or is false if
 // there is none. They depend on nothing else, so that a row has the same bits whatever it is batched with. Chosen by
-// benchmarks/norm_shapes.cu on an H200 (benchmarks/results/h200/norm_shapes.tsv).
+// benchmarks/norm_shapes.cu on an H200 (benchmarks/results/h200/norm_shapes_*.tsv).
 
-// Forward passes that read kReads tensors as large as x, of the norms or of PolyNorm.
-template <typename T, int kReads, bool kPoly, typename Visit>
+// Forward passes that read kReads tensors as large as x. kHeavy: PolyNorm, and layer_norm of one tensor, whose second sum waits for
+// the first; with eight elements a vector these want fewer threads a row where one tensor is read.
+template <typename T, int kReads, bool kHeavy, typename Visit>
 bool with_forward_shape(int64_t columns, Visit visit) {
   const int64_t vectors = columns / kVector<T>;
   if (vectors <= 32) return visit(RowShape<T, 32, 1>{});
   if (vectors <= 64) return visit(RowShape<T, 32, 2>{});
-  if (vectors <= 128) return visit(RowShape<T, 64, 2>{});
-  if (vectors <= 192) return visit(RowShape<T, 64, 3>{});
-  if (vectors <= 256) return visit(RowShape<T, 128, 2>{});
-  if constexpr (kReads == 1 && !kPoly) {
-    if (vectors <= 512) return visit(RowShape<T, 256, 2>{});
+  if constexpr (kReads == 1 && kHeavy && kVector<T> == 8) {
+    if (vectors <= 128) return visit(RowShape<T, 32, 4>{});
+    if (vectors <= 160) return visit(RowShape<T, 32, 5>{});
+    if (vectors <= 192) return visit(RowShape<T, 64, 3>{});
+    if (vectors <= 256) return visit(RowShape<T, 64, 4>{});
+    if (vectors <= 512) return visit(RowShape<T, 128, 4>{});
+  } else {
+    if (vectors <= 128) return visit(RowShape<T, 64, 2>{});
+    if (vectors <= 192) return visit(RowShape<T, 64, 3>{});
+    if (vectors <= 256) return visit(RowShape<T, 128, 2>{});
+    if (vectors <= 384) return visit(RowShape<T, kReads == 1 ? 128 : 256, kReads == 1 ? 4 : 2>{});
+    if constexpr (kReads == 1) {
+      if (vectors <= 512) return visit(RowShape<T, 256, 2>{});
+    } else if constexpr (!kHeavy) {
+      if (vectors <= 512) return visit(RowShape<T, 512, 1>{});
+    }
   }
   if (vectors <= 640) return visit(RowShape<T, 160, 4>{});
-  if constexpr (kReads > 1) {
+  if constexpr (kReads > 1 && !kHeavy) {
     if (vectors <= 1024) return visit(RowShape<T, 512, 2>{});
   }
   if (vectors <= 1024) return visit(RowShape<T, 256, 4>{});
+  if constexpr (kReads == 1 && !kHeavy) {
+    if (vectors <= 1536) return visit(RowShape<T, 256, 8>{});
+  }
   if (vectors <= 2048) return visit(RowShape<T, 512, 4>{});
+  if constexpr (kReads == 1) {
+    if (vectors <= 4096) return visit(RowShape<T, 512, 8>{});
+  }
   if (vectors <= 4096) return visit(RowShape<T, 1024, 4>{});
   return false;
 }

@@ -10,7 +10,7 @@ An engine is a module with three functions:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -41,6 +41,7 @@ class LoadedModel:
         close: releases what the engine holds (files, patches); safe to call twice.
         timeline: when layers were copied and computed, of an engine that keeps it.
         preallocated_cache: the engine is made for a KV cache that takes no memory while the model runs.
+        page_locked: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
     """
 
     model: Any
@@ -52,6 +53,7 @@ class LoadedModel:
     close: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
     preallocated_cache: bool = False
+    page_locked: Sequence[torch.Tensor] = ()
 
 
 def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:

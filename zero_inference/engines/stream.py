@@ -61,7 +61,8 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
         facts |= {"quantized_fraction": quantized / total, "not_quantized": skipped}
     return LoadedModel(model=model, device=ranks.device, dtype=spec.dtype, weight_bytes=residency.stored_bytes,
                        transfers=feeder.transfers, facts=facts, close=feeder.close, timeline=feeder.timeline,
-                       preallocated_cache=True)
+                       preallocated_cache=True,
+                       page_locked=[store.runs[layer] for layer in residency.streamed] if pinned else ())
 
 
 def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:

@@ -1,16 +1,17 @@
 """Bandwidth between host and device, measured in this process.
 
-Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies eight
-blocks of 256 MiB one behind the other, as an engine does that never lets its link wait: the start of a copy (0.3% of the time of
-a single block) is hidden behind the copy before it. On a CPU-only machine the 'device' is host memory too, and every rate here
+Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies 2 GiB
+in blocks of up to 256 MiB, one behind the other, as an engine does that never lets its link wait: the start of a copy (0.3% of the
+time of a single block) is hidden behind the copy before it. On a CPU-only machine the 'device' is host memory too, and every rate here
 is that of a memory copy (`kind_of` has the words).
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +20,8 @@ import torch
 from zero_inference.offload.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
-BLOCKS = 8  # of a round and pair: 39 ms at 55 GB/s
+BLOCKS = 8  # of a round and lane: 39 ms at 55 GB/s
+LEAST_BYTES = 16 << 20  # of a block of somebody else's memory: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
 
 T = TypeVar("T")
 
@@ -31,7 +33,14 @@ class Rate(NamedTuple):
     spread_gb_per_s: float
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # target, source: uint8 [BLOCK_BYTES], at least one of them on the measured device
+class Lane(NamedTuple):
+    """What is copied one behind the other; either side is on the measured device. All uint8."""
+
+    target: torch.Tensor  # [BLOCK_BYTES]
+    sources: Iterator[torch.Tensor]  # each of up to BLOCK_BYTES, without an end
+    device: torch.device  # the one that is measured
+
+
 
 
 def kind_of(device: torch.device) -> str:
@@ -50,18 +59,31 @@ def host_to_device_gbps(device: torch.device, pinned: bool, seconds: float = 0.5
     return statistics.median(host_to_device_rounds(device, pinned, seconds))
 
 
-def host_to_device_rounds(device: torch.device, pinned: bool, seconds: float = 0.5) -> list[float]:
-    """GB/s of each round, three or more, of copies from host memory, page-locked where `pinned`, to `device`.
+def host_to_device_rounds(device: torch.device, pinned: bool, seconds: float = 0.5,
+                          sources: Iterator[torch.Tensor] | None = None) -> list[float]:
+    """GB/s of each round, three or more, of copies from host memory to `device`.
+
+    Args:
+        pinned: page-lock the host memory.
+        sources: copy from these in turn (host memory, as `blocks_of` gives it), and not from a block of their own: how fast
+            a copy is depends on where its source lies, which a process cannot always see or choose.
 
     Raises:
         RunError: the host memory is not there, or may not be page-locked.
     """
-    return _rounds([(_device_block(device), _host_block(device, pinned))], seconds)
+    return _rounds([_lane(_device_block(device), sources or _host_block(device, pinned))], seconds)
+
+
+def blocks_of(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor] | None:
+    """The bytes of `tensors` (uint8, one dimension) in blocks that a round can copy, again and again; None where they are so small
+    that starting the copies would be what is measured."""
+    blocks = [block for tensor in tensors for block in tensor.split(BLOCK_BYTES) if block.numel() >= LEAST_BYTES]
+    return itertools.cycle(blocks) if blocks else None
 
 
 def device_to_host_gbps(device: torch.device, pinned: bool = True, seconds: float = 0.5) -> float:
     """Median GB/s of copies from `device` to host memory. Raises RunError as `host_to_device_rounds`."""
-    return statistics.median(_rounds([(_host_block(device, pinned), _device_block(device))], seconds))
+    return statistics.median(_rounds([_lane(_host_block(device, pinned), _device_block(device))], seconds))
 
 
 def both_directions_gbps(device: torch.device, seconds: float = 0.5) -> float:
@@ -70,8 +92,8 @@ def both_directions_gbps(device: torch.device, seconds: float = 0.5) -> float:
     The slower direction ends the round, so twice the slower one's rate is the most that can come out.
     Raises RunError as `host_to_device_rounds`.
     """
-    down = _device_block(device), _host_block(device, pinned=True)
-    up = _host_block(device, pinned=True), _device_block(device)
+    down = _lane(_device_block(device), _host_block(device, pinned=True))
+    up = _lane(_host_block(device, pinned=True), _device_block(device))
     return statistics.median(_rounds([down, up], seconds))
 
 
@@ -81,7 +103,7 @@ def several_devices_gbps(devices: Sequence[torch.device], seconds: float = 0.5) 
     As much goes to each, and the slowest ends the round: what ranks that wait for each other get.
     Raises RunError as `host_to_device_rounds`.
     """
-    return statistics.median(_rounds([(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds))
+    return statistics.median(_rounds([_lane(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds))
 
 
 def while_copying(device: torch.device, read: Callable[[], T]) -> T:
@@ -104,9 +126,14 @@ def _device_block(device: torch.device) -> torch.Tensor:
     return torch.full((BLOCK_BYTES,), 3, dtype=torch.uint8, device=device)
 
 
-def _rounds(pairs: list[Pair], seconds: float) -> list[float]:
-    on_cuda = any(tensor.is_cuda for pair in pairs for tensor in pair)
-    measure = _CudaRound(pairs) if on_cuda else _HostRound(pairs)
+def _lane(target: torch.Tensor, source: torch.Tensor | Iterator[torch.Tensor]) -> Lane:
+    if not isinstance(source, torch.Tensor):
+        return Lane(target, source, target.device)
+    return Lane(target, itertools.repeat(source), target.device if target.is_cuda else source.device)
+
+
+def _rounds(lanes: list[Lane], seconds: float) -> list[float]:
+    measure = _CudaRound(lanes) if lanes[0].device.type == "cuda" else _HostRound(lanes)
     measure()
     rates: list[float] = []
     stop = time.perf_counter() + seconds
@@ -116,46 +143,51 @@ def _rounds(pairs: list[Pair], seconds: float) -> list[float]:
     return rates
 
 
-class _CudaRound:
-    """A call copies every pair on a stream of its own and gives (bytes, seconds of the slowest stream)."""
+def _copy_next(lane: Lane) -> int:
+    """Copy the lane's next source and return its bytes."""
+    source = next(lane.sources)
+    lane.target[: source.numel()].copy_(source, non_blocking=True)
+    return source.numel()
 
-    def __init__(self, pairs: list[Pair]):
-        self.lanes = []
-        for target, source in pairs:
-            device = target.device if target.is_cuda else source.device
-            self.lanes.append((target, source, device, torch.cuda.Stream(device),
-                               torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        for device in {lane[2] for lane in self.lanes}:  # the blocks are filled on other streams
+
+class _CudaRound:
+    """A call copies in every lane on a stream of its own and gives (bytes, seconds of the slowest stream)."""
+
+    def __init__(self, lanes: list[Lane]):
+        self.lanes = [(lane, torch.cuda.Stream(lane.device), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                      for lane in lanes]
+        for device in {lane.device for lane in lanes}:  # the blocks are filled on other streams
             torch.cuda.synchronize(device)
 
     def __call__(self) -> tuple[int, float]:
-        for _, _, _, stream, start, _ in self.lanes:
+        for _, stream, start, _ in self.lanes:
             start.record(stream)
-        for _ in range(BLOCKS):
-            for target, source, _, stream, _, _ in self.lanes:
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-        for _, _, _, stream, _, end in self.lanes:
+        moved = 0
+        left = [BLOCKS * BLOCK_BYTES] * len(self.lanes)
+        while any(count > 0 for count in left):  # in turns, so that all lanes start at once
+            for index, (lane, stream, _, _) in enumerate(self.lanes):
+                if left[index] > 0:
+                    with torch.cuda.stream(stream):
+                        copied = _copy_next(lane)
+                    moved += copied
+                    left[index] -= copied
+        for _, stream, _, end in self.lanes:
             end.record(stream)
         spent_s = []
-        for _, _, device, _, start, end in self.lanes:
+        for _, _, start, end in self.lanes:
             end.synchronize()
             spent_s.append(start.elapsed_time(end) / 1e3)
-        return BLOCKS * len(self.lanes) * BLOCK_BYTES, max(spent_s)
+        return moved, max(spent_s)
 
 
 class _HostRound:
-    """A call copies every pair, each in a thread of its own where there are several, and gives (bytes, seconds)."""
+    """A call copies once in every lane, each in a thread of its own where there are several, and gives (bytes, seconds)."""
 
-    def __init__(self, pairs: list[Pair]):
-        self.pairs = pairs
-        self.pool = ThreadPoolExecutor(len(pairs)) if len(pairs) > 1 else None
+    def __init__(self, lanes: list[Lane]):
+        self.lanes = lanes
+        self.pool = ThreadPoolExecutor(len(lanes)) if len(lanes) > 1 else None
 
     def __call__(self) -> tuple[int, float]:
         start = time.perf_counter()
-        if self.pool is None:
-            for target, source in self.pairs:
-                target.copy_(source)
-        else:
-            list(self.pool.map(lambda pair: pair[0].copy_(pair[1]), self.pairs))
-        return len(self.pairs) * BLOCK_BYTES, time.perf_counter() - start
+        moved = sum((map if self.pool is None else self.pool.map)(_copy_next, self.lanes))
+        return moved, time.perf_counter() - start

@@ -47,38 +47,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: flo
         ValueError: shapes, dtypes or devices that do not fit; see the message.
     """
     _check(x, {"weight": weight}, {})
-    return _OPS.rms_norm(x, weight, eps, weight_offset, round_first)
+    return _call("rms_norm", x, weight, eps, weight_offset, round_first)
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0,
                        round_first: bool = False) -> tuple[Tensor, Tensor]:
     """(rms_norm(h), h) with h = x + residual rounded to its dtype; x and residual [..., D], weight [D]."""
     _check(x, {"weight": weight}, {"residual": residual})
-    return _OPS.add_rms_norm(x, residual, weight, eps, weight_offset, round_first)
+    return _call("add_rms_norm", x, residual, weight, eps, weight_offset, round_first)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """torch's layer norm over the last dimension; x [..., D], weight and bias [D]. Raises ValueError as rms_norm does."""
     _check(x, {"weight": weight, "bias": bias}, {})
-    return _OPS.layer_norm(x, weight, bias, eps)
+    return _call("layer_norm", x, weight, bias, eps)
 
 
 def fused_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """(layer_norm(h), h) with h = x + residual rounded to its dtype; x and residual [..., D], weight and bias [D]."""
     _check(x, {"weight": weight, "bias": bias}, {"residual": residual})
-    return _OPS.add_layer_norm(x, residual, weight, bias, eps)
+    return _call("add_layer_norm", x, residual, weight, bias, eps)
 
 
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """`w0 N(x^3) + w1 N(x^2) + w2 N(x) + b`, `N(z) = z * rsqrt(mean(z^2) + eps)`; x [..., D], weight [3], bias [1]."""
     _check_poly(x, None, weight, bias, None)
-    return _OPS.poly_norm(x, None, weight, bias, None, eps)
+    return _call("poly_norm", x, None, weight, bias, None, eps)
 
 
 def fused_mul_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
     """`poly_norm(x) * mul`, multiplied in float32; x and mul [..., D], weight [3], bias [1]."""
     _check_poly(x, mul, weight, bias, None)
-    return _OPS.poly_norm(x, mul, weight, bias, None, eps)
+    return _call("poly_norm", x, mul, weight, bias, None, eps)
 
 
 def fused_mul_grouped_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor,
@@ -96,7 +96,17 @@ def fused_mul_grouped_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Te
             some expert or zero, and ends outside [0, rows] count as the nearer of the two in the gradients of the weights.
     """
     _check_poly(x, mul, weight, bias, offsets)
-    return _OPS.poly_norm(x, mul, weight, bias, offsets, eps)
+    return _call("poly_norm", x, mul, weight, bias, offsets, eps)
+
+
+def _call(name: str, *args):
+    """The operator. Where no gradient is wanted the dispatcher is entered below autograd: register_autograd's layer, which is
+    Python, would find the same out and cost the host 5 us a call."""
+    operator = getattr(_OPS, name).default
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)):
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
 
 
 def _check(x: Tensor, weights: dict[str, Tensor], like_x: dict[str, Tensor]) -> None:
