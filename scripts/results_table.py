@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x2-shared", "h200-x4-shared")
+FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
-OLD_LIMIT = " (1)"  # what had crossed before the decode began was not yet taken off
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 HEAD = ("case", "batch x prompt", "tokens x loops", "decode token/s", "s a step", "GB/s of weights", "of the limit", "peak GPU GiB", "record")
 BITS = {16: "", 8: "int8", 4: "int4"}
@@ -64,12 +63,11 @@ def row(record: dict, path: Path) -> tuple[str, ...]:
     share, spread = record["limit"]["fraction_of_limit"], record["limit"].get("link_spread")
     bound_by_link = record["limit"].get("bound_by") == "link"
     steps = record["gen_len"] - 1
-    old = OLD_LIMIT if bound_by_link and record["engine"] == "stream" and "link_ahead_bytes" not in record["limit"] else ""
     return (
         label(record), f"{record['batch_size']} x {record['prompt_len']}", f"{record['gen_len']} x {len(record['loops'])}",
         f"{record['decode_throughput']:.1f}",
         f"{record['decode_latency_s'] / steps:.4f}", f"{record['decode_weights_gbps']:.1f}",
-        "-" if share is None else f"{share:.1%}" + (f" +- {spread / 2:.1%}" if spread is not None and bound_by_link else "") + old,
+        "-" if share is None else f"{share:.1%}" + (f" +- {spread / 2:.1%}" if spread is not None and bound_by_link else ""),
         f"{record['peak_gpu_bytes'] / 2**30:.1f}", f"{path.parent.name}/{path.stem}",
     )
 

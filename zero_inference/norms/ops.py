@@ -103,7 +103,8 @@ def _call(name: str, *args):
     """The operator. Where no gradient is wanted the dispatcher is entered below autograd: register_autograd's layer, which is
     Python, would find the same out and cost the host 5 us a call."""
     operator = getattr(_OPS, name).default
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)):
+    wanted = torch.is_grad_enabled() and any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
+    if wanted or torch.compiler.is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
