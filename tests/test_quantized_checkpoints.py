@@ -288,6 +288,14 @@ def test_masks_that_older_versions_stored_in_each_layer_are_allowed_and_other_ke
             load(tmp_path / key, "float32")
 
 
+def test_scales_may_be_powers_of_two_in_a_byte():
+    stored, scales, _ = in_blocks(torch.randn(130, 140))
+    powers = torch.exp2(torch.log2(scales).round())
+    values = [plain_tensors({"w": stored, "w_scale_inv": kept}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")["w"][...]
+              for kept in (powers, powers.to(torch.float8_e8m0fnu))]
+    assert torch.equal(*values)
+
+
 def test_no_more_than_a_row_of_blocks_is_read_at_once():
     class Watched:
         """A slice of an opened file, as safetensors gives it, that knows how much of it was read."""

@@ -28,7 +28,7 @@ from zero_inference.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
-OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.(masked_)?bias$|\.causal_mask$|\.rotary_emb\.\w+$")
+OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
 
