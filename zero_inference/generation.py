@@ -16,6 +16,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import LoadedModel
+from zero_inference.finiteness import FirstLogits
 from zero_inference.steadiness import relative_range
 
 SETTLED_LOOPS = 3
@@ -68,12 +69,18 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
         make_cache: gives the cache of a loop; None leaves it to transformers.
         around_loops: called before each measured loop and behind the last one.
         warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
+
+    Raises:
+        RunError: the logits of the first prefill are not finite; told behind the first loop.
     """
     use_repeatable_attention()
     measurement = Measurement()
+    logits = FirstLogits(loaded.model)
 
     def one(label: str) -> tuple[Loop, torch.Tensor]:
-        return _one_loop(loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}"))
+        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}"))
+        logits.require_finite(loaded.dtype, ranks, lambda: _one_loop(loaded, ids, 1, ranks, make_cache, lambda step: None))
+        return found
 
     for number in range(warmup):
         measurement.warmup_s.append(one(f"warm-up {number + 1}/{warmup}")[0].total_s)

@@ -7,25 +7,28 @@ checkpoint's keys group by group instead of all at once, and so serves every fam
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import re
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_inference.errors import RunError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.models.dummy import fill_dummy
-from zero_inference.models.files import checkpoint_files, few
+from zero_inference.models.files import few
+from zero_inference.models.layers import decoder_layers
+from zero_inference.models.quantized import INSTEAD
+from zero_inference.models.shards import Shards
 from zero_inference.models.skeleton import replace_everywhere, unique_parameter_names
 from zero_inference.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+# Causal masks and rotary tables that older versions of transformers stored in each layer.
+OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
 
@@ -43,7 +46,8 @@ def load_weights(model, spec: ModelSpec, seed: int, device: torch.device, adopt:
         progress: called with the bytes of each parameter that was adopted.
 
     Raises:
-        RunError: a file is damaged, a parameter is missing, or a tensor has another shape.
+        RunError: a file is damaged, a parameter is missing, a tensor has another shape, has no place in its decoder layer, or is
+            quantized in a form that is not read.
     """
     if spec.dummy:
         _draw_weights(model, seed, device, adopt, progress)
@@ -63,16 +67,15 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress
 
 
 def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:
-    folder = spec.checkpoint_folder()
-    where = _keys(folder)
-    _resolve_ties(model, where)
+    shards = Shards(spec)
+    _resolve_ties(model, shards)
     convert = _converter(model, spec.dtype)
     adopted: set[int] = set()
     unset = set(model.state_dict())
-    for group in _group_by_layer(where):
-        _check_readable(group)
-        with _opened(group) as tensors:  # and closed behind it: pages of a mapped file count as memory of the process
-            unset &= convert(tensors, folder)
+    for keys in shards.layers():
+        shards.check_readable(keys)
+        with shards.opened(keys) as tensors:
+            unset &= convert(tensors, shards.folder)
         del tensors
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and id(parameter) not in adopted:
@@ -85,32 +88,28 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
-        raise RunError(f"{folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
+        raise RunError(f"{shards.folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
                        "or a shard is missing.")
-    _warn_of_buffers(model, folder, unset)
+    buffers = [name for name, _ in model.named_buffers() if name in unset]
+    if buffers and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning("warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.",
+                       shards.folder, few(buffers))
 
 
-def _warn_of_buffers(model, folder: Path, unset: set[str]) -> None:
-    """Say which persistent buffers of `unset` stay as the model made them, unless its family expects that."""
-    ignored = "|".join(f"({pattern})" for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or [])
-    names = [name for name, _ in model.named_buffers() if name in unset and not (ignored and re.search(ignored, name))]
-    if names and not (dist.is_initialized() and dist.get_rank()):
-        logger.warning("warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.", folder, few(names))
-
-
-def _resolve_ties(model, where: dict[str, Path]) -> None:
+def _resolve_ties(model, shards: Shards) -> None:
     """Where a checkpoint holds both sides of a tie: one of two equal tensors is enough, two different ones are not tied."""
     for names in unique_parameter_names(model).values():
         # in the order of the model, whose first name is the one that the others are tied to
-        present = [key for name in names for key in where if key == name or name.endswith("." + key)]
+        present = [key for name in names for key in shards.where if key == name or name.endswith("." + key)]
         if len(names) < 2 or len(present) < 2:
             continue
-        with _opened({key: where[key] for key in present}) as tensors:
+        with shards.opened([stored for key in present for stored in shards.with_scale(key)]) as tensors:
             first, *others = (tensors[key][:] for key in present)
             equal = all(torch.equal(first, other) for other in others)
         if equal:
             for key in present[1:]:
-                del where[key]
+                for stored in shards.with_scale(key):
+                    del shards.where[stored]
             continue
         model.config.get_text_config(decoder=True).tie_word_embeddings = False
         model.config.tie_word_embeddings = False
@@ -121,7 +120,10 @@ def _resolve_ties(model, where: dict[str, Path]) -> None:
 
 
 def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], set[str]]:
-    """What reads a group of tensors into the model, and returns the names of the model's tensors that were not in it."""
+    """What reads a group of tensors into the model, and returns the names of the model's tensors that were not in it.
+
+    Names that the family expects to be missing are not among them.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -137,6 +139,8 @@ def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], se
             info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
         except Exception as error:
             raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
+        model._adjust_missing_and_unexpected_keys(info)
+        _refuse_unexpected(model, folder, info.unexpected_keys)
         if info.mismatched_keys:
             name, found, expected = sorted(info.mismatched_keys)[0]
             raise RunError(f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json.")
@@ -148,57 +152,21 @@ def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], se
     return convert
 
 
-def _keys(folder: Path) -> dict[str, Path]:
-    """Key of each tensor of the checkpoint -> its file."""
-    where: dict[str, Path] = {}
-    for path in checkpoint_files(folder):
-        with ExitStack() as files:
-            where.update((key, path) for key in _open(path, files))
-    return where
+def _refuse_unexpected(model, folder: Path, keys: set[str]) -> None:
+    """Raises RunError for a key that belongs to a decoder layer of the model, which has no such tensor.
 
-
-@contextmanager
-def _opened(where: dict[str, Path]) -> Iterator[dict[str, Any]]:
-    """Key -> tensor that is read when it is used."""
-    with ExitStack() as files:
-        opened = {path: _open(path, files) for path in dict.fromkeys(where.values())}
-        yield {key: opened[path][key]() for key, path in where.items()}
-
-
-def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
-    """Key -> what gives its tensor, as long as `files` is open."""
-    from safetensors import safe_open
-
+    Layers behind the model's last one are left out, as in transformers: DeepSeek-V3 keeps its multi-token prediction there.
+    """
     try:
-        if path.suffix == ".safetensors":
-            opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-            return {key: partial(opened.get_slice, key) for key in opened.keys()}
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return {key: partial(state.get, key) for key in state}
-    except Exception as error:
-        raise RunError(f"{path}: damaged or not a weight file ({str(error).strip().splitlines()[0]}); "
-                       "fetch it again.") from error
-
-
-def _group_by_layer(where: dict[str, Path]) -> list[dict[str, Path]]:
-    """Split by the first number in the key, which is the layer's; what has none comes first."""
-    groups: dict[int, dict] = {}
-    for key, path in where.items():
-        number = re.search(r"(?:^|\.)(\d+)\.", key)
-        groups.setdefault(int(number.group(1)) if number else -1, {})[key] = path
-    return [groups[number] for number in sorted(groups)]
-
-
-def _check_readable(group: dict[str, Path]) -> None:
-    """A file cut short is an error here rather than a bus error in a memory-mapped read."""
-    for path in set(group.values()):
-        if path.suffix == ".safetensors":
-            with open(path, "rb") as file:
-                header = int.from_bytes(file.read(8), "little")
-                last = max((entry["data_offsets"][1] for key, entry in json.loads(file.read(header)).items()
-                            if key != "__metadata__"), default=0)
-            if path.stat().st_size < 8 + header + last:
-                raise RunError(f"{path}: the file is cut short; fetch it again.")
+        prefix, layers = decoder_layers(model)
+    except UsageError:  # a model without such a list
+        return
+    prefixes = "|".join(re.escape(name) for name in (prefix, prefix.removeprefix(model.base_model_prefix + ".")))
+    for key in sorted(keys):
+        layer = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
+        if layer and int(layer.group(1)) < len(layers) and not OUTDATED_BUFFERS.search(key):
+            raise RunError(f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
+                           f"checkpoint is another model's, or quantized in a form that is not read; {INSTEAD}.")
 
 
 def return_free_memory() -> None:

@@ -15,6 +15,7 @@ from zero_inference.errors import UsageError
 from zero_inference.models.files import has_tokenizer
 from zero_inference.models.hub import Snapshot, first_line, open_snapshot
 from zero_inference.models.preset_table import find_preset, near_names
+from zero_inference.models.quantized import BlockScales, block_scales, take_quantization
 
 SMOLLM2 = "smollm2-135m"
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -26,10 +27,11 @@ class ModelSpec:
 
     Attributes:
         name: as the user said it.
-        config: the transformers config.
+        config: the transformers config, of plain weights.
         folder: the local checkpoint folder, or None for dummy weights or a hub model.
         snapshot: where the rest of a hub model is fetched to, or None for any other.
         dtype: the dtype the weights are computed in.
+        fp8_blocks: how its checkpoint is scaled, or None where it stores plain weights.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ModelSpec:
     dtype: torch.dtype
     dummy: bool
     trust_remote_code: bool = False
+    fp8_blocks: BlockScales | None = None
 
     @property
     def text_config(self):
@@ -92,7 +95,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         device_type: 'cuda' or 'cpu'; `--dtype auto` means bfloat16 for half-precision checkpoints on a CPU.
 
     Raises:
-        UsageError: no such model (with near names), or a folder without a usable config.
+        UsageError: no such model (with near names), no usable config, or weights quantized in a form that is not read.
     """
     path = Path(os.path.expanduser(config.model))
     folder: Path | None = None
@@ -117,9 +120,11 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
             snapshot.fetch_code()
     source = snapshot.folder if snapshot else folder
     model_config = _load_config(source, config) if source else preset.to_config()
+    said = take_quantization(model_config)
+    blocks = block_scales(config.model, said) if said and not config.dummy else None
     return ModelSpec(name=config.model, config=model_config, folder=None if config.dummy else folder, snapshot=snapshot,
-                     dtype=_resolve_dtype(config, model_config, device_type), dummy=config.dummy,
-                     trust_remote_code=config.trust_remote_code)
+                     dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if said else torch.float16),
+                     dummy=config.dummy, trust_remote_code=config.trust_remote_code, fp8_blocks=blocks)
 
 
 def load_tokenizer(spec: ModelSpec):
@@ -147,16 +152,15 @@ def _load_config(folder: Path, config: RunConfig):
         raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
 
 
-def _resolve_dtype(config: RunConfig, model_config, device_type: str) -> torch.dtype:
+def _resolve_dtype(config: RunConfig, model_config, device_type: str, half: torch.dtype) -> torch.dtype:
+    """The dtype of a run; `half` is that of a checkpoint whose config names no 16-bit one."""
     if config.dtype != "auto":
         if config.dtype == "float16" and device_type == "cpu" and config.engine == "deepspeed":
             raise UsageError("--dtype float16: DeepSpeed does not run float16 on a CPU; use bfloat16, float32 or auto.")
         return TORCH_DTYPES[config.dtype]
-    stored = getattr(model_config, "dtype", None) or torch.float16
-    if isinstance(stored, str):
-        stored = TORCH_DTYPES.get(stored, torch.float16)
-    if stored == torch.float32:  # an unset dtype reads as float32; half precision is what people run
-        stored = torch.float16
     if device_type == "cpu":
         return torch.bfloat16
-    return stored
+    stored = getattr(model_config, "dtype", None)
+    stored = TORCH_DTYPES.get(stored, half) if isinstance(stored, str) else stored
+    # an unset dtype reads as float32, and half precision is what people run; float8 is a way to store weights
+    return stored if stored in (torch.float16, torch.bfloat16) else half

@@ -1,0 +1,321 @@
+"""Checkpoints stored quantized: fp8 with block scales gives the tokens of the dequantized model, every other form is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import VOCAB, plain_ids
+from safetensors.torch import load_file, save_file
+
+from zero_inference.cli import main
+from zero_inference.config import RunConfig
+from zero_inference.distributed import detect_ranks
+from zero_inference.engines import engine_module
+from zero_inference.engines.base import parameter_bytes
+from zero_inference.errors import RunError
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.quantized import BlockScales, plain_tensors
+from zero_inference.models.spec import resolve_model
+from zero_inference.records import output_ids_sha256, read_records
+
+BATCH, PROMPT, GEN, BLOCK = 2, 8, 6, 128
+SHAPE = ["--batch-size", BATCH, "--prompt-len", PROMPT, "--gen-len", GEN, "--loops", 1, "--warmup", 0, "--dtype", "float32"]
+COMMON = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
+              tie_word_embeddings=False, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+FAMILIES = {
+    "qwen3": dict(COMMON, model_type="qwen3", num_key_value_heads=2, head_dim=48),
+    "deepseek_v3": dict(COMMON, model_type="deepseek_v3", num_key_value_heads=4, moe_intermediate_size=144, n_routed_experts=4,
+                        num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1,
+                        q_lora_rank=160, kv_lora_rank=136, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=40),
+}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+       "modules_to_not_convert": ["lm_head"]}
+WAYS = {"resident": ["--engine", "resident"], "stream": ["--engine", "stream", "--gpu-memory", 0], "deepspeed": ["--cpu-offload"]}
+
+
+def in_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float8 values of a matrix, scales of its blocks, and the matrix that they stand for, block by block."""
+    rows, columns = values.shape
+    stored, true = torch.empty(values.shape, dtype=torch.float8_e4m3fn), torch.empty_like(values)
+    scales = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scales[i, j] = values[part].abs().max() / 448
+            stored[part] = (values[part] / scales[i, j]).to(torch.float8_e4m3fn)
+            true[part] = stored[part].float() * scales[i, j]
+    return stored, scales, true
+
+
+def write(folder, tensors: dict[str, torch.Tensor], config: dict) -> None:
+    """Scales lie in another shard than their weights."""
+    folder.mkdir()
+    shards = {"model-1.safetensors": {k: v for k, v in tensors.items() if not k.endswith("_scale_inv")},
+              "model-2.safetensors": {k: v for k, v in tensors.items() if k.endswith("_scale_inv")}}
+    for name, held in shards.items():
+        save_file(held, folder / name, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {key: name for name, held in shards.items() for key in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def run(folder, out, *options) -> int:
+    """The exit code; log and record are `out`/run.*."""
+    return main([str(word) for word in ["run_model.py", "--model", folder, *SHAPE, *options, "--log-file", out / "run.log"]])
+
+
+def load(folder, dtype: str):
+    """The model of a resident run, and what it was planned to take."""
+    config, ranks = RunConfig(model=str(folder), engine="resident", dtype=dtype).validate(), detect_ranks()
+    spec, engine = resolve_model(config, ranks.device.type), engine_module("resident")
+    planned = engine.footprint(config, spec, ranks, spec.outline).device
+    loaded = engine.load(config, spec, ranks)
+    assert planned == loaded.weight_bytes == parameter_bytes(loaded.model)
+    assert loaded.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
+    return loaded.model, planned
+
+
+def change(folder, key: str, value: torch.Tensor | None) -> None:
+    """Replace, add or take out one tensor of a checkpoint that `write` made."""
+    shard = folder / f"model-{2 if key.endswith('_scale_inv') else 1}.safetensors"
+    tensors = load_file(shard)
+    tensors.pop(key, None)
+    save_file(tensors | ({} if value is None else {key: value}), shard, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """family -> folder of an fp8 checkpoint, folder of the float32 one that it stands for, and the hash of that one's ids."""
+    made = {}
+
+    def get(family: str):
+        if family in made:
+            return made[family]
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(3)
+        folder = tmp_path_factory.mktemp(family)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**FAMILIES[family]), dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.05 if "embed" in name else 0.2)
+        model.save_pretrained(folder / "source")
+        config = json.loads((folder / "source" / "config.json").read_text())
+        stored, true = {}, {}
+        for key, value in load_file(folder / "source" / "model.safetensors").items():
+            stored[key] = true[key] = value
+            if key.endswith("proj.weight") or "_proj_with_mqa" in key or "q_a_" in key or "_b_proj" in key:
+                if value.dim() == 2:
+                    stored[key], stored[key + "_scale_inv"], true[key] = in_blocks(value)
+        # of a layer that predicts further tokens, and of an older transformers: neither is part of the model
+        extra, scales, _ = in_blocks(torch.randn(192, 384))
+        stored |= {"model.layers.2.eh_proj.weight": extra, "model.layers.2.eh_proj.weight_scale_inv": scales,
+                   "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        write(folder / "fp8", stored, config | {"quantization_config": FP8, "dtype": "float8_e4m3fn"})
+        write(folder / "plain", true, config)
+        ids = plain_ids(folder / "plain", random_ids(0, BATCH, PROMPT, VOCAB), GEN)
+        made[family] = folder / "fp8", folder / "plain", output_ids_sha256(ids)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def broken(pair, tmp_path, capfd):
+    """broken(change of the folder, code) -> the message of a run of a changed copy of the fp8 checkpoint of qwen3."""
+
+    def start(edit, code: int = 1) -> str:
+        folder = shutil.copytree(pair("qwen3")[0], tmp_path / "model")
+        edit(folder)
+        assert run(folder, tmp_path, "--cpu-offload") == code
+        error = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(error) == 1 and "Traceback" not in error[0]
+        records = read_records(tmp_path / "run.jsonl") if code == 1 else []
+        assert [record["status"] for record in records] == ["failed"] * len(records)
+        assert (tmp_path / "run.jsonl").exists() == (code == 1)
+        return error[0]
+
+    return start
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp8_blocks_give_the_ids_of_the_dequantized_checkpoint(family, way, pair, tmp_path):
+    fp8, plain, expected = pair(family)
+    assert run(fp8, tmp_path, *WAYS[way]) == 0
+    record = read_records(tmp_path / "run.jsonl")[-1]
+    assert record["output_ids_sha256"] == expected
+    true = load_file(plain / "model-1.safetensors")
+    assert record["weight_bytes"] == sum(true[key].nbytes for key in true if "e_score_correction" not in key)  # a buffer
+
+
+def test_two_ranks_read_fp8_blocks(pair, run_model):
+    fp8, _, expected = pair("deepseek_v3")
+    done = run_model("--model", fp8, *SHAPE, *WAYS["stream"], launcher="torchrun", ranks=2, on_cpu=True)
+    assert done.code == 0, done.stderr
+    assert done.record["output_ids_sha256"] == expected
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_and_the_plan_are_those_of_the_dequantized_checkpoint(family, dtype, pair, no_gpu):
+    (found, planned), (expected, planned_plain) = (load(folder, dtype) for folder in pair(family)[:2])
+    found, expected = found.state_dict(), expected.state_dict()
+    assert planned == planned_plain and found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("stored, expected", [("float8_e4m3fn", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")])
+def test_the_dtype_of_a_run_is_never_float8(stored, expected, pair, tmp_path):
+    folder = shutil.copytree(pair("qwen3")[0], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    spec = resolve_model(RunConfig(model=str(folder), engine="resident").validate(), "cuda")
+    assert spec.dtype == getattr(torch, expected)
+
+
+def test_a_tied_head_stored_in_fp8_stays_tied(tmp_path, pair):
+    fp8, plain, _ = pair("qwen3")
+    tensors = {key: value for shard in fp8.glob("*.safetensors") for key, value in load_file(shard).items()}
+    true = load_file(plain / "model-1.safetensors")
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        values, scales, true[key] = in_blocks(true["lm_head.weight"].clone())
+        tensors |= {key: values, key + "_scale_inv": scales}
+    config = json.loads((fp8 / "config.json").read_text()) | {"tie_word_embeddings": True}
+    write(tmp_path / "tied", tensors, config)
+    model, _ = load(tmp_path / "tied", "float32")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight.cpu(), true["lm_head.weight"])
+
+
+def test_torch_files_and_stacked_experts_are_dequantized_alike(tmp_path, pair):
+    (tmp_path / "model").mkdir()
+    fp8, plain, _ = pair("deepseek_v3")
+    tensors = {key: value for shard in fp8.glob("*.safetensors") for key, value in load_file(shard).items()}
+    experts = "model.layers.1.mlp.experts."
+    tensors = {key: value for key, value in tensors.items() if not re.search(r"experts\.\d+\.(gate|up)_proj", key)}
+    true = load_file(plain / "model-1.safetensors")
+    blocks = [in_blocks(torch.cat([true[f"{experts}{number}.{part}_proj.weight"] for part in ("gate", "up")]))
+              for number in range(4)]
+    stacked = [torch.stack([block[i] for block in blocks]) for i in range(3)]
+    tensors |= {experts + "gate_up_proj": stacked[0], experts + "gate_up_proj_scale_inv": stacked[1]}
+    torch.save(tensors, tmp_path / "model" / "pytorch_model.bin")
+    shutil.copy(fp8 / "config.json", tmp_path / "model")
+    model, _ = load(tmp_path / "model", "float32")
+    assert torch.equal(model.get_parameter(experts + "gate_up_proj").cpu(), stacked[2])
+
+
+PROJ = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("key, value, words", [
+    (PROJ + "_scale_inv", None, ["has no " + PROJ + "_scale_inv"]),
+    (PROJ, None, [PROJ + "_scale_inv scales", "not in the checkpoint"]),
+    (PROJ, torch.ones(192, 320), [PROJ + "_scale_inv scales", "F32"]),
+    (PROJ + "_scale_inv", torch.ones(2, 2), ["shape [2, 2]", "[2, 3]", "128 x 128"]),
+    (PROJ + "_scale_inv", torch.ones(2, 3, dtype=torch.int32), ["I32", "floats"]),
+    ("lm_head.weight", torch.zeros(VOCAB, 192, dtype=torch.int8), ["lm_head.weight", "I8", "bfloat16"]),
+    ("model.layers.1.self_attn.q_proj.SCB", torch.ones(192), ["model.layers.1.self_attn.q_proj.SCB", "no place", "--quant-bits"]),
+], ids=["no scale", "no weight", "weight not fp8", "scale shape", "scale dtype", "int8", "unexpected"])
+def test_tensors_that_do_not_belong_together_fail_the_run(key, value, words, broken):
+    message = broken(lambda folder: change(folder, key, value))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("said, words", [
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["bitsandbytes"]),
+    ({"load_in_8bit": True}, ["bitsandbytes"]),
+    ({"quant_method": "gptq", "bits": 4}, ["gptq"]),
+    ({"quant_method": "awq", "bits": 4}, ["awq"]),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["compressed-tensors"]),
+    ({"quant_method": "mxfp4"}, ["mxfp4"]),
+    (FP8 | {"activation_scheme": "static"}, ["activation_scheme 'static'", "'dynamic'"]),
+    (FP8 | {"fmt": "e5m2"}, ["fmt 'e5m2'", "'e4m3'"]),
+    (FP8 | {"weight_block_size": None}, ["weight_block_size None", "blocks"]),
+], ids=lambda value: value.get("quant_method", "old") if isinstance(value, dict) else "")
+def test_other_forms_are_refused_before_anything_is_read(said, words, broken):
+    def edit(folder) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+        for shard in folder.glob("*.safetensors"):
+            shard.unlink()  # not even looked for
+
+    message = broken(edit, code=2)
+    assert all(word in message for word in [*words, "bfloat16", "--quant-bits"]), message
+
+
+def test_keys_of_a_quantized_checkpoint_whose_config_says_nothing(broken):
+    def edit(folder) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+
+    assert "F8_E4M3" in broken(edit)
+
+
+def test_gptq_keys_are_named_though_the_config_says_nothing(checkpoints, tmp_path, capfd):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for key in [key for key in tensors if key.endswith("q_proj.weight")]:
+            tensors[key.replace("weight", "qweight")] = tensors.pop(key).to(torch.int32)
+        save_file(tensors, shard, metadata={"format": "pt"})
+    assert run(folder, tmp_path, "--engine", "resident") == 1
+    assert "model.layers.0.self_attn.q_proj.qweight is stored as I32, quantized" in capfd.readouterr().err
+
+
+def test_masks_that_older_versions_stored_in_each_layer_are_allowed_and_other_keys_are_not(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("gptj", n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=32, vocab_size=VOCAB)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
+    old = {"transformer.h.0.attn.bias": mask, "transformer.h.0.attn.masked_bias": torch.tensor(-1e9), "h.1.attn.bias": mask.clone(),
+           "transformer.h.2.attn.q_proj.weight": torch.ones(32, 32)}
+    tensors = {key: value.clone() for key, value in model.state_dict().items()} | old
+    write(tmp_path / "gptj", tensors, config.to_dict())
+    found, _ = load(tmp_path / "gptj", "float32")
+    assert torch.equal(found.transformer.h[1].attn.q_proj.weight.cpu(), model.transformer.h[1].attn.q_proj.weight)
+    for key in ("transformer.h.1.attn.q_proj.weight_scale", "h.1.attn.q_proj.SCB"):
+        write(tmp_path / key, tensors | {key: torch.ones(32)}, config.to_dict())
+        with pytest.raises(RunError, match=f"{key} is part of a decoder layer"):
+            load(tmp_path / key, "float32")
+
+
+def test_scales_may_be_powers_of_two_in_a_byte():
+    stored, scales, _ = in_blocks(torch.randn(130, 140))
+    powers = torch.exp2(torch.log2(scales).round())
+    values = [plain_tensors({"w": stored, "w_scale_inv": kept}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")["w"][...]
+              for kept in (powers, powers.to(torch.float8_e8m0fnu))]
+    assert torch.equal(*values)
+
+
+def test_no_more_than_a_row_of_blocks_is_read_at_once():
+    class Watched:
+        """A slice of an opened file, as safetensors gives it, that knows how much of it was read."""
+
+        def __init__(self, values):
+            self.values, self.read = values, []
+
+        def get_dtype(self) -> str:
+            return "F8_E4M3"
+
+        def get_shape(self) -> list[int]:
+            return list(self.values.shape)
+
+        def __getitem__(self, index) -> torch.Tensor:
+            self.read.append(self.values[index].numel())
+            return self.values[index]
+
+    stored, scales, true = in_blocks(torch.randn(300, 200))
+    weight = Watched(stored)
+    plain = plain_tensors({"w": weight, "w_scale_inv": scales}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")
+    assert list(plain) == ["w"] and not weight.read
+    assert torch.equal(plain["w"][...], true)
+    assert weight.read == [128 * 200, 128 * 200, 44 * 200]

@@ -1,0 +1,75 @@
+"""Are the logits finite, and if not, where does it begin? Greedy selection gives ids from NaN too, and they mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from zero_inference.distributed import Ranks
+from zero_inference.errors import RunError, UsageError
+from zero_inference.models.layers import decoder_layers
+
+
+class FirstLogits:
+    """Looks at the raw logits of the first forward of `model`, all of real tokens; `require_finite` says later what it saw.
+
+    The device decides and nobody waits for it there, so the generation that it looks at can be a timed one.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.finite: torch.Tensor | None = None
+        self.hook = model.register_forward_hook(self._look)
+
+    def _look(self, module, args, output) -> None:
+        self.hook.remove()
+        self.finite = torch.isfinite(output.logits).all()
+
+    def require_finite(self, dtype: torch.dtype, ranks: Ranks, prefill: Callable[[], Any]) -> None:
+        """To be called behind each generation by all ranks alike; acts once.
+
+        Args:
+            prefill: runs the prefill once more, to find the layer that it begins in.
+
+        Raises:
+            RunError: logits of any rank hold NaN or infinity; on all ranks, and names the first such decoder layer.
+        """
+        if self.finite is None:
+            return
+        bad, self.finite = ranks.maximum([float(not self.finite)])[0], None
+        if not bad:
+            return
+        advice = "float16 ends at 65504, use --dtype bfloat16 or float32" if dtype == torch.float16 else "check the weights there"
+        where = _begins(self.model, ranks, prefill)
+        raise RunError(f"the logits of the prefill are not finite (NaN or infinity); {where}: {advice}")
+
+
+def _begins(model: Any, ranks: Ranks, prefill: Callable[[], Any]) -> str:
+    """Where the first value that is not finite comes from, in words: the earliest place of all ranks."""
+    try:
+        prefix, layers = decoder_layers(model)
+    except UsageError:  # a model without a list of them
+        return "its decoder layers are not known"
+    finite: dict[int, torch.Tensor] = {}  # by layer; -1 is what goes into the first
+
+    def look(index: int, values: Any) -> None:
+        values = values if torch.is_tensor(values) else values[0]
+        finite.setdefault(index, torch.isfinite(values).all())
+
+    def look_before(layer, args, named) -> None:
+        look(-1, args or named["hidden_states"])
+
+    hooks = [layers[0].register_forward_pre_hook(look_before, with_kwargs=True)]
+    hooks += [layer.register_forward_hook(lambda layer, args, output, index=index: look(index, output))
+              for index, layer in enumerate(layers)]
+    try:
+        prefill()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first = int(ranks.minimum(min((index for index, seen in finite.items() if not seen), default=len(layers))))
+    if first < 0:
+        return "already the embeddings are not"
+    behind = "it begins behind the decoder layers, in the last norm or the head"
+    return f"it begins in {prefix}.{first}" if first < len(layers) else behind
