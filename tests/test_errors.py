@@ -139,6 +139,7 @@ def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content, words", [
     ("{", "not JSON"), ("[]", "object"), ('{"zero_optimization": {"stage": 2}}', "stage 3"),
     ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "DeepSpeed refuses"),
+    ('{"zero_optimization": {"offload_param": {"nvme_path": "/data"}}}', "--offload-dir"),
     ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "DeepSpeed refuses"),
 ])
 def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
