@@ -84,12 +84,23 @@ def reserve(path: Path, nbytes: int) -> None:
     Raises:
         RunError: the file system has no space for it, or refuses it.
     """
+    with _told_if_full(path, nbytes), open(path, "ab") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+
+
+def write(path: Path, data: bytes | memoryview) -> None:
+    """Write a new file. Raises RunError as `reserve` does."""
+    with _told_if_full(path, memoryview(data).nbytes), open(path, "wb") as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def _told_if_full(path: Path, nbytes: int) -> Iterator[None]:
     try:
-        with open(path, "ab") as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
+        yield
     except OSError as error:
-        raise RunError(f"the offload folder cannot take {nbytes / 2**20:.1f} MiB more ({error.strerror}: {path}); "
-                       "free some space, choose another --offload-dir, or quantize with --quant-bits 4.") from error
+        raise RunError(f"the offload folder does not take {nbytes / 2**20:.1f} MiB more: {error.strerror} ({path}); "
+                       "free some space or choose another --offload-dir.") from error
 
 
 def _remove_remains(folder: Path) -> None:
