@@ -59,6 +59,15 @@ def test_choices_that_cannot_work(refused, options, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("made", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path), lambda path: os.symlink("gone", path)],
+                         ids=["folder", "fifo", "device", "dangling link"])
+def test_a_trace_replaces_regular_files_alone(refused, made, tmp_path):
+    made(tmp_path / "trace.json")
+    before = os.lstat(tmp_path / "trace.json")
+    assert "not a regular file" in refused("--model", "opt-125m", "--dummy", "--trace", tmp_path / "trace.json")
+    assert os.lstat(tmp_path / "trace.json") == before
+
+
 def test_norm_kernels_without_a_gpu(refused, no_gpu):
     message = refused("--model", "opt-125m", "--norm-kernels", "cuda")
     assert "no CUDA device" in message and "auto or off" in message

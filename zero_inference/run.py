@@ -233,7 +233,7 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
 
 def _write_trace(config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache) -> dict[str, float] | None:
     """The last loop of an engine that watches itself; else a short generation more, under a profiler."""
-    path = Path(config.trace) if ranks.is_first else None
+    path = Path(config.trace).resolve() if ranks.is_first else None  # what a link points to, not the link
     if loaded.timeline is None:
         return trace_generation(loaded, ids, config.gen_len, make_cache, path)
     if path is not None:
