@@ -99,8 +99,10 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
         return reason
 
     def last_words(reason: str) -> None:
-        record_failure(reason)
-        close_all()
+        try:
+            record_failure(reason)
+        finally:
+            close_all()
 
     measured: dict[str, Any] = {}
     watch = PeerWatch(ranks, last_words)
