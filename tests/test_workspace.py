@@ -188,7 +188,7 @@ def test_a_run_that_is_stopped_while_loading_leaves_no_files_and_a_record(launch
         wait_for(lambda: process.poll() is not None or len(list(offload.glob("*/zero_stage_3/*/rank0/*"))) > 1)
         (workspace,) = offload.iterdir()
         (workspace / "many").mkdir()
-        for number in range(5000):  # so that it takes a while to remove them
+        for number in range(2000):  # so that it takes a while to remove them
             (workspace / "many" / str(number)).touch()
         os.killpg(process.pid, sent)
         wait_for(lambda: process.poll() is not None and not group_alive(process.pid))
