@@ -18,9 +18,7 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from zero_inference import report  # noqa: E402
+from zero_inference.processes import run_with_group  # noqa: E402
 from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records  # noqa: E402
+from zero_inference.signals import exit_on_stop  # noqa: E402
 
 # Options that change where a run writes, not what it measures.
 UNMEASURED = {"log-dir", "log-file", "verbose", "local-rank"}
-GRACE_S = 15
 
 
 @dataclass(frozen=True)
@@ -214,32 +213,6 @@ def _matching(case: Case, log_dir: Path) -> list[dict[str, Any]]:
         return [record for record in _records(log_dir) if case.is_request_of(record)]
 
 
-def _group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def stop(process: subprocess.Popen) -> None:
-    """Ends the process and all of its group, harder each time: a rank left behind would keep its GPU memory.
-
-    A further Ctrl-C goes on to the next signal without waiting.
-    """
-    for sent, grace_s in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5)):
-        deadline = time.monotonic() + grace_s
-        if not _group_alive(process.pid):
-            break
-        os.killpg(process.pid, sent)
-        # poll() reaps the leader; as a zombie it would keep the group alive.
-        while (process.poll() is None or _group_alive(process.pid)) and time.monotonic() < deadline:
-            try:
-                time.sleep(0.05)
-            except KeyboardInterrupt:
-                break
-
-
 def error_line(output: Path, returncode: int) -> str:
     """What a run that left no record said last: its own error rather than the launcher's remarks after it."""
     lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
@@ -255,15 +228,10 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     command = case.command(args.program, args.log_dir)
     args.log_dir.mkdir(parents=True, exist_ok=True)
     output = args.log_dir / f"{case.label()}.out"
-    with output.open("w") as out:
-        process = subprocess.Popen(
-            [_launcher(args.launcher), *command[1:]], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            returncode = process.wait()
-        finally:
-            stop(process)
+    # deepspeed starts `python -m`, which would look for modules in the current folder first (Python 3.10 still does)
+    paths = os.pathsep.join(filter(None, [str(args.program.resolve().parent), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths}
+    returncode = run_with_group([_launcher(args.launcher), *command[1:]], output, env)
     new = _matching(case, args.log_dir)
     for record in before:
         new.remove(record)
@@ -304,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # A shell that starts a job in the background has it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_stop()
     results = []
     for number, case in enumerate(cases, 1):
         _say(f"[{number}/{len(cases)}] {case.label()}", end=": ")

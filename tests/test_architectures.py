@@ -7,13 +7,19 @@ import csv
 import io
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from itertools import zip_longest
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, build_model, need_lm_eval
+from conftest import ROOT, VOCAB, build_model, need_lm_eval, without_gpus
 
 from zero_inference import generation
 from zero_inference.architectures import ArchitectureBenchmark, BenchmarkConfig, compare_architectures, summarize
@@ -327,16 +333,34 @@ def test_every_arm_is_checked_before_any_run(checkpoints, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_path, capfd, ranks):
-    """The second arm is refused, so nothing is run; the check of the first went on to it."""
+def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_path, capfd, monkeypatch, ranks):
+    """The second arm is refused, so nothing is run; the check of the first went on to it. No file of the current folder is run."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "torch.py").write_text("raise SystemExit('a file of the current folder was run')")
+    monkeypatch.chdir(tmp_path / "elsewhere")
     capfd.readouterr()
     code = console_main(["zero-inference", "compare", "--arm", "big=--model opt-175b --engine stream --batch-size 1024",
                          "--arm", "long=--model opt-125m --batch-size 2 --prompt-len 5000", "--num-gpus", str(ranks),
-                         "--log-dir", str(tmp_path), "--", "--dummy"])
+                         "--log-dir", str(tmp_path / "logs"), "--", "--dummy"])
     shown = capfd.readouterr()
     assert code == 2 and "warning: arm big: It does not fit. " in shown.err and "error: arm long: --prompt-len 5000" in shown.err
     assert "--dry-run" not in shown.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["big-check.out", "long-check.out"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["big-check.out", "long-check.out"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_comparison_leaves_no_process(tmp_path, sent):
+    process = subprocess.Popen([sys.executable, "-m", "zero_inference", "compare", "--model", "opt-125m", "--model", "opt-1.3b",
+                                "--log-dir", str(tmp_path), "--", "--dummy"], cwd=ROOT, env=without_gpus(), start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while not (pids := children.read_text().split()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (child,) = map(int, pids)
+    process.send_signal(sent)
+    assert process.wait(60) == 128 + sent
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, capfd):

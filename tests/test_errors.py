@@ -59,6 +59,15 @@ def test_choices_that_cannot_work(refused, options, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("made", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path), lambda path: os.symlink("gone", path)],
+                         ids=["folder", "fifo", "device", "dangling link"])
+def test_a_trace_replaces_regular_files_alone(refused, made, tmp_path):
+    made(tmp_path / "trace.json")
+    before = os.lstat(tmp_path / "trace.json")
+    assert "not a regular file" in refused("--model", "opt-125m", "--dummy", "--trace", tmp_path / "trace.json")
+    assert os.lstat(tmp_path / "trace.json") == before
+
+
 def test_norm_kernels_without_a_gpu(refused, no_gpu):
     message = refused("--model", "opt-125m", "--norm-kernels", "cuda")
     assert "no CUDA device" in message and "auto or off" in message
@@ -139,6 +148,7 @@ def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
 @pytest.mark.parametrize("content, words", [
     ("{", "not JSON"), ("[]", "object"), ('{"zero_optimization": {"stage": 2}}', "stage 3"),
     ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "DeepSpeed refuses"),
+    ('{"zero_optimization": {"offload_param": {"nvme_path": "/data"}}}', "--offload-dir"),
     ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "DeepSpeed refuses"),
 ])
 def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):

@@ -28,6 +28,7 @@ def converted(tmp_path_factory):
     """A cache that saw one conversion killed midway, then two processes at once."""
     need_smollm2()
     cache = tmp_path_factory.mktemp("cache")
+    (cache / "torch.py").write_text("raise SystemExit('a file of the cache was run')")
 
     killed = start(cache)
     deadline = time.monotonic() + 60
@@ -46,7 +47,7 @@ def converted(tmp_path_factory):
 
 
 def test_a_killed_conversion_leaves_no_folder_that_looks_complete(converted):
-    assert sorted(converted["leftovers"]) == [".lock", ".part"]
+    assert sorted(converted["leftovers"]) == [".lock", ".part", ".py"]
 
 
 def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
@@ -54,7 +55,7 @@ def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
     assert first == second
     assert (first_log + second_log).count("unpacking") == 1
     folder = pathlib.Path(first.strip())
-    assert sorted(converted["cache"].iterdir()) == sorted([folder, folder.with_suffix(".lock")])
+    assert sorted(converted["cache"].iterdir()) == sorted([folder, folder.with_suffix(".lock"), converted["cache"] / "torch.py"])
     assert (folder / "model.safetensors").stat().st_size > 200_000_000
 
 

@@ -183,6 +183,15 @@ def test_launchers_get_the_number_of_gpus(program, launcher, start):
     assert "2" not in sweep(program, "--list", "--launcher", launcher).stdout.split("program.py")[0].split()
 
 
+def test_no_file_of_the_current_folder_is_run(program, tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise SystemExit('a file of the current folder was run')")
+    words = command(program, "--launcher", "deepspeed", "--num-gpus", 1, "--", "--loops", 1)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
 def test_torchrun_runs_every_rank_and_the_world_size_is_part_of_the_request(program):
     words = ("--launcher", "torchrun", "--num-gpus")
     done = sweep(program, *words, 2)
@@ -212,7 +221,7 @@ def running(pid):
         return False
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_interrupted_sweep_leaves_no_process_and_goes_on_later(program, sent, code):
     log_dir = program.parent / "logs"
     process = subprocess.Popen(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +98,6 @@ def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2 and done.record["num_nodes"] == 1
     assert done.record["output_ids_sha256"] == output_ids_sha256(plain_ids(folder, random_ids(0, batch, PROMPT, VOCAB), GEN))
+    if launcher == "deepspeed":
+        port = re.search(r"--master_port=(\d+)", done.stdout + done.stderr)[1]
+        assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from zero_inference.errors import UsageError
+from zero_inference.utils import check_output_file
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -108,8 +109,8 @@ class RunConfig:
             raise UsageError("--prompts needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
         if self.prompts and not Path(self.prompts).is_file():
             raise UsageError(f"--prompts {self.prompts}: no such file; give a text file with one prompt a line.")
-        if self.trace and not os.access(Path(self.trace).absolute().parent, os.W_OK):
-            raise UsageError(f"--trace {self.trace}: its folder is not there or cannot be written to; choose another.")
+        if self.trace:
+            check_output_file("--trace", self.trace)
         self._validate_quality()
         return replace(self, cpu_offload=True) if self.engine == "stream" else self
 
@@ -171,9 +172,8 @@ class RunConfig:
             if Path(self.quality_data).is_file() and len(self.quality) > 1:
                 raise UsageError(f"--quality-data {self.quality_data} is one file and --quality names {len(self.quality)} tasks; "
                                  "give a folder with a file named after each.")
-        if self.quality_items and not os.access(Path(self.quality_items).absolute().parent, os.W_OK):
-            raise UsageError(f"--quality-items {self.quality_items}: its folder is not there or cannot be written to; "
-                             "choose another.")
+        if self.quality_items:
+            check_output_file("--quality-items", self.quality_items)
 
     def _validate_companions(self) -> None:
         """An option that does nothing without another one is an error where that is not given."""

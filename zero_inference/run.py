@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import resource
-import signal
 import sys
 import time
 from contextlib import redirect_stdout
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zero_inference import generation, limits, memory_plan, steadiness
+from zero_inference import generation, limits, memory_plan, signals, steadiness
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
@@ -27,6 +26,7 @@ from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels, refuse_norm_kernels
 from zero_inference.offload.host_cache import HostKVCache
 from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, other_layer_types
+from zero_inference.offload.workspace import close_all
 from zero_inference.profiling import trace_generation
 from zero_inference.progress import Progress
 from zero_inference.quality import evaluate as quality
@@ -88,7 +88,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
     log_path = _log_path(config, ranks)
     record_path = _record_path(log_path)
     _check_writable(log_path)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a stopped run leaves its record
+    signals.exit_on_stop()  # so that a stopped run leaves its record, and no files
     if note:
         progress.say(note)
 
@@ -98,8 +98,14 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
             append_record(record_path, asked | measured | {"status": "failed", "error": reason})
         return reason
 
+    def last_words(reason: str) -> None:
+        try:
+            record_failure(reason)
+        finally:
+            close_all()
+
     measured: dict[str, Any] = {}
-    watch = PeerWatch(ranks, record_failure)
+    watch = PeerWatch(ranks, last_words)
     watch.start()
     try:
         measurement, facts = _load_and_measure(config, spec, ranks, ids, progress, questions, tokenizer, measured)
@@ -109,9 +115,11 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.T
         raise
     except BaseException as error:
         if ranks.world_size > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it while this is being said
-        reason = record_failure(_explain(error, config))
-        watch.stop(failed=True)
+            signals.ignore_stop()  # the launcher sends one while this is being said
+        with signals.held():
+            close_all()
+            reason = record_failure(_explain(error, config))
+            watch.stop(failed=True)
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, SystemExit):
@@ -227,7 +235,7 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
 
 def _write_trace(config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache) -> dict[str, float] | None:
     """The last loop of an engine that watches itself; else a short generation more, under a profiler."""
-    path = Path(config.trace) if ranks.is_first else None
+    path = Path(config.trace).resolve() if ranks.is_first else None  # what a link points to, not the link
     if loaded.timeline is None:
         return trace_generation(loaded, ids, config.gen_len, make_cache, path)
     if path is not None:

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any, Iterator
 
+from zero_inference.errors import UsageError
+
 KB = 1 << 10
 MB = 1 << 20
 GB = 1 << 30
@@ -210,6 +212,20 @@ def _in_log_unit(value: float | None, unit: str) -> float:
     if value is None:
         return float("nan")
     return float(value) / GB if unit == "GB" else float(value)
+
+
+def check_output_file(option: str, path: str | os.PathLike) -> None:
+    """Whether a run may write `path`, which is replaced if it is there: better known before than after it.
+
+    Raises:
+        UsageError: its folder cannot be written to, or it is there and no regular file (a folder, a device) or write-protected.
+    """
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{option} {path}: its folder is not there or cannot be written to; choose another.")
+    if os.path.lexists(path) and not (Path(path).is_file() and os.access(path, os.W_OK)):
+        what = "cannot be written to" if Path(path).is_file() else "is not a regular file"
+        raise UsageError(f"{option} {path}: {what}; choose another name.")
 
 
 def append_bytes(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError
+from zero_inference.signals import STOPPING
 
 BEAT_S = 1.0
 SILENT_S = 15.0
@@ -32,7 +33,7 @@ class PeerWatch:
     """Watches the other ranks of a run from a thread, between `start` and `stop`. With one rank it does nothing.
 
     Args:
-        report: called with the reason before the process ends, to leave a record.
+        report: called with the reason before the process ends, to leave a record and no files.
 
     Attributes:
         store: this run's key-value store, None with one rank.
@@ -109,7 +110,7 @@ class PeerWatch:
             numbers = os.read(self.signals, 64)
         except BlockingIOError:
             return False
-        return signal.SIGTERM in numbers
+        return any(number in numbers for number in STOPPING)
 
     def _give_up(self, reason: str) -> None:
         """End the process, unless the main thread does it first."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 from zero_inference.config import QUALITY_FIELDS, RunConfig
 from zero_inference.errors import UsageError
+from zero_inference.processes import isolated_module, run_with_group
 from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records
 
 # What `compare` says itself, to every run.
@@ -22,8 +20,6 @@ TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose",
 # Files that a run writes where an option says; two arms would overwrite each other's.
 OWN_FILES = ("quality_items", "trace")
 DOES_NOT_FIT = "It does not fit."  # the plan's words, see zero_inference.run
-PACKAGE_PARENT = Path(__file__).resolve().parents[2]
-GRACE_S = 15
 
 
 @dataclass(frozen=True)
@@ -152,16 +148,10 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
 
 def _run_process(options: Sequence[str], output: Path, ranks: int) -> int:
     """`zero-inference run` with `options` in `ranks` processes, all that it prints in `output`; the exit code."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    path = os.pathsep.join(filter(None, [str(PACKAGE_PARENT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, *launcher, "-m", "zero_inference", "run", *options]
-    with output.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   start_new_session=True, env={**os.environ, "PYTHONPATH": path})
-        try:
-            return process.wait()
-        finally:
-            _end(process)
+    command = isolated_module("zero_inference", "run", *options)
+    if ranks > 1:
+        command = isolated_module("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python", *command)
+    return run_with_group(command, output)
 
 
 def last_words(output: str, code: int) -> str:
@@ -176,18 +166,3 @@ def last_words(output: str, code: int) -> str:
 def _records(log: Path) -> list[dict[str, Any]]:
     path = log.with_suffix(".jsonl")
     return read_records(path) if path.is_file() else []
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End the whole group, harder each time: a rank left behind would keep its memory and disturb the next arm."""
-    for sent, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5)):
-        try:
-            if process.poll() is not None:
-                os.killpg(process.pid, signal.SIGKILL)  # ended well or badly: nothing of it may go on
-                return
-            os.killpg(process.pid, sent)
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            continue
-        except ProcessLookupError:
-            return

@@ -14,6 +14,7 @@ from typing import Any
 from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
+from zero_inference.signals import exit_on_stop
 from zero_inference.tables import FORMATS
 
 WARMUP_SPREAD = 0.05
@@ -55,6 +56,7 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         UsageError: an arm cannot work; nothing was run.
         RunError: an arm failed; the others are in the table.
     """
+    exit_on_stop()  # a run under way has to end too
     arms = read_arms(args.model, args.arm, shared, config_of)
     names = [arm.name for arm in arms]
     baseline = args.baseline or names[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Callable
 
 import torch
@@ -15,7 +17,7 @@ from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
-from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder
+from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder, write
 
 
 def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
@@ -42,7 +44,8 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
     if workspace:
         try:
-            disk_offload(model, str(workspace.path / "weights"), execution_device=ranks.device)
+            _write_weights(model, workspace.path)
+            disk_offload(model, str(workspace.path), execution_device=ranks.device)
         except BaseException:
             workspace.close()
             raise
@@ -61,6 +64,19 @@ def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footpr
     largest = max(p.numel() * p.element_size() for p in model.parameters())
     total = parameter_bytes(model)
     return Footprint(device=largest, host=total, disk=total if config.disk_offload else 0)
+
+
+def _write_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Fill `folder` as `accelerate.utils.offload_state_dict` does, which writes through mapped pages: a full disk kills that.
+
+    Raises:
+        RunError: the file system has no space for it, or refuses it.
+    """
+    index = {}
+    for name, tensor in model.state_dict().items():
+        index[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        write(folder / f"{name}.dat", tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    write(folder / "index.json", json.dumps(index).encode())
 
 
 def _count_reads(model, transfers: Transfers, from_disk: bool) -> None:

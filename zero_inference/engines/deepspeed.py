@@ -11,6 +11,7 @@ import copy
 import logging
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Callable
 
 import torch
@@ -19,7 +20,7 @@ from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import Footprint, LoadedModel, Transfers
 from zero_inference.engines.ds_config import build_ds_config, layer_sizes, layers_ahead, swappable
-from zero_inference.engines.ds_modules import build_modules, check_aio, use_private_folder
+from zero_inference.engines.ds_modules import build_modules, check_aio, init_distributed, use_private_folder
 from zero_inference.engines.ds_quantization import (QuantizationPlan, QuantizedFunctionals, plan_quantization,
                                                     quantize_parameter)
 from zero_inference.errors import UsageError
@@ -28,7 +29,7 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
 from zero_inference.offload.host_memory import host_empty
-from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder
+from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder, reserve
 
 
 def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
@@ -52,12 +53,10 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
 def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
     """Build, fill and partition the model; see `zero_inference.engines.base`."""
     _prepare_environment(config, ranks)
-    import deepspeed
-
     on_cuda = ranks.device.type == "cuda"
     build_modules(config.disk_offload, config.use_gds, unpack_on_gpu=config.quantized and on_cuda and spec.dtype == torch.float16,
                   speak=ranks.is_first and config.verbose > 0)
-    deepspeed.init_distributed(verbose=False)  # wraps the process group that is there
+    init_distributed(ranks)
     model = empty_model(spec)
     plan = _plan(config, spec, model)
     _, layers = decoder_layers(model)
@@ -134,6 +133,8 @@ class _Store:
         inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         self.in_layers = {name for name, parameter in model.named_parameters() if id(parameter) in inside}
         self.weight_bytes = 0
+        if self.device == "nvme":
+            _reserve_before_writing(context.param_swapper)
 
     def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.ranks.device)
@@ -186,6 +187,19 @@ class _Store:
                 return swap_in(params, *args, **kwargs)
 
             swapper.swap_in = counted_swap_in
+
+
+def _reserve_before_writing(swapper) -> None:
+    """Have the disk's space taken before DeepSpeed writes a partition: it does not look at what its writes return, and a later
+    read of a short file aborts the process."""
+    swap_out = swapper._swap_out
+
+    def reserved_swap_out(params, *args, **kwargs):
+        for path, buffer in zip(swapper._get_swap_paths(params), swapper._get_swap_buffers(params)):
+            reserve(Path(path), buffer.numel() * buffer.element_size())
+        return swap_out(params, *args, **kwargs)
+
+    swapper._swap_out = reserved_swap_out
 
 
 def _counted_gather(gather, transfers: Transfers):

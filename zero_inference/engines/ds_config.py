@@ -136,8 +136,9 @@ def read_ds_config(path: str | None) -> dict:
                 raise UsageError(f"--ds-config {path}: {block} holds a {type(part).__name__}; a JSON object is needed.")
     if "weight_quantization" in loaded:
         raise UsageError(f"--ds-config {path}: weight_quantization is set by --quant-bits and --quant-group-size; take it out.")
-    if "device" in loaded.get("zero_optimization", {}).get("offload_param", {}):
-        raise UsageError(f"--ds-config {path}: offload_param.device is set by --cpu-offload or --disk-offload; take it out.")
+    for key, option in (("device", "--cpu-offload or --disk-offload"), ("nvme_path", "--offload-dir")):  # it empties nvme_path
+        if key in loaded.get("zero_optimization", {}).get("offload_param", {}):
+            raise UsageError(f"--ds-config {path}: offload_param.{key} is set by {option}; take it out.")
     return loaded
 
 

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import torch
 
+from zero_inference.distributed import Ranks
 from zero_inference.errors import UsageError
 
 OURS = "zero-inference/extensions"
+SHARED = Path("/dev/shm")
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
 
@@ -74,6 +76,21 @@ def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -
                 for mark in folder.glob("*/lock"):
                     mark.unlink(missing_ok=True)
             builder.load(verbose=False)
+
+
+def init_distributed(ranks: Ranks) -> None:
+    """Wrap the process group that is there for DeepSpeed; all ranks call it.
+
+    On a CPU the ranks of one launcher then share 66 MiB each in /dev/shm, which DeepSpeed never removes. Once all have mapped
+    them, their names are needed no more, and without names they go with the processes.
+    """
+    import deepspeed
+
+    deepspeed.init_distributed(verbose=False)
+    if ranks.device.type == "cpu" and "LOCAL_SIZE" in os.environ:  # set by the launcher whose ranks share memory
+        ranks.barrier()
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        SHARED.joinpath(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{ranks.rank}").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import RunError, UsageError
 from zero_inference.tables import FORMATS, Column, RowPrinter
+from zero_inference.utils import check_output_file
 
 if TYPE_CHECKING:
     import torch
@@ -257,8 +257,7 @@ def _say(line: str) -> None:
 def _check_plot(path: Path) -> None:
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot {path}: only PNG is drawn; end the name in .png.")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UsageError(f"--plot {path}: its folder is not there or cannot be written to; choose another.")
+    check_output_file("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed; `pip install matplotlib`.")
 

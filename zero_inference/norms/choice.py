@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any, Callable
 
 import torch
@@ -15,6 +12,7 @@ from torch import nn
 from zero_inference.errors import RunError, UsageError
 from zero_inference.extension import load_extension, trial_mark, why_unavailable
 from zero_inference.norms import ops, patch, reference
+from zero_inference.processes import isolated_python
 
 NO_DEVICE = "there is no CUDA device"
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
@@ -74,11 +72,8 @@ def try_apart(device: torch.device, dtype: torch.dtype, columns: int) -> str | N
     mark = trial_mark(name, kind, str(columns))
     if mark.exists():
         return None
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     try:
-        done = subprocess.run([sys.executable, "-c", _TRIAL, str(device), kind, str(columns)], capture_output=True, text=True,
-                              timeout=_TRIAL_S, env=os.environ | {"PYTHONPATH": path})
+        done = subprocess.run(isolated_python(_TRIAL, str(device), kind, str(columns)), capture_output=True, text=True, timeout=_TRIAL_S)
     except subprocess.TimeoutExpired:
         return f"their trial did not end within {_TRIAL_S} s"
     if done.returncode != 0:

@@ -1,0 +1,209 @@
+"""The offload folder belongs to the user: only what this tool marked as its own is removed, and nothing in it makes a run wait."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, VOCAB, free_port, without_gpus
+
+from zero_inference.cli import main
+from zero_inference.link.disk import disk_read_gbps
+from zero_inference.offload import workspace
+from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def left_by_a_killed_run(folder: Path, size: int = 1000) -> Path:
+    """A workspace whose process ended without removing it."""
+    def hold(sender) -> None:
+        path = OffloadWorkspace(folder).path
+        (path / "zero_stage_3").mkdir()
+        (path / "zero_stage_3" / "weights").write_bytes(bytes(size))
+        sender.send(path)
+        os._exit(9)
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(sender,))
+    process.start()
+    path = receiver.recv()
+    process.join(60)
+    assert path.is_dir()
+    return path
+
+
+def test_what_is_not_marked_is_left_alone(tmp_path):
+    for name in ("zero-inference-thesis", "zero-inference-a1b2c3d4"):  # the second as this tool names its own
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chapter").write_text("years of work")
+    (tmp_path / "zero-inference-12345678").write_text("a file")
+    (tmp_path / "zero-inference-locked00").mkdir()
+    (tmp_path / "zero-inference-locked00" / "lock").write_text("of another program")
+    (tmp_path / "elsewhere").mkdir()
+    marked = tmp_path / "elsewhere" / "lock"
+    marked.write_bytes(workspace.MARK)
+    (tmp_path / "zero-inference-linked00").symlink_to(tmp_path / "elsewhere")
+    named_otherwise = tmp_path / "zero-inference-thesis-2"
+    named_otherwise.mkdir()
+    (named_otherwise / "lock").write_bytes(workspace.MARK)
+    before = tree(tmp_path)
+    check_offload_folder(tmp_path, 0)
+    OffloadWorkspace(tmp_path).close()
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_workspace_of_another_user_is_left_alone(tmp_path):
+    remain = left_by_a_killed_run(tmp_path)
+    os.chown(remain / "lock", 12345, -1)
+    before = tree(tmp_path)
+    check_offload_folder(tmp_path, 0)
+    assert tree(tmp_path) == before
+
+
+def test_remains_of_killed_runs_are_removed_also_half_removed_ones(tmp_path):
+    whole, half = left_by_a_killed_run(tmp_path), left_by_a_killed_run(tmp_path)
+    (half / "zero_stage_3" / "weights").unlink()
+    assert re.fullmatch(r"zero-inference-\w{8}", whole.name)
+    check_offload_folder(tmp_path, 0)
+    assert not os.listdir(tmp_path)
+
+
+def test_neither_a_fifo_nor_a_foreign_lock_makes_a_run_wait(tmp_path):
+    for place in (tmp_path, tmp_path / "zero-inference-fifo0000"):
+        place.mkdir(exist_ok=True)
+        os.mkfifo(place / "lock")
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        in_time(lambda: check_offload_folder(tmp_path, 0))
+    finally:
+        os.close(held)
+    assert sorted(os.listdir(tmp_path)) == ["lock", "zero-inference-fifo0000"]
+
+
+def in_time(action, limit_s: float = 30) -> None:
+    """Run `action` in a process of its own that is killed after `limit_s`."""
+    process = multiprocessing.get_context("fork").Process(target=action)
+    process.start()
+    process.join(limit_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        pytest.fail(f"still waiting after {limit_s} s")
+    assert process.exitcode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A mounted file system of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", bytes(folder), b"tmpfs", 0, b"size=8m"):
+        pytest.skip(f"no file system can be mounted here ({os.strerror(ctypes.get_errno())})")
+    try:
+        try:
+            os.close(os.open(folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+        except OSError:
+            pytest.skip("this kernel's tmpfs has no O_DIRECT")
+        (folder / "probe").unlink()
+        yield folder
+    finally:
+        libc.umount2(bytes(folder), 2)  # MNT_DETACH: the interpreter may still hold a file
+
+
+def model_of(folder: Path, width: int, layers: int) -> Path:
+    """A configuration with `layers` times 10 `width`^2 weights in matrices that are large enough to be swapped."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": 2 * width,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": VOCAB,
+        "max_position_embeddings": 64}))
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
+def test_a_disk_that_fills_while_loading(engine, small_disk, tmp_path, monkeypatch, capfd):
+    usage = shutil.disk_usage(small_disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))  # another program writes there meanwhile
+        assert main(["run_model.py", "--model", str(model_of(tmp_path / "model", 512, 2)), "--dummy", "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32",
+                     "--engine", engine, "--disk-offload", "--offload-dir", str(small_disk), "--log-file", str(tmp_path / "run.log")]) == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "No space left on device" in line and str(small_disk) in line and "--offload-dir" in line
+    (record,) = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
+    assert record["status"] == "failed" and record["error"] in line
+    assert os.listdir(small_disk) == []
+
+
+def test_a_killed_speed_test_leaves_no_file(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=disk_read_gbps, args=(tmp_path,))
+    process.start()
+    files = Path(f"/proc/{process.pid}/fd")
+
+    def under_way() -> bool:
+        return any(os.path.islink(file) and "read-test-" in os.readlink(file) and os.stat(file).st_size for file in files.iterdir())
+
+    wait_for(under_way)
+    process.kill()
+    process.join()
+    assert os.listdir(tmp_path) == []
+
+
+def wait_for(condition, limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("launcher, sent", [("python", signal.SIGHUP), ("deepspeed", signal.SIGINT)])
+def test_a_run_that_is_stopped_while_loading_leaves_no_files_and_a_record(launcher, sent, tmp_path):
+    """As a terminal does it, to all processes at once. DeepSpeed's launcher then sends its ranks a second signal."""
+    offload, log, output = tmp_path / "offload", tmp_path / "run.log", tmp_path / "output"
+    port = free_port()
+    start = {"python": [sys.executable],
+             "deepspeed": [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "1", "--master_port", port]}[launcher]
+    with output.open("w") as out:
+        process = subprocess.Popen(
+            [*start, str(ROOT / "run_model.py"), "--model", str(model_of(tmp_path / "model", 2048, 12)), "--dummy", "--prompt-len", "4",
+             "--gen-len", "2", "--dtype", "float32", "--disk-offload", "--offload-dir", str(offload), "--log-file", str(log)],
+            stdout=out, stderr=out, env=without_gpus(), start_new_session=True)
+    try:
+        wait_for(lambda: process.poll() is not None or len(list(offload.glob("*/zero_stage_3/*/rank0/*"))) > 1)
+        (workspace,) = offload.iterdir()
+        (workspace / "many").mkdir()
+        for number in range(2000):  # so that it takes a while to remove them
+            (workspace / "many" / str(number)).touch()
+        os.killpg(process.pid, sent)
+        wait_for(lambda: process.poll() is not None and not group_alive(process.pid))
+    finally:
+        if group_alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert os.listdir(offload) == [], output.read_text()
+    (record,) = map(json.loads, log.with_suffix(".jsonl").read_text().splitlines())
+    assert record["status"] == "failed" and "stopped by" in record["error"]
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
+
+
+def group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
