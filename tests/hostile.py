@@ -32,6 +32,7 @@ HOSTILE = {
     "exit from a thread's end": "raise SystemExit",
     "dies by its own signal": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
     "dies by a signal without a name": "import os; os.kill(os.getpid(), 40)",
+    "says that it passed": "import sys; print('passed'); sys.exit(1)",
     "signals its group": "import os; os.kill(0, 9)",
     "signals process 1": "import os, signal\nfor pid in (1, os.getppid(), -1):\n  for number in signal.valid_signals() - {19}:\n"
                          "    if pid != -1 or number == 0:\n      try: os.kill(pid, number)\n      except OSError: pass\n"
@@ -77,6 +78,7 @@ HOSTILE = {
     "reads about processes": "import os; assert os.listdir('/proc')",
     "reads what is none of its business": "open('{private}').read()",
     "reads it through a link": "import os; os.symlink('{private}', '/tmp/link'); open('/tmp/link').read()",
+    "locks a file of the system": "import fcntl, os; fcntl.flock(open(os.__file__), fcntl.LOCK_SH)",
     "asks for input": "input()",
     "waits for root": "import os; os.setuid(0); os.mkdir('/root')",
     "mounts": "import ctypes; assert ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0",

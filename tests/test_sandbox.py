@@ -64,14 +64,14 @@ def ended(tmp_path_factory):
 @pytest.mark.parametrize("user", ["this user", "not root"])
 def test_a_hostile_program_fails_and_harms_nothing(user, name, ended):
     outcome = ended[user][name]
-    assert not outcome.passed and outcome.reason
+    assert not outcome.passed and outcome.reason not in ("", "passed")
     assert len(outcome.output) <= LIMITS[name].output_bytes
     if name in ENDLESS:
         assert re.match("still running after 2 s|killed by SIGKILL|killed by SIGXCPU", outcome.reason), outcome
     else:
         assert "still running" not in outcome.reason and "could not be" not in outcome.reason
     if name == "signals process 1":
-        assert outcome.reason == "RuntimeError: still here"
+        assert outcome.reason == "exit status 1: RuntimeError: still here"
 
 
 @needs_isolation
@@ -136,8 +136,8 @@ def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way):
         started = subprocess.run([python, "-c", "import sys; print(sys.base_prefix)"], env={}, capture_output=True, text=True)
         if started.stdout.strip() != home:
             pytest.skip(f"a copy of this interpreter does not run: {started}")
-        done = subprocess.run([*way, python, "-B", "-c", ASK, f"print(open('{home}/.ssh/key').read())"], capture_output=True, text=True,
-                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}, umask=0o077)
+        done = subprocess.run([*way, python, "-B", "-c", ASK, f"print(open('{home}/.ssh/key').read())"], umask=0o077,
+                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}, capture_output=True, text=True)
         assert "passed Outcome(passed=False" in done.stdout and "No such file" in done.stdout, done
         assert "secret" not in done.stdout
 
@@ -150,7 +150,8 @@ def test_system_calls_have_the_numbers_of_the_kernels_headers(machine, header):
     defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
     numbers = {name: int(number) for name, number in reversed(defined)}
     numbers.setdefault("newfstatat", numbers.get("fstatat"))
-    mine = allowed(ARCHITECTURES[machine]) | {"keyctl": ARCHITECTURES[machine].keyctl, "pivot_root": ARCHITECTURES[machine].pivot_root}
+    own = ARCHITECTURES[machine]
+    mine = allowed(own) | {"keyctl": own.keyctl, "pivot_root": own.pivot_root}
     assert mine == {name: numbers.get(name) for name in mine}
 
 

@@ -217,7 +217,7 @@ def _judge(seen: dict[str, bytes], secret: str, failure: str | None, limits: Lim
     if failure is None:
         last = output.strip().splitlines()[-1:] if status and status > 0 else []
         ended = f"killed by {_signal_name(-status)}" if status is not None and status < 0 else f"exit status {status}"
-        failure = last[0][:200] if last else f"{ended} before its test had finished"
+        failure = f"{ended}: {last[0][:200]}" if last else f"{ended} before its test had finished"
     return Outcome(False, failure, output)
 
 

@@ -28,7 +28,7 @@ ARCHITECTURES = {"x86_64": Architecture(0xC000003E, 0, 155, 250), "aarch64": Arc
 # Name, number on x86-64, number on aarch64 (- where it has none).
 _TABLE = """
 read 0 63  write 1 64  readv 19 65  writev 20 66  pread64 17 67  pwrite64 18 68  preadv 295 69  pwritev 296 70  lseek 8 62
-open 2 -  openat 257 56  close 3 57  close_range 436 436  dup 32 23  dup2 33 -  dup3 292 24  fcntl 72 25  ioctl 16 29  flock 73 32
+open 2 -  openat 257 56  close 3 57  close_range 436 436  dup 32 23  dup2 33 -  dup3 292 24  fcntl 72 25  ioctl 16 29
 stat 4 -  fstat 5 80  lstat 6 -  newfstatat 262 79  statx 332 291  access 21 -  faccessat 269 48  faccessat2 439 439
 readlink 89 -  readlinkat 267 78  getdents64 217 61  getcwd 79 17  chdir 80 49  fchdir 81 50  statfs 137 43  fstatfs 138 44
 getxattr 191 8  lgetxattr 192 9  fgetxattr 193 10  listxattr 194 11  llistxattr 195 12  flistxattr 196 13
