@@ -16,7 +16,7 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError, UsageError
-from zero_inference.quality.data import load_items
+from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import IsolationError, Limits, Outcome, check_isolation, run_program
@@ -71,7 +71,11 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
     Raises:
         UsageError: see the message.
     """
-    items = {task: load_items(task, config.quality_data, config.quality_limit) for task in config.quality}
+    files = {task: data_file(task, config.quality_data) for task in config.quality}
+    if config.quality_items and Path(config.quality_items).resolve() in [path.resolve() for path in files.values()]:
+        raise UsageError(f"--quality-items {config.quality_items}: the questions are read from it, and it would be written over; "
+                         "choose another.")
+    items = {task: load_items(task, path, config.quality_limit) for task, path in files.items()}
     if "humaneval" in items:
         check_isolation()
     return items
