@@ -122,8 +122,8 @@ def test_a_machine_whose_system_calls_are_not_known_is_refused():
 
 
 @needs_isolation
-@pytest.mark.parametrize("way", [[], AS_USER], ids=["this user", "not root"])
-def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way):
+@pytest.mark.parametrize("way, link", [([], ""), (AS_USER, "/link")], ids=["this user", "not root, by a link"])
+def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way, link):
     """Under /tmp, too, where the program has a folder of its own, and with a umask that hides new folders from others."""
     with tempfile.TemporaryDirectory(dir="/tmp") as home:
         os.chmod(home, 0o755)
@@ -131,15 +131,18 @@ def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way):
             Path(home, folder).mkdir()
         Path(home, ".ssh", "key").write_text("secret")
         library = Path(sysconfig.get_path("stdlib"))
-        python = shutil.copy(os.path.realpath(sys._base_executable), f"{home}/bin/{library.name}")
+        shutil.copy(os.path.realpath(sys._base_executable), f"{home}/bin/{library.name}")
+        Path(home, "link").symlink_to(home)
+        python = f"{home}{link}/bin/{library.name}"
         Path(home, "lib", library.name).symlink_to(library)
         started = subprocess.run([python, "-c", "import sys; print(sys.base_prefix)"], env={}, capture_output=True, text=True)
-        if started.stdout.strip() != home:
+        if started.stdout.strip() != home + link:
             pytest.skip(f"a copy of this interpreter does not run: {started}")
-        done = subprocess.run([*way, python, "-B", "-c", ASK, f"print(open('{home}/.ssh/key').read())"], umask=0o077,
-                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}, capture_output=True, text=True)
+        source = f"import os; print(os.__file__); print(open('{home}/.ssh/key').read())"
+        done = subprocess.run([*way, python, "-B", "-c", ASK, source], capture_output=True, text=True, umask=0o077,
+                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]})
         assert "passed Outcome(passed=False" in done.stdout and "No such file" in done.stdout, done
-        assert "secret" not in done.stdout
+        assert f"{home}/lib/{library.name}/os.py" in done.stdout and "secret" not in done.stdout
 
 
 @pytest.mark.parametrize("machine, header", [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")])

@@ -227,7 +227,7 @@ def _humaneval(task: str, items: list[dict], lm, device, ranks: Ranks, settings:
     scores = pass_scores(passed, n, settings.resolved_ks())
     scores |= {"problems": len(items), "temperature": settings.temperature if n > 1 else None,
                "new_tokens": settings.new_tokens, "passed": passed}
-    details = [{"passed": right, "samples": [{"completion": completion, "verdict": outcome.reason} for completion, outcome in samples]}
+    details = [{"passed": right, "samples": [{"completion": text, "verdict": outcome.reason} for text, outcome in samples]}
                for right, samples in zip(passed, joined)]
     return scores, details
 

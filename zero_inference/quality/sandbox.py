@@ -245,9 +245,12 @@ def _package_folders() -> list[str]:
 @functools.cache
 def _binds() -> list[str]:
     """What the program may read, outermost folders only: never a home folder or what one lies in, wherever Python is installed."""
-    libraries = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix})]
+    prefixes = {sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.dirname(_interpreter()))}  # the last without links
+    libraries = [sysconfig.get_path(name, vars={"installed_base": prefix, "platbase": prefix})
+                 for prefix in prefixes for name in ("stdlib", "platstdlib")]
     python = [_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()]
     homes = [Path(home).resolve() for home in {os.path.expanduser("~"), _account_home()}]
+    python += [os.path.realpath(path) for path in python]  # where links inside what is shown lead to
     wanted = SYSTEM + [path for path in python if not any(home.is_relative_to(Path(path).resolve()) for home in homes)]
     chosen: list[str] = []
     for path in sorted({path for path in wanted if os.path.exists(path)}):
