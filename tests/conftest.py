@@ -50,13 +50,17 @@ def pytest_collection_modifyitems(items) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
-def build_model(family: str, dtype="float32", lively=True):
-    """A seeded random model; `lively` gives it weights so large that greedy tokens vary, else the family's own init."""
+def build_model(family: str, dtype="float32", lively=True, **changes):
+    """A seeded random model; `lively` gives it weights so large that greedy tokens vary, else the family's own init.
+
+    `changes` are of its configuration.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(11)
-    config = AutoConfig.for_model(**FAMILIES[family], vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    fields = FAMILIES[family] | dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2) | changes
+    config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     with torch.no_grad():
         if not lively:

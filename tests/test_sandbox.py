@@ -2,97 +2,76 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT
+from hostile import ENDLESS, HOSTILE, LIMITS, namespaces_refused, run_hostile
 
-from zero_inference.errors import UsageError
 from zero_inference.quality.sandbox import Limits, Outcome, check_isolation, run_program
+from zero_inference.quality.system_calls import ARCHITECTURES, allowed
 
-
-def isolation_refused() -> str | None:
-    try:
-        check_isolation()
-    except UsageError as error:
-        return str(error)
-    return None
-
-
-REFUSED = isolation_refused()
+REFUSED = namespaces_refused()
 needs_isolation = pytest.mark.skipif(REFUSED is not None, reason=f"no code can be run here: {REFUSED}")
-SHORT = Limits(wall_s=3.0, cpu_s=2)
-HOSTILE = {
-    "sys.exit": "import sys; sys.exit(0)",
-    "os._exit": "import os; os._exit(0)",
-    "exit from a thread's end": "raise SystemExit",
-    "dies by its own signal": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "floods stdout": "while True: print('x' * 4096)",
-    "floods stderr": "import os\nwhile True: os.write(2, b'x' * 4096)",
-    "writes to every descriptor": "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'y' * 32)\n"
-                                  "    except OSError: pass",
-    "fork bomb": "import os\nwhile True: os.fork()",
-    "patient fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "starts a program": "import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 100 &'], check=True)",
-    "sleeps": "import time; time.sleep(1000)",
-    "computes for ever": "while True: pass",
-    "ignores signals": "import signal, time\nfor n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(1000)",
-    "eats memory": "x = []\nwhile True: x.append(bytearray(1 << 24))",
-    "eats the temporary folder": "n = 0\nwhile True:\n    open(f'/tmp/{n}', 'wb').write(b'x' * (1 << 20)); n += 1",
-    "writes a large file": "open('/tmp/large', 'wb').write(b'x' * (1 << 25))",
-    "writes outside": "open('/usr/zero-inference-was-here', 'w').write('x')",
-    "writes up and out": "open('/tmp/../../zero-inference-was-here', 'w').write('x')",
-    "removes the interpreter": "import os, sys; os.remove(os.__file__)",
-    "opens a socket": "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
-    "sends a datagram": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))",
-    "reads the environment": "import os; assert os.environ, 'nothing there'",
-    "reads what is none of its business": "open('{private}').read()",
-    "asks for input": "input()",
-    "waits for root": "import os; os.setuid(0); os.mkdir('/root')",
-    "mounts": "import ctypes; assert ctypes.CDLL(None).mount(b'tmpfs', b'/tmp', b'tmpfs', 0, None) == 0",
-    "makes namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
-    "recursion without end": "def f(): return f()\nf()",
-    "not Python": "def f(:",
-}
+SHORT = Limits(wall_s=10.0, cpu_s=5)
+AS_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+ASK = ("import sys\nfrom zero_inference.errors import UsageError\nfrom zero_inference.quality import sandbox\n"
+       "try: sandbox.check_isolation()\nexcept UsageError as error: print(error)\n"
+       "else: print('passed', sandbox.run_program(sys.argv[1] if sys.argv[1:] else ''))")
 
 
 @needs_isolation
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_fails_and_harms_nothing(name, tmp_path):
-    private = tmp_path / "private"
+def test_where_namespaces_can_be_made_programs_can_be_shut_in():
+    check_isolation()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """How hostile programs end, for this user and for one who is not root and has the program's own number."""
+    private = tmp_path_factory.mktemp("outside") / "private"
     private.write_text("secret")
     before = processes()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.05)
-        source = HOSTILE[name].replace("{port}", str(server.getsockname()[1])).replace("{private}", str(private))
-        start = time.monotonic()
-        outcome = run_program(source, SHORT)
-        assert time.monotonic() - start < 30
+        port = server.getsockname()[1]
+        other = subprocess.Popen([*AS_USER, sys.executable, str(ROOT / "tests" / "hostile.py"), str(port), str(private)],
+                                 stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        outcomes = {"this user": run_hostile(port, private)}
+        outcomes["not root"] = {name: Outcome(**fields) for name, fields in json.loads(other.communicate(timeout=200)[0]).items()}
         with pytest.raises(TimeoutError):
             server.accept()
-    assert not outcome.passed and outcome.reason
-    assert len(outcome.output) <= SHORT.output_bytes
+    assert private.read_text() == "secret"
     for folder in ("/", "/usr"):
         assert not Path(folder, "zero-inference-was-here").exists()
     assert os.path.exists(os.__file__)
-    assert private.read_text() == "secret"
     nothing_is_left(before)
+    return outcomes
 
 
 @needs_isolation
-def test_it_cannot_kill_those_above_it():
-    before = processes()
-    outcome = run_program("import os\nfor pid in (1, os.getppid(), -1):\n    try: os.kill(pid, 9)\n    except OSError: pass\n"
-                          "raise RuntimeError('still here')", SHORT)
-    assert outcome == Outcome(False, "RuntimeError: still here", outcome.output)
-    nothing_is_left(before)
+@pytest.mark.parametrize("name", ENDLESS | HOSTILE)
+@pytest.mark.parametrize("user", ["this user", "not root"])
+def test_a_hostile_program_fails_and_harms_nothing(user, name, ended):
+    outcome = ended[user][name]
+    assert not outcome.passed and outcome.reason not in ("", "passed")
+    assert len(outcome.output) <= LIMITS[name].output_bytes
+    if name in ENDLESS:
+        assert re.match("still running after 2 s|killed by SIGKILL|killed by SIGXCPU", outcome.reason), outcome
+    else:
+        assert "still running" not in outcome.reason and "could not be" not in outcome.reason
+    if name == "signals process 1":
+        assert outcome.reason == "exit status 1: RuntimeError: still here"
 
 
 @needs_isolation
@@ -102,7 +81,11 @@ def test_what_runs_to_its_end_passes():
                           "open('/tmp/scratch', 'w').write('x')\nassert P(3).x == 3 and __name__ != '__main__'\n"
                           "print('done')", SHORT)
     assert outcome == Outcome(True, "passed", "done\n")
-    assert run_program("import numpy\nassert numpy.arange(4).sum() == 6").passed, "packages of this environment can be imported"
+    outcome = run_program("import asyncio, numpy, shutil, sqlite3, subprocess, tempfile\n"
+                          "assert numpy.linalg.inv(numpy.eye(200)).sum() == 200\n"
+                          "base = sqlite3.connect('/tmp/base')\nbase.execute('create table t (a)')\nbase.commit()\n"
+                          "shutil.copy2('/tmp/base', tempfile.mkdtemp())\nasyncio.run(asyncio.sleep(0.01))", SHORT)
+    assert outcome.passed, outcome
 
 
 @needs_isolation
@@ -126,11 +109,53 @@ def test_processes_end_with_the_one_that_asked(tmp_path):
 def test_without_isolation_nothing_runs_and_the_reason_is_said(spoil, tmp_path):
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode:
         pytest.skip("a system that refuses namespaces cannot be made here, because it refuses them")
-    code = ("from zero_inference.quality import sandbox; from zero_inference.errors import UsageError\n"
-            "try: sandbox.check_isolation()\nexcept UsageError as error: print(error)\nelse: print('it ran')")
-    done = subprocess.run(["unshare", "-Ur", "sh", "-c", f"{spoil} && exec {sys.executable} -c \"$0\"", code], cwd=ROOT,
+    done = subprocess.run(["unshare", "-Ur", "sh", "-c", f"{spoil} && exec {sys.executable} -c \"$0\"", ASK], cwd=ROOT,
                           capture_output=True, text=True)
     assert "shut in" in done.stdout and "No space left" in done.stdout and "leave humaneval out" in done.stdout, done
+
+
+def test_a_machine_whose_system_calls_are_not_known_is_refused():
+    if shutil.which("linux32") is None or subprocess.run(["linux32", "true"], capture_output=True).returncode:
+        pytest.skip("the machine's name cannot be changed here")
+    done = subprocess.run(["linux32", sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True)
+    assert "filtered on x86_64 and aarch64, and this is" in done.stdout, done
+
+
+@needs_isolation
+@pytest.mark.parametrize("way, link", [([], ""), (AS_USER, "/link")], ids=["this user", "not root, by a link"])
+def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way, link):
+    """Under /tmp, too, where the program has a folder of its own, and with a umask that hides new folders from others."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        os.chmod(home, 0o755)
+        for folder in ("bin", "lib", ".ssh"):
+            Path(home, folder).mkdir()
+        Path(home, ".ssh", "key").write_text("secret")
+        library = Path(sysconfig.get_path("stdlib"))
+        shutil.copy(os.path.realpath(sys._base_executable), f"{home}/bin/{library.name}")
+        Path(home, "link").symlink_to(home)
+        python = f"{home}{link}/bin/{library.name}"
+        Path(home, "lib", library.name).symlink_to(library)
+        started = subprocess.run([python, "-c", "import sys; print(sys.base_prefix)"], env={}, capture_output=True, text=True)
+        if started.stdout.strip() != home + link:
+            pytest.skip(f"a copy of this interpreter does not run: {started}")
+        source = f"import os; print(os.__file__); print(open('{home}/.ssh/key').read())"
+        done = subprocess.run([*way, python, "-B", "-c", ASK, source], capture_output=True, text=True, umask=0o077,
+                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]})
+        assert "passed Outcome(passed=False" in done.stdout and "No such file" in done.stdout, done
+        assert f"{home}/lib/{library.name}/os.py" in done.stdout and "secret" not in done.stdout
+
+
+@pytest.mark.parametrize("machine, header", [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")])
+def test_system_calls_have_the_numbers_of_the_kernels_headers(machine, header):
+    path = Path("/usr/include", header)
+    if not path.exists():
+        pytest.skip(f"{path} is not installed")
+    defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
+    numbers = {name: int(number) for name, number in reversed(defined)}
+    numbers.setdefault("newfstatat", numbers.get("fstatat"))
+    own = ARCHITECTURES[machine]
+    mine = allowed(own) | {"keyctl": own.keyctl, "pivot_root": own.pivot_root}
+    assert mine == {name: numbers.get(name) for name in mine}
 
 
 def processes() -> set[int]:

@@ -143,8 +143,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{_flag(name)} {value}: must be at least 1.")
-        if self.humaneval_temperature <= 0:
-            raise UsageError(f"--humaneval-temperature {self.humaneval_temperature}: must be above 0; "
+        if not 0 < self.humaneval_temperature < float("inf"):
+            raise UsageError(f"--humaneval-temperature {self.humaneval_temperature}: must be a number above 0; "
                              "one sample (--humaneval-samples 1) is greedy.")
         if self.humaneval_samples == 1 and self.humaneval_temperature != RunConfig.humaneval_temperature:
             raise UsageError("--humaneval-temperature: a single sample is greedy and has none; "
@@ -167,9 +167,9 @@ class RunConfig:
             raise UsageError(f"--quality {','.join(self.quality)}: no data for {', '.join(needing)}; "
                              "add --quality-data with a file or folder.")
         if self.quality_data is not None:
-            if not Path(self.quality_data).exists():
+            if not os.path.exists(self.quality_data):
                 raise UsageError(f"--quality-data {self.quality_data}: no such file or folder.")
-            if Path(self.quality_data).is_file() and len(self.quality) > 1:
+            if os.path.isfile(self.quality_data) and len(self.quality) > 1:
                 raise UsageError(f"--quality-data {self.quality_data} is one file and --quality names {len(self.quality)} tasks; "
                                  "give a folder with a file named after each.")
         if self.quality_items:

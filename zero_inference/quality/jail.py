@@ -5,7 +5,8 @@ user, mount, network, process, IPC and host name namespaces; and the warden, pro
 kills whatever is left inside. Each dies with the one before it (PR_SET_PDEATHSIG).
 
 Inside there is no network but a loopback that is down, no environment, no /proc, and of the file system the interpreter,
-its libraries and the system's, all read-only, and an empty /tmp in memory. The program has no capability and cannot get one.
+its libraries and the system's, all read-only, and a /tmp in memory. The program has no capability and cannot get one, no
+session keyring of the user's, and no system call but those of `system_calls.py`.
 """
 
 import ctypes
@@ -20,12 +21,18 @@ NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE, SYS_MOUNT_SETATTR = -100, 0x8000, 442  # the same number on every architecture; Linux 5.12
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
-SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+SECCOMP_MODE_FILTER, KEYCTL_JOIN_SESSION_KEYRING = 2, 1
 NOBODY = 65534
 DEVICES = ("null", "zero", "random", "urandom")
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FilterProgram(ctypes.Structure):
+    """struct sock_fprog (linux/filter.h)."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def call(what: str, function, *arguments) -> None:
@@ -48,12 +55,9 @@ def make_read_only(target: str, recursive: bool, devices: bool = False) -> None:
 
 
 def bind(path: str, root: str, devices: bool = False) -> None:
-    """Show `path` of the outside at the same place under `root`, read-only; a symbolic link is made anew."""
+    """Show what is at `path` outside, also through symbolic links, at the same place under `root`, read-only."""
     target = root + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(path):
-        os.symlink(os.readlink(path), target)
-        return
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:
@@ -66,22 +70,21 @@ def build_root(task: dict) -> None:
     """Make the file system of the program and enter it, for good.
 
     The root is a folder of the mount that the process is pivoted to: inside a chroot no user namespace can be made, and the
-    pivot leaves nothing of the outside to escape to.
+    pivot leaves nothing of the outside to escape to. /tmp comes first, because what is to be shown may lie under it.
     """
     base, root = task["base"], task["base"] + "/root"
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    os.mkdir(root)
+    os.makedirs(root + "/tmp")
+    size = f"size={task['disk_bytes']},nr_inodes=1024,mode=1777"
+    mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)
     for path in task["binds"]:
         bind(path, root)
     for name in DEVICES:
         bind(f"/dev/{name}", root, devices=True)
-    os.mkdir(root + "/tmp")
-    room = f"size={task['disk_bytes']},nr_inodes=1024,mode=1777"
-    mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, room)
     make_read_only(base, recursive=False)
     os.chdir(base)
-    call("pivot_root", libc.syscall, ctypes.c_long(SYS_PIVOT_ROOT[os.uname().machine]), b".", b".")
+    call("pivot_root", libc.syscall, ctypes.c_long(task["pivot_root"]), b".", b".")
     call("leave the old root", libc.umount2, b".", MNT_DETACH)
     os.chroot("root")
     os.chdir("/tmp")
@@ -96,20 +99,20 @@ def forbid_more_namespaces() -> None:
         pass
 
 
-def become_program(task: dict, result_fd: int, switch_user: bool) -> None:
-    """In the last child: limits, no privileges, then the interpreter."""
-    place = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
-    os.write(place, json.dumps(task["program"]).encode())
-    os.lseek(place, 0, os.SEEK_SET)
-    os.dup2(place, 0)
+def become_program(task: dict, report_fd: int, result_fd: int, switch_user: bool, signals: set) -> None:
+    """In the last child: limits, no privileges, the filter of system calls, then the interpreter."""
+    with open(os.memfd_create("program"), "r+b") as told:
+        told.write(json.dumps(task["program"]).encode())
+        told.seek(0)
+        os.dup2(told.fileno(), 0)
     os.dup2(1, 2)
     os.dup2(result_fd, 3)
-    os.closerange(4, 1024)
     os.setsid()
-    present = 0 if switch_user else 2  # founder and warden count for the same user then
-    for name, value in (("CPU", task["cpu_s"]), ("AS", task["memory_bytes"]), ("FSIZE", task["file_bytes"]), ("CORE", 0),
-                        ("NOFILE", 64), ("MEMLOCK", 0), ("MSGQUEUE", 0), ("NPROC", present + task["processes"])):
+    # A core limit of 1 byte, unlike 0, keeps the kernel from starting the system's core dump handler, which runs outside.
+    for name, value in (("CPU", task["cpu_s"]), ("AS", task["memory_bytes"]), ("FSIZE", task["file_bytes"]), ("CORE", 1),
+                        ("NOFILE", 64), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    libc.syscall(ctypes.c_long(task["keyctl"]), KEYCTL_JOIN_SESSION_KEYRING, None)  # some kernels have none; the filter refuses it
     number = 0
     while libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
         number += 1
@@ -118,6 +121,11 @@ def become_program(task: dict, result_fd: int, switch_user: bool) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     call("no new privileges", libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    instructions = bytes.fromhex(task["filter"])
+    program = FilterProgram(len(instructions) // 8, instructions)
+    call("filter system calls", libc.prctl, PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
+    os.write(report_fd, b"started\n")
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     os.execve(task["python"], [task["python"], "-I", "-S", "-B", "-c", task["driver"]], {})
 
 
@@ -129,20 +137,16 @@ def die_with_parent(parent: int) -> None:
 
 
 def warden(task: dict, report_fd: int, result_fd: int, switch_user: bool) -> None:
-    """Process 1 inside: starts the program and says how it ended."""
+    """Process 1 inside: starts the program and says how it ended. The program may be of the same user, and signal it."""
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     call("die with the parent", libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     call("be unreadable", libc.prctl, PR_SET_DUMPABLE, 0, 0, 0, 0)
+    os.umask(0o022)
     forbid_more_namespaces()
     build_root(task)
-    os.set_inheritable(report_fd, False)
-    os.write(report_fd, b"started\n")
     program = os.fork()
     if program == 0:
-        try:
-            become_program(task, result_fd, switch_user)
-        except BaseException as error:
-            os.write(1, f"the program could not be started: {error}\n".encode())
-        os._exit(1)
+        run_and_exit(report_fd, become_program, task, report_fd, result_fd, switch_user, signals)
     for fd in (0, 1, 2, result_fd):
         os.close(fd)
     while True:
@@ -179,8 +183,7 @@ def run_and_exit(report_fd: int, function, *arguments) -> None:
 def map_users(founder: int) -> bytes:
     """Write the founder's user and group maps. b"2" if the program can be somebody else than the warden, else b"1".
 
-    As root both root, who may read wherever the interpreter lies, and nobody are mapped: limits on processes do not hold for
-    the machine's root. Other users may map only themselves.
+    As root both root, who may read wherever the interpreter lies, and nobody are mapped. Other users may map only themselves.
     """
     folder = f"/proc/{founder}"
     if os.geteuid() == 0:
@@ -207,6 +210,8 @@ def write(path: str, text: str) -> None:
 def keep(report_fd: int, result_fd: int) -> None:
     """The keeper, in the namespaces of whoever asked."""
     task = json.loads(sys.stdin.buffer.read())
+    for fd in (report_fd, result_fd):
+        os.set_inheritable(fd, False)
     die_with_parent(task["asker"])
     ready_out, ready_in = os.pipe()
     mapped_out, mapped_in = os.pipe()

@@ -1,4 +1,5 @@
-"""Running code that nobody has read: in namespaces of its own, with limits, or not at all. `jail.py` is the process that does it.
+"""Running code that nobody has read: in namespaces of its own, with limits, or not at all. `jail.py` is the process that does it,
+`system_calls.py` says what a program may ask of the kernel.
 
 What a program can do is spend its time, its memory and its output, all limited, and be wrong. Whether its test finished is
 told by a secret that comes back only after the last statement: ending early, in whatever way, is a failure. (A program made
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pwd
 import secrets
 import selectors
 import signal
@@ -22,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import UsageError
+from zero_inference.quality.system_calls import ARCHITECTURES, Architecture, filter_program
 
 JAIL = Path(__file__).with_name("jail.py")
 SETUP_S = 30.0
-SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache")
+SYSTEM = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
 
 _DRIVER = """
 import json, os, sys, types
@@ -60,7 +63,11 @@ for address in (("127.0.0.1", 9), ("192.0.2.1", 9)):
     assert refused(socket.create_connection, address, 1), "there is a network"
 assert os.getpid() < 10, "other processes can be seen"
 assert refused(os.fork), "processes are not limited"
-assert ctypes.CDLL(None).unshare(0x10000000) != 0, "a namespace can be made inside"
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x10000000) != 0, "a namespace can be made inside"
+assert libc.shmget(0, ctypes.c_size_t(4096), 0o1600) < 0 and libc.msgget(0, 0o1600) < 0, "memory can be had from outside the limits"
+assert refused(os.memfd_create, "probe"), "memory can be had from outside the limits"
+assert libc.syscall(ctypes.c_long(KEYCTL), 0, -3, 0) < 0, "the keyring of the session can be reached"
 open("/tmp/file", "w").write("x")
 try:
     block = bytearray(resource.getrlimit(resource.RLIMIT_AS)[0])
@@ -77,8 +84,7 @@ class Limits:
 
     Attributes:
         wall_s: from the start of its interpreter to its end; `cpu_s` bounds its processor time, in whole seconds.
-        memory_bytes: address space of a process.
-        processes: processes and threads at once, the program itself included.
+        memory_bytes: address space of the program, which is one process without threads.
         file_bytes: the largest file; `disk_bytes` is all of /tmp, which is in memory.
         output_bytes: of stdout and stderr together; more is a failure.
     """
@@ -86,7 +92,6 @@ class Limits:
     wall_s: float = 10.0
     cpu_s: int = 10
     memory_bytes: int = 1 << 30
-    processes: int = 1
     file_bytes: int = 16 << 20
     disk_bytes: int = 32 << 20
     output_bytes: int = 64 << 10
@@ -114,12 +119,12 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
     Raises:
         IsolationError: this system does not give the isolation; nothing was run.
     """
-    secret = secrets.token_hex(16)
+    architecture, secret = _architecture(), secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as base:
         task = {"asker": os.getpid(), "base": os.path.realpath(base), "binds": _binds(),
-                "python": _interpreter(), "driver": _DRIVER, "cpu_s": limits.cpu_s,
-                "memory_bytes": limits.memory_bytes, "processes": limits.processes,
-                "file_bytes": limits.file_bytes, "disk_bytes": limits.disk_bytes,
+                "python": _interpreter(), "driver": _DRIVER, "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes,
+                "file_bytes": limits.file_bytes, "disk_bytes": limits.disk_bytes, "filter": filter_program(architecture).hex(),
+                "pivot_root": architecture.pivot_root, "keyctl": architecture.keyctl,
                 "program": {"source": source, "secret": secret, "paths": _package_folders()}}
         return _watch(json.dumps(task).encode(), secret, limits)
 
@@ -134,16 +139,26 @@ def check_isolation() -> None:
     if sys.platform != "linux":
         raise UsageError(f"code written by a model runs only in Linux namespaces, and this is {sys.platform}: "
                          "leave humaneval out.")
-    probe = f"OUTSIDE = {sysconfig.get_path('purelib')!r}\nSECRET_FOLDER = {str(Path(__file__).parent)!r}\n{_PROBE}"
     try:
+        probe = (f"OUTSIDE = {sysconfig.get_path('purelib')!r}\nSECRET_FOLDER = {str(Path(__file__).parent)!r}\n"
+                 f"KEYCTL = {_architecture().keyctl}\n{_PROBE}")
         outcome = run_program(probe, Limits(wall_s=30.0, cpu_s=30))
-        reason = None if outcome.passed else outcome.reason
     except (IsolationError, OSError) as error:
-        reason = str(error)
-    if reason is not None:
         raise UsageError(
-            f"code written by a model runs only where it can be shut in, and this system does not allow that ({reason}).\n"
-            "Needed: Linux 5.14 and user namespaces (in a container: run it with them, or elsewhere); or leave humaneval out.")
+            f"code written by a model runs only where it can be shut in, and this system does not allow that ({error}).\n"
+            "Needed: Linux 5.12 with user namespaces and seccomp (in a container: run it with them, or elsewhere); "
+            "or leave humaneval out.") from error
+    if not outcome.passed:
+        raise UsageError("code written by a model runs only where it can be shut in, and a program that tries the sandbox failed "
+                         f"({outcome.reason}).\nThe sandbox shows {', '.join(_binds())}, run by {_interpreter()}; "
+                         "or leave humaneval out.")
+
+
+def _architecture() -> Architecture:
+    machine = os.uname().machine if sys.maxsize > 1 << 32 else f"32-bit Python on {os.uname().machine}"
+    if machine not in ARCHITECTURES:
+        raise IsolationError(f"system calls are filtered on {' and '.join(ARCHITECTURES)}, and this is {machine}")
+    return ARCHITECTURES[machine]
 
 
 def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
@@ -201,9 +216,13 @@ def _judge(seen: dict[str, bytes], secret: str, failure: str | None, limits: Lim
         return Outcome(True, "passed", output)
     if failure is None:
         last = output.strip().splitlines()[-1:] if status and status > 0 else []
-        ended = f"killed by {signal.Signals(-status).name}" if status is not None and status < 0 else f"exit status {status}"
-        failure = last[0][:200] if last else f"{ended} before its test had finished"
+        ended = f"killed by {_signal_name(-status)}" if status is not None and status < 0 else f"exit status {status}"
+        failure = f"{ended}: {last[0][:200]}" if last else f"{ended} before its test had finished"
     return Outcome(False, failure, output)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"  # most real-time ones have no name
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -225,11 +244,23 @@ def _package_folders() -> list[str]:
 
 @functools.cache
 def _binds() -> list[str]:
-    """What the program may read, outermost folders only."""
-    own = os.path.dirname(os.path.dirname(_interpreter()))
-    wanted = [*SYSTEM, sys.base_prefix, sys.base_exec_prefix, own, *_package_folders()]
+    """What the program may read, outermost folders only: never a home folder or what one lies in, wherever Python is installed."""
+    prefixes = {sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.dirname(_interpreter()))}  # the last without links
+    libraries = [sysconfig.get_path(name, vars={"installed_base": prefix, "platbase": prefix})
+                 for prefix in prefixes for name in ("stdlib", "platstdlib")]
+    python = [_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()]
+    homes = [Path(home).resolve() for home in {os.path.expanduser("~"), _account_home()}]
+    python += [os.path.realpath(path) for path in python]  # where links inside what is shown lead to
+    wanted = SYSTEM + [path for path in python if not any(home.is_relative_to(Path(path).resolve()) for home in homes)]
     chosen: list[str] = []
-    for path in sorted({path for path in wanted if path != "/" and os.path.exists(path)}):
-        if not any(path == outer or path.startswith(outer + "/") for outer in chosen):
+    for path in sorted({path for path in wanted if os.path.exists(path)}):
+        if not any(path.startswith(outer + "/") for outer in chosen):
             chosen.append(path)
     return chosen
+
+
+def _account_home() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # a user of a container without an account
+        return "/"
