@@ -204,9 +204,10 @@ def value_at(record: Mapping[str, Any], key: str, dtype: str) -> Any:
         return None
 
 
+# A first line may stand behind a line that a power cut tore.
 _LOG_PATTERNS = tuple(
-    re.compile(r"\t".join(rf"{re.escape(label)}: (\S+) {re.escape(unit)}" for label, unit, _ in line))
-    for line in LOG_LINES
+    re.compile(("" if number else ".*?") + r"\t".join(rf"{re.escape(label)}: (\S+) {re.escape(unit)}" for label, unit, _ in line))
+    for number, line in enumerate(LOG_LINES)
 )
 _LOG_KEYS = tuple((key, unit) for line in LOG_LINES for _, unit, key in line)
 
@@ -226,6 +227,8 @@ def parse_log(path: str | os.PathLike) -> list[dict]:
             values = [text for match in matches for text in match.groups()]
             try:
                 blocks.append({key: _from_log(text, unit) for (key, unit), text in zip(_LOG_KEYS, values)})
+                if matches[0].start(1) > len(f"{LOG_LINES[0][0][0]}: "):
+                    print(f"{path}:{at + 1}: skipped the torn line before this block", file=sys.stderr)
                 at += len(LOG_LINES)
                 continue
             except ValueError:  # a field that is no number

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from zero_inference.append import check_writable
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import RunError, UsageError
 from zero_inference.tables import FORMATS, Column, RowPrinter
@@ -257,8 +257,10 @@ def _say(line: str) -> None:
 def _check_plot(path: Path) -> None:
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot {path}: only PNG is drawn; end the name in .png.")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise UsageError(f"--plot {path}: its folder is not there or cannot be written to; choose another.")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise UsageError(f"--plot {path} cannot be written ({error.strerror}); name a file in a folder that exists.") from error
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed; `pip install matplotlib`.")
 
