@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-import os
 import resource
 import signal
 import sys
 import time
-from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 
@@ -30,8 +29,8 @@ from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, ot
 from zero_inference.profiling import trace_generation
 from zero_inference.progress import Progress
 from zero_inference.quality import evaluate as quality
-from zero_inference.records import append_record, output_ids_sha256
-from zero_inference.run_log import RunLog, not_written
+from zero_inference.records import output_ids_sha256
+from zero_inference.run_log import RunLog
 from zero_inference.text import printable
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes
 from zero_inference.watch import STOPPED, PeerWatch
@@ -60,94 +59,88 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
         raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
-    if not config.dry_run:
-        start_process_group(ranks)
-    try:
-        try:
+    if config.dry_run:
+        with contextlib.suppress(DoesNotFit):
             engine_module(config.engine).check(config, spec, ranks)
-        except DoesNotFit:
-            if not config.dry_run:
-                raise
-        if config.dry_run:
-            _print_plan(config, spec, ranks)
-            return
+        _print_plan(config, spec, ranks)
+        return
+    files = RunLog.at(_log_path(config, ranks), _asked(config, spec, ranks, argv))
+    files.check()
+
+    def record_failure(reason: str) -> str:
+        reason += f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
+        if watch.claims_failure():
+            files.write_failure(reason)
+        return "; ".join([reason, *files.unwritten])
+
+    watch = PeerWatch(ranks, record_failure)
+    watch.start()
+    try:
+        start_process_group(ranks)
+        engine_module(config.engine).check(config, spec, ranks)
         memory_plan.refuse_hopeless(config, spec, ranks)
-        files = RunLog.at(_log_path(config, ranks))
-        files.check()
         ids, tokenizer, note = _prompt_ids(config, spec)
         if not spec.dummy:
             spec.checkpoint_folder()  # fetched now: time on the network is not time to load
-        _measured_run(config, spec, ranks, files, ids, tokenizer, note, argv, questions)
+        _measured_run(config, spec, ranks, watch, files, ids, tokenizer, note, questions)
     except BaseException:
+        watch.stop(failed=True)
         if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
             stop_process_group()
         raise
     stop_process_group()
 
 
-def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, ids: torch.Tensor, tokenizer, note: str | None,
-                  argv: list[str], questions: dict[str, list[dict]]) -> None:
+def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, watch: PeerWatch, files: RunLog, ids: torch.Tensor, tokenizer,
+                  note: str | None, questions: dict[str, list[dict]]) -> None:
     progress = Progress(enabled=ranks.is_first and config.verbose > 0)
-    asked = _asked(config, spec, ranks, argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a stopped run leaves its record
     if note:
         progress.say(note)
-
-    def record_failure(reason: str) -> str:
-        reason += f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
-        if watch.claims_failure():
-            try:
-                append_record(files.record, asked | measured | {"status": "failed", "error": reason})
-            except OSError as error:
-                reason += "; " + not_written("record", files.record, error)
-        return reason
-
-    measured: dict[str, Any] = {}
-    unwritten: list[str] = []  # files that were asked for and could not be written
-    watch = PeerWatch(ranks, record_failure)
-    watch.start()
     try:
-        measurement, facts = _load_and_measure(config, spec, ranks, ids, progress, questions, tokenizer, measured, unwritten)
+        measurement, facts = _load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer)
         ranks.barrier()
     except UsageError:
-        watch.stop(failed=True)
         raise
     except BaseException as error:
         if ranks.world_size > 1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it while this is being said
-        reason = record_failure(_explain(error, config))
+        reason = watch.report(_explain(error, config))
         watch.stop(failed=True)
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, SystemExit):
-            print(f"error: {reason}.", file=sys.stderr, flush=True)
+            print(printable(f"error: {reason}."), file=sys.stderr, flush=True)
             raise
         raise RunError(reason) from error
     finally:
         progress.close()
     watch.stop()
-    if not ranks.is_first:
-        return
-    record = asked | {"status": "ok"} | measured | facts
+    if ranks.is_first:
+        _publish(files, measurement, tokenizer, facts)
+
+
+def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any]) -> None:
+    """Print and write the results. On the screen first: it is what stays where the files cannot be written."""
     unprinted: BaseException | None = None
-    try:  # on the screen first: it is what stays where the files cannot be written
-        _print_results(measurement, tokenizer, files.block(record), measured, facts)
+    try:
+        _print_results(measurement, tokenizer, files.block(), files.measured, facts)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
-    unwritten += files.write(record)
-    if unwritten:
-        raise RunError("; ".join(unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
+    files.write(facts)
+    if files.unwritten:
+        raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
     if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
-        raise RunError(f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}.") from unprinted
+        raise RunError(f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}.")
     if unprinted:
         raise unprinted
     print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
 
 
-def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress,
-                      questions: dict[str, list[dict]], tokenizer, measured: dict[str, Any], unwritten: list[str]):
-    """Load, time and score; fills `measured` on the way, so that what is known stays known if a later part fails, and `unwritten`
-    with the files beside log and record that could not be written."""
+def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, ids: torch.Tensor, progress: Progress,
+                      questions: dict[str, list[dict]], tokenizer):
+    """Load, time and score; fills `files.measured` on the way."""
+    measured = files.measured
     measured.update(load := steadiness.machine_load())  # before there is any of our own
     if warning := steadiness.load_warning(load):
         progress.say(warning)
@@ -156,7 +149,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
     no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
                                       spec.text_config.hidden_size, progress.say)
     advance = progress.loading(parameter_bytes(spec.outline))
-    with redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         loaded = engine_module(config.engine).load(config, spec, ranks, advance)
     try:
         ranks.barrier()
@@ -181,16 +174,16 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         if warning := steadiness.warning_of(measured):
             progress.say(warning)
         if config.trace:
-            with _noting(unwritten, "trace", config.trace):
+            with files.noting("trace", config.trace):
                 measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
-        measured["quality"] = _quality(config, loaded, ranks, progress, questions, tokenizer, unwritten) if questions else None
+        measured["quality"] = _quality(config, loaded, ranks, files, progress, questions, tokenizer) if questions else None
         return measurement, dict(loaded.facts)
     finally:
         loaded.close()
 
 
-def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Progress, questions: dict[str, list[dict]],
-             tokenizer, unwritten: list[str]) -> dict[str, dict]:
+def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, files: RunLog, progress: Progress,
+             questions: dict[str, list[dict]], tokenizer) -> dict[str, dict]:
     evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks),
                                   progress.update)
     for task, scores in evaluation.scores.items():
@@ -198,18 +191,9 @@ def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Pro
             progress.say(f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
                          "and lost their beginning")
     if config.quality_items and ranks.is_first:
-        with _noting(unwritten, "items", config.quality_items):
+        with files.noting("items", config.quality_items):
             quality.write_items(config.quality_items, evaluation.items)
     return evaluation.scores
-
-
-@contextmanager
-def _noting(unwritten: list[str], what: str, path: str) -> Iterator[None]:
-    """A file that cannot be written costs no measurement: it is named at the end."""
-    try:
-        yield
-    except OSError as error:
-        unwritten.append(not_written(what, path, error))
 
 
 def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
