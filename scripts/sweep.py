@@ -28,8 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 from zero_inference import report  # noqa: E402
 from zero_inference.processes import run_with_group  # noqa: E402
-from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records  # noqa: E402
+from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records, value_at  # noqa: E402
 from zero_inference.signals import exit_on_stop  # noqa: E402
+from zero_inference.text import printable  # noqa: E402
 
 # Options that change where a run writes, not what it measures.
 UNMEASURED = {"log-dir", "log-file", "verbose", "local-rank"}
@@ -111,7 +112,8 @@ class Case:
         if any(record.get(key) != value for key, value in expected.items()):
             return False
         compared = UNMEASURED | {key.replace("_", "-") for key in expected} | {"quant-group-size"}
-        asked, given = _options(self.arguments()), _options(record.get("argv") or [])
+        argv = record.get("argv")
+        asked, given = _options(self.arguments()), _options(argv if isinstance(argv, list) else [])
         return all(asked.get(key) == given.get(key) for key in (asked.keys() | given.keys()) - compared)
 
     def label(self) -> str:
@@ -234,8 +236,9 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     returncode = run_with_group([_launcher(args.launcher), *command[1:]], output, env)
     new = _matching(case, args.log_dir)
     for record in before:
-        new.remove(record)
-    if new and (new[-1]["status"] != STATUS_OK or returncode == 0):
+        if record in new:
+            new.remove(record)
+    if new and (not _is_good(new[-1]) or returncode == 0):
         return new[-1]
     if returncode == 0:
         error = f"the run ended well but wrote no record of this request to {args.log_dir}"
@@ -244,21 +247,29 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return case.expected() | {"status": STATUS_FAILED, "error": error}
 
 
+def _is_good(record: dict[str, Any]) -> bool:
+    """Whether it is of a run that ended well, with the speed that it is there for."""
+    return record.get("status") == STATUS_OK and value_at(record, "total_throughput", "Float64") is not None
+
+
 def _outcome(record: dict[str, Any]) -> str:
-    if record["status"] == STATUS_OK:
-        return f"{record['total_throughput']:.3f} token/s"
+    if _is_good(record):
+        return f"{value_at(record, 'total_throughput', 'Float64'):.3f} token/s"
     return f"failed: {' '.join(str(record.get('error')).split())}"
 
 
 def _say(text: str, end: str = "\n") -> None:
-    print(text, end=end, file=sys.stderr, flush=True)
+    print(printable(text), end=end, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     args, extra = parse_arguments(sys.argv[1:] if argv is None else argv)
     cases = expand(args, extra)
     done: dict[Case, dict[str, Any]] = {}
-    good = [] if args.redo else [record for record in _records(args.log_dir) if record.get("status") == STATUS_OK]
+    records = [] if args.redo else _records(args.log_dir)
+    good = [record for record in records if _is_good(record)]
+    if useless := sum(record.get("status") == STATUS_OK for record in records) - len(good):
+        _say(f"{args.log_dir}: skipped {useless} record{'s' * (useless > 1)} with no speed that can be read")
     for case, record in itertools.product(cases, good):
         if case.is_request_of(record):
             done[case] = record  # the last one counts
@@ -285,13 +296,13 @@ def main(argv: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             _say("stopped; the same command goes on from here")
             return 130
-        where = "" if results[-1]["status"] == STATUS_OK else f" (see {args.log_dir / case.label()}.out)"
+        where = "" if _is_good(results[-1]) else f" (see {args.log_dir / case.label()}.out)"
         _say(_outcome(results[-1]) + where)
 
     frame = report.differing_columns(report.runs_frame(results))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print(report.render(frame, "table", colour=sys.stdout.isatty(), width=width), end="")
-    return 1 if any(record["status"] != STATUS_OK for record in results) else 0
+    return 0 if all(map(_is_good, results)) else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -205,3 +207,16 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str):
+    """A file system of `size` (such as "8m") mounted at `folder`, which is made; the test is skipped where that is not allowed."""
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size={size}".encode()):
+        pytest.skip(f"no file system can be mounted here ({os.strerror(ctypes.get_errno())})")
+    try:
+        yield folder
+    finally:
+        libc.umount2(bytes(folder), 2)  # MNT_DETACH: the interpreter may still hold a file

@@ -58,8 +58,13 @@ def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
     for rate in (copy.device_to_host_gbps(CPU, seconds=0.1), copy.both_directions_gbps(CPU, seconds=0.1),
                  copy.several_devices_gbps(two, seconds=0.1), compute.device_copy_gbps(CPU, seconds=0.1)):
         assert 0.1 < rate < 2000
-    disk = disk_read_gbps(tmp_path, file_bytes=64 << 20)
-    assert disk is None or 0.01 < disk < 500
+    try:
+        assert 0.01 < disk_read_gbps(tmp_path, file_bytes=64 << 20) < 500
+    except RunError as error:  # a file system without direct reads
+        assert str(tmp_path) in str(error)
+    with pytest.raises(RunError, match="/proc takes no file"):
+        disk_read_gbps(Path("/proc"))
+    assert not list(tmp_path.iterdir())
     assert copy.kind_of(CPU) == "host memory copy" and copy.kind_of(torch.device("cuda")) == "host link"
 
 

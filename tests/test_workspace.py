@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import multiprocessing
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, VOCAB, free_port, without_gpus
+from conftest import ROOT, VOCAB, free_port, small_disk, without_gpus
 
 from zero_inference.cli import main
 from zero_inference.link.disk import disk_read_gbps
@@ -109,22 +108,15 @@ def in_time(action, limit_s: float = 30) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A mounted file system of 8 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"none", bytes(folder), b"tmpfs", 0, b"size=8m"):
-        pytest.skip(f"no file system can be mounted here ({os.strerror(ctypes.get_errno())})")
-    try:
+def disk_of_8_mib(tmp_path):
+    """A mounted file system."""
+    with small_disk(tmp_path / "disk", "8m") as folder:
         try:
             os.close(os.open(folder / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
         except OSError:
             pytest.skip("this kernel's tmpfs has no O_DIRECT")
         (folder / "probe").unlink()
         yield folder
-    finally:
-        libc.umount2(bytes(folder), 2)  # MNT_DETACH: the interpreter may still hold a file
 
 
 def model_of(folder: Path, width: int, layers: int) -> Path:
@@ -138,17 +130,17 @@ def model_of(folder: Path, width: int, layers: int) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
-def test_a_disk_that_fills_while_loading(engine, small_disk, tmp_path, monkeypatch, capfd):
-    usage = shutil.disk_usage(small_disk)
+def test_a_disk_that_fills_while_loading(engine, disk_of_8_mib, tmp_path, monkeypatch, capfd):
+    usage = shutil.disk_usage(disk_of_8_mib)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))  # another program writes there meanwhile
         assert main(["run_model.py", "--model", str(model_of(tmp_path / "model", 512, 2)), "--dummy", "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32",
-                     "--engine", engine, "--disk-offload", "--offload-dir", str(small_disk), "--log-file", str(tmp_path / "run.log")]) == 1
+                     "--engine", engine, "--disk-offload", "--offload-dir", str(disk_of_8_mib), "--log-file", str(tmp_path / "run.log")]) == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert "No space left on device" in line and str(small_disk) in line and "--offload-dir" in line
+    assert "No space left on device" in line and str(disk_of_8_mib) in line and "--offload-dir" in line
     (record,) = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
     assert record["status"] == "failed" and record["error"] in line
-    assert os.listdir(small_disk) == []
+    assert os.listdir(disk_of_8_mib) == []
 
 
 def test_a_killed_speed_test_leaves_no_file(tmp_path):

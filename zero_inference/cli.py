@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import select
+import signal
 import sys
 import time
 from typing import Sequence
 
 from zero_inference.config import DTYPES, ENGINES, FIELD_NAMES, NORM_KERNELS, QUALITY_TASKS, QUANT_BITS, RunConfig
 from zero_inference.errors import RunError, UsageError
+from zero_inference.text import printable
 
 FIRST_RANK_SPEAKS_S = 10.0
+BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program whose reader left
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args([_hyphenated(arg) for arg in args], namespace)
 
     def error(self, message: str):
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {printable(message)}; see {self.prog} --help\n")
 
 
 def _hyphenated(argument: str) -> str:
@@ -149,6 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _Parser(prog="run_model.py", allow_abbrev=False, description=(
         "Generate from a language model bigger than the GPU and measure it. Start with deepspeed, torchrun or python."))
     add_run_arguments(parser)
+    _prepare_streams()
     args = parser.parse_args(argv[1:])
     return _guarded(lambda: run_command(args, argv), args.verbose)
 
@@ -173,6 +179,7 @@ def console_main(argv: list[str] | None = None) -> int:
     micro.add_arguments(micro_parser)
     compare_parser = commands.add_parser("compare", help="models or configurations side by side", allow_abbrev=False)
     compare.add_arguments(compare_parser)
+    _prepare_streams()
     own, after = compare.split(argv[1:])
     args = parser.parse_args(own)
     if args.command == "compare":
@@ -188,18 +195,54 @@ def console_main(argv: list[str] | None = None) -> int:
 
 def _guarded(action, verbose: int) -> int:
     try:
-        return action()
+        code = action()
+        sys.stdout.flush()
+        return code
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return BROKEN_PIPE
         if verbose >= 2:
             import traceback
 
-            traceback.print_exc()
+            print(printable(traceback.format_exc()), file=sys.stderr)
         known = isinstance(error, (UsageError, RunError))
         words = str(error) if known else f"{type(error).__name__}: {error} (--verbose 2 shows where)"
-        if isinstance(error, UsageError) and os.environ.get("RANK", "0") != "0":
+        rank = os.environ.get("RANK", "0")
+        if isinstance(error, UsageError) and rank.isdigit() and int(rank):
             time.sleep(FIRST_RANK_SPEAKS_S)  # usually it found the same, and its launcher ends this process meanwhile
-        print(f"error: {words}", file=sys.stderr, flush=True)
+        _complain(words)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
-        print("error: stopped by the user", file=sys.stderr, flush=True)
+        _complain("stopped by the user")
         return 130
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # what cannot be written must not come up again at the end of the process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _complain(words: str) -> None:
+    with contextlib.suppress(OSError):  # stderr may be gone; the exit code still tells
+        print(f"error: {printable(words)}", file=sys.stderr, flush=True)
+
+
+def _prepare_streams() -> None:
+    """Output that has nowhere to go must not end a run, nor end up in a file that got the number of a closed stream."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # for what the encoding lacks
+
+
+def _reader_left() -> bool:
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -24,6 +24,14 @@ QUALITY_COMPANIONS = {
     "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens", "pass_at_k"),
     "--quality perplexity": ("perplexity_window", "perplexity_stride"),
 }
+MOST = 2**31 - 1  # of whatever is counted
+MOST_GIB = 2**30
+# What a whole number may be; what the machine can hold of it is for the plan to say.
+WHOLE_NUMBERS = {
+    **dict.fromkeys(("loops", "batch_size", "prompt_len", "gen_len", "quality_limit", "quality_batch_size", "humaneval_samples",
+                     "humaneval_tokens", "perplexity_window", "perplexity_stride"), (1, MOST)),
+    "warmup": (0, MOST), "quant_group_size": (2, MOST), "seed": (0, 2**63 - 1),
+}
 QUALITY_FIELDS = ("quality", *(name for names in QUALITY_COMPANIONS.values() for name in names))
 
 
@@ -138,11 +146,6 @@ class RunConfig:
         self._validate_quality_paths()
 
     def _validate_quality_numbers(self) -> None:
-        for name in ("quality_limit", "quality_batch_size", "humaneval_samples", "humaneval_tokens", "perplexity_window",
-                     "perplexity_stride"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{_flag(name)} {value}: must be at least 1.")
         if not 0 < self.humaneval_temperature < float("inf"):
             raise UsageError(f"--humaneval-temperature {self.humaneval_temperature}: must be a number above 0; "
                              "one sample (--humaneval-samples 1) is greedy.")
@@ -193,23 +196,25 @@ class RunConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{_flag(name)} {value}: choose one of {', '.join(map(str, allowed))}.")
-        for name, least in (("loops", 1), ("warmup", 0), ("batch_size", 1), ("prompt_len", 1), ("gen_len", 1),
-                            ("quant_group_size", 2)):
+        for name, (least, most) in WHOLE_NUMBERS.items():
             value = getattr(self, name)
-            if value < least:
-                raise UsageError(f"{_flag(name)} {value}: must be at least {least}.")
+            if value is not None and not least <= value <= most:
+                raise UsageError(f"{_flag(name)} {value}: must be " + (f"at least {least}." if value < least else f"at most {most}."))
+        if self.quant_bits == 4 and self.quant_group_size % 2:
+            raise UsageError(f"--quant-group-size {self.quant_group_size}: two weights of 4 bits share a byte, so it must be even.")
         if self.warmup_spread is not None:
             if not 0 < self.warmup_spread < 1:
                 raise UsageError(f"--warmup-spread {self.warmup_spread}: give a share between 0 and 1, such as 0.05.")
             if self.warmup < 3:
                 raise UsageError(f"--warmup-spread compares three warm-up loops and --warmup {self.warmup} is the most of them: "
                                  "raise --warmup, to 10 or so.")
-        if self.gpu_memory is not None and self.gpu_memory < 0:
-            raise UsageError(f"--gpu-memory {self.gpu_memory}: must be 0 or more GiB.")
+        if self.gpu_memory is not None and not 0 <= self.gpu_memory <= MOST_GIB:
+            raise UsageError(f"--gpu-memory {self.gpu_memory}: must be 0 or more GiB, at most {MOST_GIB}.")
 
     def _validate_engine(self) -> None:
-        if self.ring_depth is not None and self.ring_depth < 2:
-            raise UsageError(f"--ring-depth {self.ring_depth}: a layer has to compute while the next one comes: use 2 or more.")
+        if self.ring_depth is not None and not 2 <= self.ring_depth <= MOST:
+            raise UsageError(f"--ring-depth {self.ring_depth}: a layer has to compute while the next one comes: use 2 or more, "
+                             "and no more than there are layers.")
         for name in ("gpu_memory", "ring_depth"):
             if getattr(self, name) is not None and self.engine != "stream":
                 raise UsageError(f"{_flag(name)} belongs to --engine stream, not to --engine {self.engine}: drop it.")

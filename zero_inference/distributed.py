@@ -10,6 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero_inference.errors import UsageError
+
+MOST_RANKS = 1 << 20
+HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one process"
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: a prefill can take long, and a rank that is gone is noticed elsewhere
 
 
@@ -91,21 +95,34 @@ def detect_ranks(local_rank: int | None = None) -> Ranks:
 
     Args:
         local_rank: what `--local_rank` said; the environment's LOCAL_RANK wins over it.
+
+    Raises:
+        UsageError: what it says cannot be.
     """
-    local = int(os.environ.get("LOCAL_RANK", local_rank if local_rank is not None and local_rank >= 0 else 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = _launched("WORLD_SIZE", 1, least=1, most=MOST_RANKS)
+    # torchrun's name, then the deepspeed launcher's
+    node = next((_launched(name, world, 1, world) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in os.environ), world)
+    rank = _launched("RANK", 0, 0, world - 1)
+    if local_rank is not None and local_rank >= node:
+        raise UsageError(f"--local_rank {local_rank}: there are {node} processes on this node; leave it to the launcher.")
+    local = _launched("LOCAL_RANK", max(local_rank or 0, 0), 0, node - 1)
+    if world > 1:
+        if not os.environ.get("MASTER_ADDR"):
+            raise UsageError(f"WORLD_SIZE is {world} and MASTER_ADDR is not set; {HOW_TO_LAUNCH}.")
+        _launched("MASTER_PORT", 0, 1, 65535)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
-    return Ranks(rank=int(os.environ.get("RANK", 0)), world_size=world, local_rank=local,
-                 local_world_size=_local_world_size(world), device=device)
+    return Ranks(rank=rank, world_size=world, local_rank=local, local_world_size=node, device=device)
 
 
-def _local_world_size(world_size: int) -> int:
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's name, then the deepspeed launcher's
-        if name in os.environ:
-            return int(os.environ[name])
-    return world_size
+def _launched(name: str, default: int, least: int, most: int) -> int:
+    """A number from the launcher's environment."""
+    text = os.environ.get(name, str(default))
+    value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+    if not least <= value <= most:
+        raise UsageError(f"the environment has {name}={text[:40]!r}, and it must be a number from {least} to {most}; {HOW_TO_LAUNCH}.")
+    return value
 
 
 def start_process_group(ranks: Ranks) -> None:

@@ -121,7 +121,10 @@ def with_link(rates: Rates, link: LinkRate) -> Rates:
 def _disks_gbps(config: RunConfig, ranks: Ranks) -> float | None:
     """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
     ranks.barrier()
-    mine = disk_read_gbps(config.offload_path) if ranks.local_rank == 0 else 0.0
+    try:
+        mine = disk_read_gbps(config.offload_path) if ranks.local_rank == 0 else 0.0
+    except RunError:  # the run itself has what it needs
+        mine = None
     unknown = ranks.maximum([float(mine is None)])[0]
     total = ranks.total(int((mine or 0.0) * 1e6)) / 1e6
     return None if unknown else total

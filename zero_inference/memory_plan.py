@@ -69,7 +69,7 @@ def plan_memory(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> list[Need]:
 
 
 def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Raises UsageError where host memory cannot even hold what the weights need there.
+    """Raises UsageError where host memory cannot even hold what the weights or the tokens need there.
 
     Only what is exact is refused; a device that is too small shows itself, and `--dry-run` estimates it.
     """
@@ -80,6 +80,14 @@ def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         raise UsageError(f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
                          f"{need.available / GB:.1f} GiB are there; "
                          + (f"use one of: {'; '.join(changes)}." if changes else "use more GPUs, nodes or memory."))
+    length = config.prompt_len + config.gen_len
+    tokens = 8 * config.batch_size * length  # every rank has all ids, as int64
+    if config.kv_offload or ranks.device.type == "cpu":
+        tokens += kv_cache_bytes(spec, config.batch_size // ranks.world_size, length)
+    need = Need("host memory", tokens * ranks.local_world_size, available_host_bytes())
+    if not need.fits:
+        raise UsageError(f"--batch-size {config.batch_size}: {length} tokens each need {need.needed / GB:.1f} GiB of {need.place} for ids, "
+                         f"keys and values, and {need.available / GB:.1f} GiB are there; lower it, or shorten the prompts.")
 
 
 @dataclass(frozen=True)

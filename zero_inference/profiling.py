@@ -6,6 +6,7 @@ down, so this is a generation of its own, behind the measured ones.
 
 from __future__ import annotations
 
+import errno
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,8 @@ def trace_generation(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_
     """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
 
     Every rank has to call it; `path` None traces without writing. Returns `link_use_in` of the trace, or None without a path.
+
+    Raises OSError where the trace cannot be written.
     """
     tokens = min(gen_len, TRACED_TOKENS)
     settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)
@@ -40,7 +43,10 @@ def trace_generation(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_
     if path is None:
         return None
     profiler.export_chrome_trace(str(path))
-    return link_use_in(json.loads(path.read_text())["traceEvents"])
+    try:
+        return link_use_in(json.loads(path.read_text())["traceEvents"])
+    except ValueError as error:  # Kineto does not say that the disk is full
+        raise OSError(errno.EIO, "it is not whole; is the disk full?", str(path)) from error
 
 
 def link_use_in(events: list[dict]) -> dict[str, float] | None:

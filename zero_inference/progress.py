@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+
+from zero_inference.text import printable
 
 QUIET_S = 10.0
 
@@ -22,10 +25,12 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line that stays."""
+        line = printable(line)
         if self._console is not None:
             self._console.print(line, markup=False, highlight=False)
         elif self.enabled:
-            print(line, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # whoever read it is gone: the run goes on
+                print(line, file=sys.stderr, flush=True)
 
     def update(self, line: str) -> None:
         """A line that the next one replaces."""

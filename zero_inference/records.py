@@ -16,11 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
-from zero_inference.utils import GB, LOG_LINES, append_bytes
+from zero_inference.append import append_bytes
+from zero_inference.text import printable
+from zero_inference.utils import GB, LOG_LINES
 
 SCHEMA_VERSION = 1
 STATUS_OK = "ok"
 STATUS_FAILED = "failed"
+MOST_DEEP = 32  # levels of lists and objects in a record that is read; those written here have 5
+SMALLEST, LARGEST = 1e-15, 1e20  # of any quantity of a run, in SI units
 
 
 @dataclass(frozen=True)
@@ -160,53 +164,91 @@ def _plain(value: Any, where: str) -> Any:
 def read_records(path: str | os.PathLike) -> list[dict]:
     """The records of a .jsonl file, or of all *.jsonl files of a folder in the order of their names.
 
-    A line that is not a whole JSON object (a writer that died, a full disk) is left out, with a warning
-    on stderr that names file and line. Raises FileNotFoundError if `path` is not there.
+    A line that cannot be used (a writer that died, a full disk, no object, nested deeper than MOST_DEEP) is left out, and so is a file
+    of a folder that cannot be read; one line on stderr for each file says how many, where and why the first. NaN and infinities read
+    as None. Raises FileNotFoundError if `path` is not there, and OSError where a single file cannot be read.
     """
     path = Path(path)
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not path.is_dir():
+        return _records_of(path)
     records = []
-    for file in files:
-        lines = file.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError:  # covers text that is not UTF-8
-                record = None
-            if isinstance(record, dict):
-                records.append(record)
-            else:
-                kind = "incomplete last line" if number == len(lines) else "line that is no JSON object"
-                print(f"{file}:{number}: skipped {kind}", file=sys.stderr)
+    for file in sorted(file for file in path.glob("*.jsonl") if file.is_file()):
+        try:
+            records += _records_of(file)
+        except OSError as error:
+            warn(f"{file}: left out: {error.strerror}")
     return records
 
 
+def _records_of(file: Path) -> list[dict]:
+    records, skipped = [], []
+    lines = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line, parse_constant=lambda name: None)
+            why = None if isinstance(record, dict) else "line that is no JSON object"
+        except ValueError:  # covers text that is not UTF-8
+            why = "incomplete last line" if number == len(lines) else "line that is no JSON object"
+        except RecursionError:
+            why = f"line nested deeper than {MOST_DEEP}"
+        if why is None and _is_deep(record, MOST_DEEP):
+            why = f"line nested deeper than {MOST_DEEP}"
+        if why is None:
+            records.append(record)
+        else:
+            skipped.append(f"{file}:{number}: skipped {why}")
+    if skipped:
+        more = len(skipped) - 1
+        warn(skipped[0] + (f", and {more} more line{'s' * (more > 1)} of this file" if more else ""))
+    return records
+
+
+def _is_deep(value: Any, left: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left == 0 or any(_is_deep(item, left - 1) for item in items if isinstance(item, (dict, list)))
+
+
+def warn(line: str) -> None:
+    """A line on stderr that may hold names and paths of any kind."""
+    print(printable(line), file=sys.stderr)
+
+
 def value_at(record: Mapping[str, Any], key: str, dtype: str) -> Any:
-    """The value at a dotted key, as the pandas dtype (Int64, Float64, boolean, string); None where it is missing, not finite
-    or of another kind, as in records of older or other tools."""
+    """The value at a dotted key, as the pandas dtype (Int64, Float64, boolean, string); None where it is missing, or of another kind,
+    as in records of older or other tools, or a number that no run has (see `number_of`, and 64 bits for Int64)."""
     value: Any = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     if value is None:
         return None
     if dtype == "string":
-        text = value if isinstance(value, str) else json.dumps(value)
-        return text.encode("utf-8", "replace").decode("utf-8")  # JSON can hold halves of surrogate pairs, files and pandas cannot
+        return printable(value if isinstance(value, str) else json.dumps(value))
     if dtype == "boolean":
-        return bool(value)
+        return bool(value) if isinstance(value, (bool, int, float)) else None
+    if dtype == "Float64":
+        return number_of(value)
     try:
-        # int as it is, not by way of float, which would round above 2**53
-        number = int(value) if dtype == "Int64" else float(value)
-        return number if math.isfinite(number) else None
+        number = int(value)  # as it is, not by way of float, which would round above 2**53
     except (TypeError, ValueError, OverflowError):
         return None
+    return number if -(2**63) <= number < 2**63 else None
 
 
+def number_of(value: Any) -> float | None:
+    """`value` as a float; None if it is none, not finite, or so large or small that sums and ratios of such would not be."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number == 0 or SMALLEST <= abs(number) <= LARGEST else None
+
+
+# A first line may stand behind a line that a power cut tore.
 _LOG_PATTERNS = tuple(
-    re.compile(r"\t".join(rf"{re.escape(label)}: (\S+) {re.escape(unit)}" for label, unit, _ in line))
-    for line in LOG_LINES
+    re.compile(("" if number else ".*?") + r"\t".join(rf"{re.escape(label)}: (\S+) {re.escape(unit)}" for label, unit, _ in line))
+    for number, line in enumerate(LOG_LINES)
 )
 _LOG_KEYS = tuple((key, unit) for line in LOG_LINES for _, unit, key in line)
 
@@ -219,6 +261,7 @@ def parse_log(path: str | os.PathLike) -> list[dict]:
     """
     lines = Path(path).read_text(errors="replace").splitlines()
     blocks: list[dict] = []
+    skipped: list[str] = []
     at = 0
     while at < len(lines):
         matches = [pattern.fullmatch(line.rstrip()) for pattern, line in zip(_LOG_PATTERNS, lines[at:])]
@@ -226,19 +269,23 @@ def parse_log(path: str | os.PathLike) -> list[dict]:
             values = [text for match in matches for text in match.groups()]
             try:
                 blocks.append({key: _from_log(text, unit) for (key, unit), text in zip(_LOG_KEYS, values)})
+                if matches[0].start(1) > len(f"{LOG_LINES[0][0][0]}: "):
+                    warn(f"{path}:{at + 1}: skipped the torn line before this block")
                 at += len(LOG_LINES)
                 continue
             except ValueError:  # a field that is no number
                 pass
         if lines[at].strip():
-            print(f"{path}:{at + 1}: skipped, not part of a four-line block", file=sys.stderr)
+            skipped.append(f"{path}:{at + 1}: skipped, not part of a four-line block")
         at += 1
+    if skipped:
+        warn(skipped[0] + (f", and {len(skipped) - 1} more" if len(skipped) > 1 else ""))
     return blocks
 
 
 def _from_log(text: str, unit: str) -> float | int | None:
-    value = float(text)
-    if not math.isfinite(value):
+    value = number_of(float(text))
+    if value is None:
         return None
     return round(value * GB) if unit == "GB" else value
 

@@ -17,17 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at
+from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at, warn
 from zero_inference.tables import FORMATS, decimals, gib, markdown, terminal_table
+from zero_inference.text import printable
 
 if TYPE_CHECKING:
     import pandas
 
 SUFFIXES = (".jsonl", ".log")
+LONGEST_TEXT = 2000  # of a cell
 
 
 def _plain(value: Any) -> str:
-    return str(value)
+    return _one_line(str(value))
 
 
 def _yes_no(value: bool) -> str:
@@ -42,15 +44,16 @@ def _percent(value: float) -> str:
 
 
 def _one_line(value: str) -> str:
-    return " ".join(value.split())
+    text = printable(" ".join(value.split()))
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
 
 def _gpu_names(value: str) -> str:
     try:
         counts = Counter(str(gpu["name"]) for gpu in json.loads(value))
-    except (ValueError, TypeError, KeyError):  # another tool's list: as it is
-        return value
-    return ", ".join(f"{count}x {name}" for name, count in counts.items()) or "none"
+    except (ValueError, TypeError, KeyError, RecursionError):  # another tool's list: as it is
+        return _one_line(value)
+    return _one_line(", ".join(f"{count}x {name}" for name, count in counts.items()) or "none")
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ COLUMNS = (
     Column("norm_kernels", "norm kernels", "string"),
     Column("dummy", "dummy", "boolean", _yes_no),
     Column("environment.gpus", "gpus", "string", _gpu_names),
-    Column("environment.git_commit", "commit", "string", lambda commit: commit[:9]),
+    Column("environment.git_commit", "commit", "string", lambda commit: _one_line(commit)[:9]),
     Column("total_throughput", "total (token/s)", "Float64", _three_decimals, "always", best_first=True),
     Column("decode_throughput", "decode (token/s)", "Float64", _three_decimals, "always", best_first=True),
     Column("decode_weights_gbps", "weights (GB/s)", "Float64", _three_decimals, "always", best_first=True),
@@ -191,7 +194,7 @@ def _read(reader: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[di
     try:
         return list(reader(path))
     except (OSError, ValueError) as error:
-        print(f"warning: {path} left out: {_one_line(str(error))}", file=sys.stderr)
+        warn(f"warning: {path} left out: {_one_line(str(error))}")
         return []
 
 
@@ -339,7 +342,7 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
     values = shown.astype(object).where(shown.notna(), None).to_numpy().tolist()
     table = Table([column.header for column in columns], [column.numeric for column in columns], texts, values)
     write_page(args.html, str(args.log_dir), [records[index] for index in order], table)
-    print(f"page: {args.html}", file=sys.stderr)
+    warn(f"page: {args.html}")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -351,7 +354,7 @@ def main(args: argparse.Namespace) -> int:
 
     if not args.log_dir.is_dir():
         what = "is a file, not a folder" if args.log_dir.exists() else "does not exist"
-        print(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to", file=sys.stderr)
+        warn(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to")
         return 2
     records = load_records(args.log_dir)
     if args.html:
@@ -359,7 +362,7 @@ def main(args: argparse.Namespace) -> int:
     if not records:
         found = any(path.suffix in SUFFIXES for path in args.log_dir.iterdir())
         what = "no run in the .log and .jsonl files of" if found else "no .log or .jsonl in"
-        print(f"{'warning' if args.html else 'error'}: {what} {args.log_dir}; run run_model.py first", file=sys.stderr)
+        warn(f"{'warning' if args.html else 'error'}: {what} {args.log_dir}; run run_model.py first")
         return 0 if args.html else 2
     frame = runs_frame(records)
     if args.sort:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-import os
 import resource
 import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,10 @@ from zero_inference.offload.workspace import close_all
 from zero_inference.profiling import trace_generation
 from zero_inference.progress import Progress
 from zero_inference.quality import evaluate as quality
-from zero_inference.records import append_record, output_ids_sha256
-from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes, write_benchmark_log
+from zero_inference.records import output_ids_sha256
+from zero_inference.run_log import RunLog
+from zero_inference.text import printable
+from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes
 from zero_inference.watch import STOPPED, PeerWatch
 
 LOG_PREFIX = {"deepspeed": "ds"}
@@ -58,90 +59,95 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
         raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
-    if not config.dry_run:
-        start_process_group(ranks)
-    try:
-        try:
+    if config.dry_run:
+        with contextlib.suppress(DoesNotFit):
             engine_module(config.engine).check(config, spec, ranks)
-        except DoesNotFit:
-            if not config.dry_run:
-                raise
-        if config.dry_run:
-            _print_plan(config, spec, ranks)
-            return
+        _print_plan(config, spec, ranks)
+        return
+    files = RunLog.at(_log_path(config, ranks), _asked(config, spec, ranks, argv))
+    files.check()
+
+    def record_failure(reason: str) -> str:
+        reason += f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
+        if watch.claims_failure():
+            files.write_failure(reason)
+        return "; ".join([reason, *files.unwritten])
+
+    def last_words(reason: str) -> str:
+        try:
+            return record_failure(reason)
+        finally:
+            close_all()
+
+    watch = PeerWatch(ranks, last_words)
+    watch.start()
+    try:
+        start_process_group(ranks)
+        engine_module(config.engine).check(config, spec, ranks)
         memory_plan.refuse_hopeless(config, spec, ranks)
         ids, tokenizer, note = _prompt_ids(config, spec)
         if not spec.dummy:
             spec.checkpoint_folder()  # fetched now: time on the network is not time to load
-        _measured_run(config, spec, ranks, ids, tokenizer, note, argv, questions)
+        _measured_run(config, spec, ranks, watch, files, ids, tokenizer, note, questions)
     except BaseException:
+        watch.stop(failed=True)
         if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
             stop_process_group()
         raise
     stop_process_group()
 
 
-def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, tokenizer, note: str | None,
-                  argv: list[str], questions: dict[str, list[dict]]) -> None:
+def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, watch: PeerWatch, files: RunLog, ids: torch.Tensor, tokenizer,
+                  note: str | None, questions: dict[str, list[dict]]) -> None:
     progress = Progress(enabled=ranks.is_first and config.verbose > 0)
-    asked = _asked(config, spec, ranks, argv)
-    log_path = _log_path(config, ranks)
-    record_path = _record_path(log_path)
-    _check_writable(log_path)
     signals.exit_on_stop()  # so that a stopped run leaves its record, and no files
     if note:
         progress.say(note)
-
-    def record_failure(reason: str) -> str:
-        reason += f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
-        if watch.claims_failure():
-            append_record(record_path, asked | measured | {"status": "failed", "error": reason})
-        return reason
-
-    def last_words(reason: str) -> None:
-        try:
-            record_failure(reason)
-        finally:
-            close_all()
-
-    measured: dict[str, Any] = {}
-    watch = PeerWatch(ranks, last_words)
-    watch.start()
     try:
-        measurement, facts = _load_and_measure(config, spec, ranks, ids, progress, questions, tokenizer, measured)
+        measurement, facts = _load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer)
         ranks.barrier()
     except UsageError:
-        watch.stop(failed=True)
         raise
     except BaseException as error:
         if ranks.world_size > 1:
             signals.ignore_stop()  # the launcher sends one while this is being said
         with signals.held():
-            close_all()
-            reason = record_failure(_explain(error, config))
+            reason = watch.report(_explain(error, config))
             watch.stop(failed=True)
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, SystemExit):
-            print(f"error: {reason}.", file=sys.stderr, flush=True)
+            print(printable(f"error: {reason}."), file=sys.stderr, flush=True)
             raise
         raise RunError(reason) from error
     finally:
         progress.close()
     watch.stop()
-    if not ranks.is_first:
-        return
-    block = write_benchmark_log(
-        str(log_path), measured["model_bytes"], measured["cache_bytes"], measured["hidden_bytes"],
-        measured["peak_gpu_bytes"] or 0, measured["prefill_latency_s"], measured["prefill_throughput"],
-        measured["decode_latency_s"], measured["decode_throughput"], measured["total_latency_s"], measured["total_throughput"])
-    append_record(record_path, asked | {"status": "ok"} | measured | facts)
-    _print_results(measurement, tokenizer, block, measured, facts, log_path, record_path)
+    if ranks.is_first:
+        _publish(files, measurement, tokenizer, facts)
 
 
-def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: torch.Tensor, progress: Progress,
-                      questions: dict[str, list[dict]], tokenizer, measured: dict[str, Any]):
-    """Load, time and score; fills `measured` on the way, so that what is known stays known if a later part fails."""
+def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any]) -> None:
+    """Print and write the results. On the screen first: it is what stays where the files cannot be written."""
+    unprinted: BaseException | None = None
+    try:
+        _print_results(measurement, tokenizer, files.block(), files.measured, facts)
+    except BaseException as error:  # a reader that is gone, or a signal: the files come first
+        unprinted = error
+    files.write(facts)
+    if files.unwritten:
+        raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
+    if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
+        raise RunError(f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}.")
+    if unprinted:
+        raise unprinted
+    print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
+
+
+def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, ids: torch.Tensor, progress: Progress,
+                      questions: dict[str, list[dict]], tokenizer):
+    """Load, time and score; fills `files.measured` on the way."""
+    measured = files.measured
     measured.update(load := steadiness.machine_load())  # before there is any of our own
     if warning := steadiness.load_warning(load):
         progress.say(warning)
@@ -150,7 +156,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
     no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
                                       spec.text_config.hidden_size, progress.say)
     advance = progress.loading(parameter_bytes(spec.outline))
-    with redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         loaded = engine_module(config.engine).load(config, spec, ranks, advance)
     try:
         ranks.barrier()
@@ -175,15 +181,16 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, ids: tor
         if warning := steadiness.warning_of(measured):
             progress.say(warning)
         if config.trace:
-            measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
-        measured["quality"] = _quality(config, loaded, ranks, progress, questions, tokenizer) if questions else None
+            with files.noting("trace", config.trace):
+                measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
+        measured["quality"] = _quality(config, loaded, ranks, files, progress, questions, tokenizer) if questions else None
         return measurement, dict(loaded.facts)
     finally:
         loaded.close()
 
 
-def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Progress, questions: dict[str, list[dict]],
-             tokenizer) -> dict[str, dict]:
+def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, files: RunLog, progress: Progress,
+             questions: dict[str, list[dict]], tokenizer) -> dict[str, dict]:
     evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks),
                                   progress.update)
     for task, scores in evaluation.scores.items():
@@ -191,7 +198,8 @@ def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, progress: Pro
             progress.say(f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
                          "and lost their beginning")
     if config.quality_items and ranks.is_first:
-        quality.write_items(config.quality_items, evaluation.items)
+        with files.noting("items", config.quality_items):
+            quality.write_items(config.quality_items, evaluation.items)
     return evaluation.scores
 
 
@@ -326,31 +334,14 @@ def _log_path(config: RunConfig, ranks: Ranks) -> Path:
     return Path(config.log_dir) / f"{name}.log"
 
 
-def _record_path(log_path: Path) -> Path:
-    return log_path.with_suffix(".jsonl") if log_path.suffix == ".log" else log_path.with_name(log_path.name + ".jsonl")
-
-
-def _check_writable(log_path: Path) -> None:
-    """Better now than after the measurement."""
-    if log_path.suffix == ".jsonl":
-        raise UsageError(f"--log-file {log_path}: .jsonl is the record's name beside the log; end the log's in .log.")
-    try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the log folder {log_path.parent} cannot be made ({error.strerror}); choose another --log-dir.") from error
-    if not os.access(log_path.parent, os.W_OK):
-        raise UsageError(f"the log folder {log_path.parent} cannot be written to; choose another --log-dir.")
-
-
-def _print_results(measurement: generation.Measurement, tokenizer, block: str, measured: dict, facts: dict, log_path: Path,
-                   record_path: Path) -> None:
+def _print_results(measurement: generation.Measurement, tokenizer, block: str, measured: dict, facts: dict) -> None:
     if tokenizer is not None:
         for number, row in enumerate(measurement.output_ids[:SHOWN_TEXTS]):
             text = tokenizer.decode(row, skip_special_tokens=True).strip()
-            print(f"[{number}] {text}")
+            print(f"[{number}] {printable(text)}")
         hidden = len(measurement.output_ids) - SHOWN_TEXTS
         print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
-    print(block.rstrip("\n"))
+    print(block)
     if line := steadiness.in_words(measured, len(measurement.loops)):
         print(line)
     limit, moved = measured["limit"], measured["transfers"]
@@ -364,7 +355,7 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
         print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")
     for task, scores in (measured["quality"] or {}).items():
         print(quality.in_words(task, scores))
-    print(f"log: {log_path}\nrecord: {record_path}", flush=True)
+    sys.stdout.flush()
 
 
 def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_inference.text import printable
 from zero_inference.utils import GB
 
 FORMATS = ("table", "md", "csv", "json")
@@ -30,7 +31,7 @@ class Column:
     width: int = 7
 
     def text(self, row: Mapping[str, Any]) -> str:
-        return NOT_KNOWN if row.get(self.name) is None else self.show(row[self.name])
+        return NOT_KNOWN if row.get(self.name) is None else printable(self.show(row[self.name]))
 
 
 def decimals(count: int) -> Callable[[float], str]:
@@ -64,7 +65,8 @@ def render(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([column.name for column in columns])
-        writer.writerows([row.get(column.name) for column in columns] for row in rows)
+        values = ([row.get(column.name) for column in columns] for row in rows)
+        writer.writerows([printable(value) if isinstance(value, str) else value for value in row] for row in values)
         return out.getvalue()
     if format == "json":
         return json.dumps([{column.name: row.get(column.name) for column in columns} for row in rows], indent=2,

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
-import fcntl
 import os
 from pathlib import Path
 from typing import Any, Iterator
 
+from zero_inference.append import append_bytes, check_writable
 from zero_inference.errors import UsageError
 
 KB = 1 << 10
@@ -192,20 +191,23 @@ def write_benchmark_log(
     Sizes are bytes, latencies seconds, throughputs tokens per second; None prints as `nan`. Missing
     parent folders are made. Processes may append to one file at once.
     """
-    values = iter(
-        (
-            model_size, cache_size, hidden_size,
-            gpu_peak_mem, prefill_latency, prefill_throughput,
-            decode_latency, decode_throughput,
-            total_latency, total_throughput,
-        )
+    block = benchmark_block(
+        model_size, cache_size, hidden_size,
+        gpu_peak_mem, prefill_latency, prefill_throughput,
+        decode_latency, decode_throughput,
+        total_latency, total_throughput,
     )  # fmt: skip
-    block = "\n".join(
-        "\t".join(f"{label}: {_in_log_unit(next(values), unit):.3f} {unit}" for label, unit, _ in line)
-        for line in LOG_LINES
-    )
     append_bytes(filename, (block + "\n").encode())
     return block
+
+
+def benchmark_block(*values: float | None) -> str:
+    """The log's four lines, without a newline at the end; `values` in the order of LOG_LINES, None for what is not available."""
+    left = iter(values)
+    return "\n".join(
+        "\t".join(f"{label}: {_in_log_unit(next(left), unit):.3f} {unit}" for label, unit, _ in line)
+        for line in LOG_LINES
+    )
 
 
 def _in_log_unit(value: float | None, unit: str) -> float:
@@ -218,46 +220,9 @@ def check_output_file(option: str, path: str | os.PathLike) -> None:
     """Whether a run may write `path`, which is replaced if it is there: better known before than after it.
 
     Raises:
-        UsageError: its folder cannot be written to, or it is there and no regular file (a folder, a device) or write-protected.
+        UsageError: it cannot be opened for writing, or is there and no regular file (a folder, a device).
     """
-    folder = Path(path).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"{option} {path}: its folder is not there or cannot be written to; choose another.")
-    if os.path.lexists(path) and not (Path(path).is_file() and os.access(path, os.W_OK)):
-        what = "cannot be written to" if Path(path).is_file() else "is not a regular file"
-        raise UsageError(f"{option} {path}: {what}; choose another name.")
-
-
-def append_bytes(
-    path: str | os.PathLike, data: bytes, *, sync: bool = False, on_new_line: bool = False
-) -> None:
-    """Appends `data` to `path` with one write under an exclusive lock: all of it, or nothing and OSError.
-
-    `sync` returns only once it is on disk. `on_new_line` first ends a last line that an earlier crash
-    left open (with the same write), so that the damage stays with that line.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _lock(fd)
-        size = os.fstat(fd).st_size
-        if on_new_line and size and os.pread(fd, 1, size - 1) != b"\n":
-            data = b"\n" + data
-        written = os.write(fd, data)
-        if written != len(data):  # a full disk writes a part: take it back, half a line helps nobody
-            os.ftruncate(fd, size)
-            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes fitted", str(path))
-        if sync:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int) -> None:
-    """flock, where the file system has it; without it O_APPEND alone keeps writes apart."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        check_writable(path)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
+        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name a file in a folder that exists.") from error

@@ -141,7 +141,7 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
     before = _records(log)
     code = _run_process([*options, *extra, "--log-file", str(log)], output, ranks)
     new = _records(log)[len(before):]
-    if new and (new[-1]["status"] != STATUS_OK or code == 0):
+    if new and (new[-1].get("status") != STATUS_OK or code == 0):
         return new[-1]
     return {"status": STATUS_FAILED, "error": last_words(output.read_text(errors="replace"), code)}
 

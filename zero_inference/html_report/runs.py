@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zero_inference.records import STATUS_FAILED, value_at
+from zero_inference.records import STATUS_FAILED, number_of, value_at
 from zero_inference.steadiness import relative_range
+from zero_inference.text import printable
 
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
 LONGEST_TEXT = 2000
 
-# Controls, halves of surrogate pairs and non-characters are not allowed in HTML or SVG; the marks of text direction are, but
-# would let a name turn the text around it.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
-
 
 def clean(text: str) -> str:
     """The text without characters that a page cannot hold (U+FFFD in their place), at most `LONGEST_TEXT` long."""
-    text = _UNPRINTABLE.sub("\ufffd", text.strip())
+    text = printable(text.strip())
     return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
 
@@ -170,11 +166,11 @@ class Run:
         """Every decode step of every measured loop."""
         steps = [loop.get("step_s") for loop in self._loops]
         return [
-            float(step)
+            seconds
             for each in steps
             if isinstance(each, list)
             for step in each
-            if isinstance(step, (int, float)) and 0 < step < float("inf")
+            if isinstance(step, (int, float)) and (seconds := number_of(step)) is not None and seconds > 0
         ]
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A rate to measure; `measure` gives it in `unit` (GB/s of 1e9 bytes, TFLOP/s of 1e12), None where it cannot be had.
+    """A rate to measure; `measure` gives it in `unit` (GB/s of 1e9 bytes, TFLOP/s of 1e12) or raises RunError where it cannot be had.
 
     `first_only` is for what the ranks share.
     """
@@ -32,7 +32,7 @@ class Ceiling:
     unit: str
     what: str
     bounds: str
-    measure: Callable[[], float | None]
+    measure: Callable[[], float]
     first_only: bool = False
 
 
@@ -177,13 +177,12 @@ def _measured(ceiling: Ceiling, ranks: Ranks) -> tuple[float | None, str | None]
     if ceiling.first_only and not ranks.is_first:
         return None, None
     try:
-        value = ceiling.measure()
+        return ceiling.measure(), None
     except (RunError, torch.OutOfMemoryError) as error:
         return None, f"{ceiling.what}: not measured: {str(error).splitlines()[0]}"
     finally:
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-    return value, None if value is not None else f"{ceiling.what}: not measured: the file system refuses O_DIRECT, or is full."
 
 
 def _gpu_links(ranks: Ranks) -> list[GpuLink]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero_inference.errors import UsageError
+from zero_inference.models.hub import first_line
 from zero_inference.models.spec import ModelSpec
 
 
@@ -20,9 +21,9 @@ def empty_model(spec: ModelSpec):
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
-    except (ValueError, KeyError, ImportError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"--model {spec.name}: transformers cannot build it as a causal language model ({first[:200]}).") from error
+    except Exception as error:  # whatever a config makes transformers and torch stumble over
+        raise UsageError(f"--model {spec.name}: transformers cannot build it as a causal language model "
+                         f"({first_line(error)}).") from error
     model.tie_weights()
     _apply_dtype_plan(model, spec.dtype)
     model.generation_config = GenerationConfig()  # no sampling, forced tokens or stop words of the checkpoint's own

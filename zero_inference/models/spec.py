@@ -18,6 +18,13 @@ from zero_inference.models.preset_table import find_preset, near_names
 from zero_inference.models.quantized import BlockScales, block_scales, take_quantization
 
 SMOLLM2 = "smollm2-135m"
+# What sizes in a config.json may be: far beyond any model, and no more than is counted and laid out within seconds.
+SIZES = {
+    "num_hidden_layers": (1, 4096), "hidden_size": (1, 1 << 20), "vocab_size": (1, 1 << 28), "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16), "head_dim": (1, 1 << 16), "intermediate_size": (0, 1 << 24), "ffn_dim": (0, 1 << 24),
+    "word_embed_proj_dim": (1, 1 << 20), "max_position_embeddings": (1, 1 << 31), "num_local_experts": (0, 1 << 16),
+    "num_experts": (0, 1 << 16), "n_routed_experts": (0, 1 << 16), "num_experts_per_tok": (0, 1 << 16),
+}
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -147,9 +154,22 @@ def _load_config(folder: Path, config: RunConfig):
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        sizes = loaded.get_text_config(decoder=True)
     except Exception as error:
         raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
+    for name, (least, most) in SIZES.items():
+        for size in _numbers(getattr(sizes, name, None)):
+            if not least <= size <= most:
+                raise UsageError(f"--model {config.model}: its config.json says {name} {size:.6g}, and {least} to {most} can be; "
+                                 "correct it.")
+    return loaded
+
+
+def _numbers(value: Any) -> list:
+    """A config's number, or its list of one for each layer."""
+    return [each for each in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(each, (int, float)) and not isinstance(each, bool)]
 
 
 def _resolve_dtype(config: RunConfig, model_config, device_type: str, half: torch.dtype) -> torch.dtype:

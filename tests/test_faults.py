@@ -1,0 +1,194 @@
+"""What is promised when something breaks, as a table: a fault, when it strikes, how the run was started, what is true afterwards.
+
+A row is one line of `FAULTS`; docs/faults.md says the same in words. Whatever a row says, these hold for each: the run ends within
+its time, no process of it is left, what the files held before is still there as it was, every line of the record is whole, and
+errors are lines, not tracebacks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, free_port, too_few_gpus, without_gpus
+
+from zero_inference.records import parse_log
+from zero_inference.utils import write_benchmark_log
+
+ENDLESS = ("--loops", "100000", "--gen-len", "100")
+SHORT = ("--loops", "1", "--warmup", "0", "--gen-len", "3")
+EARLIER = json.dumps({"status": "ok", "model": "earlier"}) + "\n"
+
+
+@dataclass
+class Run:
+    """A run that is under way: its processes by rank, and its files in `folder`."""
+
+    folder: Path
+    processes: list[subprocess.Popen] = field(default_factory=list)
+    started: list[psutil.Process] = field(default_factory=list)
+    held: list = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "run.log"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "run.jsonl"
+
+    def text(self, name: str) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob(f"*.{name}")))
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert any(process.poll() is None for process in self.processes) and time.monotonic() < deadline, self.text("err")
+            time.sleep(0.05)
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank, whoever started it."""
+        everyone = [one for process in self.processes for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]]
+        return next(one for one in everyone if one.environ().get("RANK", "0") == str(number) and "-m" not in one.cmdline()[:3]
+                    and any(word.endswith("run_model.py") for word in one.cmdline()))
+
+
+# When: each returns once the run is so far.
+def at_once(run: Run) -> None:
+    pass
+
+
+def met(run: Run) -> None:
+    """The second rank has found the first; nothing is loaded yet."""
+    run.wait_for(lambda: any(one.status == psutil.CONN_ESTABLISHED for one in psutil.Process(run.processes[1].pid).net_connections("tcp")))
+    time.sleep(0.3)
+
+
+def measuring(run: Run) -> None:
+    run.wait_for(lambda: "loaded " in run.text("err"))
+    time.sleep(0.5)
+
+
+# What breaks.
+def nothing(run: Run) -> None:
+    pass
+
+
+def stop(number: int) -> Callable[[Run], None]:
+    return lambda run: run.rank(number).send_signal(signal.SIGSTOP)
+
+
+def kill(number: int) -> Callable[[Run], None]:
+    return lambda run: run.rank(number).kill()
+
+
+def lock(name: str) -> Callable[[Run], None]:
+    def hold(run: Run) -> None:
+        run.held.append(open(run.folder / name, "ab"))
+        fcntl.flock(run.held[-1], fcntl.LOCK_EX)
+
+    return hold
+
+
+def full(name: str) -> Callable[[Run], None]:
+    """In place of the file, before the run starts."""
+    return lambda run: (run.folder / name).unlink() or (run.folder / name).symlink_to("/dev/full")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row: `before` the run starts and then `breaks` once it is `when`; what has to be true is in the last four."""
+
+    name: str
+    launcher: str  # python, torchrun, deepspeed; by hand: two ranks without a launcher
+    when: Callable[[Run], None]
+    breaks: Callable[[Run], None]
+    code: int  # of the ranks that are left, or of the launcher; -1: any but 0
+    says: str = ""  # on stderr
+    record: str | None = None  # status of the one record that is added; None: none is
+    shown: bool = False  # whether the results are on stdout
+    before: Callable[[Run], None] = nothing
+    options: tuple[str, ...] = ENDLESS
+    shell: str = "exec {command}"
+    within_s: float = 30
+    victim: int | None = None  # a rank that cannot end by itself
+
+
+FAULTS = (
+    Fault("disk full at the record", "python", at_once, nothing, 1, "record was not written", None, True, full("run.jsonl"), SHORT),
+    Fault("log locked for ever", "python", measuring, lock("run.log"), 1, "log was not written", "ok", True,
+          options=("--loops", "40", "--gen-len", "100")),
+    Fault("reader of stdout leaves", "python", at_once, nothing, 141, "", "ok", options=SHORT, shell="{command} | true; exit ${{PIPESTATUS[0]}}"),
+    Fault("stdout closed", "python", at_once, nothing, 0, "", "ok", options=SHORT, shell="exec {command} >&-"),
+    Fault("stdout on a full disk", "python", at_once, nothing, 1, "could not be printed", "ok", options=SHORT, shell="exec {command} >/dev/full"),
+    Fault("stderr closed", "python", at_once, nothing, 0, "", "ok", True, options=SHORT, shell="exec {command} 2>&-"),
+    Fault("first rank stopped", "by hand", measuring, stop(0), 1, "has said nothing for 15 s", "failed", victim=0),
+    Fault("rank stopped before loading", "by hand", met, stop(1), 1, "has said nothing for 15 s", "failed", victim=1),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_fault(fault: Fault, checkpoints, tmp_path):
+    run = Run(tmp_path)
+    write_benchmark_log(run.log, *range(10))
+    run.record.write_text(EARLIER)
+    block = run.log.read_text()
+    fault.before(run)
+    try:
+        start(run, fault, checkpoints("opt"))
+        fault.when(run)
+        run.started = [one for process in run.processes if process.poll() is None
+                       for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]]
+        fault.breaks(run)
+        struck = time.monotonic()
+        rest = [process for number, process in enumerate(run.processes) if number != fault.victim]
+        for process in rest:
+            process.wait(timeout=fault.within_s + 90)
+        took = time.monotonic() - struck
+    finally:
+        for process in run.processes:
+            process.kill()
+            process.wait()
+        for one in run.started:
+            if one.is_running():
+                one.kill()
+    errors = run.text("err")
+    assert fault.when is at_once or took < fault.within_s, errors
+    assert all(process.returncode == fault.code if fault.code >= 0 else process.returncode for process in rest), errors
+    assert fault.says in errors and "Traceback" not in errors, errors
+    assert ("total throughput: " in run.text("out")) == fault.shown
+    if not run.log.is_symlink():
+        assert run.log.read_text().startswith(block) and len(parse_log(run.log)) == run.log.read_text().count("\n") / 4
+    if not run.record.is_symlink():
+        lines = run.record.read_text().splitlines(keepends=True)
+        assert lines[0] == EARLIER and all(line.endswith("\n") for line in lines)
+        assert [json.loads(line)["status"] for line in lines[1:]] == ([fault.record] if fault.record else []), errors
+
+
+def start(run: Run, fault: Fault, model: Path) -> None:
+    options = ["--model", str(model), "--engine", "stream", "--dtype", "float32", "--prompt-len", "8", "--log-file", str(run.log), *fault.options]
+    environment = without_gpus() if too_few_gpus(2) else {**os.environ}
+    environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment["PATH"]
+    program = [str(ROOT / "run_model.py"), *options]
+    by_hand = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    launched = {
+        "python": [([sys.executable, *program], {})],
+        "torchrun": [([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), *program], {})],
+        "deepspeed": [(["deepspeed", "--num_accelerators", "2", "--master_port", free_port(), *program], {})],
+        "by hand": [([sys.executable, *program], by_hand | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"],
+    }[fault.launcher]
+    for number, (command, extra) in enumerate(launched):
+        command = [*command, *(["--batch-size", "2"] if fault.launcher != "python" else [])]
+        with open(run.folder / f"{number}.out", "w") as out, open(run.folder / f"{number}.err", "w") as err:
+            run.processes.append(subprocess.Popen(["bash", "-c", fault.shell.format(command='"$@"'), "bash", *command], stdout=out,
+                                                  stderr=err, env=environment | extra))

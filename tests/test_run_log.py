@@ -1,0 +1,177 @@
+"""Log and record of a run whose files cannot be written, or are written by others at the same time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import ROOT, small_disk
+
+from zero_inference import append
+from zero_inference.append import append_bytes, check_appendable, check_writable
+from zero_inference.cli import main
+from zero_inference.records import parse_log, read_records
+from zero_inference.utils import write_benchmark_log
+
+SHORT = ["--engine", "resident", "--prompt-len", "4", "--gen-len", "2", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
+
+
+@pytest.fixture
+def run(checkpoints, tmp_path, capfd):
+    """run(*options) -> exit code, stdout and the error line of a run that logs to run.log."""
+
+    def start(*options, log=tmp_path / "run.log"):
+        code = main(["run_model.py", "--model", str(checkpoints("opt")), *SHORT, "--log-file", str(log), *map(str, options)])
+        out, err = capfd.readouterr()
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert len(errors) == (code != 0) and "Traceback" not in err, err
+        return code, out, "".join(errors)
+
+    return start
+
+
+@pytest.mark.parametrize("full, kept", [("run.log", "run.jsonl"), ("run.jsonl", "run.log")])
+def test_a_full_disk_after_the_loops_costs_no_result(run, tmp_path, full, kept):
+    (tmp_path / full).symlink_to("/dev/full")
+    code, out, error = run()
+    assert code == 1 and "total throughput: " in out and "prefill latency: " in out
+    assert f"not written to {tmp_path / full} (No space left on device)" in error and kept not in error
+    if kept == "run.log":
+        assert len(parse_log(tmp_path / kept)) == 1
+    else:
+        assert read_records(tmp_path / kept)[0]["status"] == "ok"
+
+
+def test_a_trace_that_cannot_be_written_costs_no_result(run, tmp_path):
+    with small_disk(tmp_path / "disk", "4k") as disk:
+        (disk / "full").write_bytes(bytes(4096))
+        code, out, error = run("--trace", disk / "trace.json", "--engine", "stream")
+    assert code == 1 and "total throughput: " in out and f"the trace was not written to {disk / 'trace.json'}" in error
+    assert read_records(tmp_path / "run.jsonl")[0]["status"] == "ok"
+
+
+def test_a_failed_run_whose_record_cannot_be_written_says_both(run, tmp_path, monkeypatch):
+    from zero_inference import generation
+
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError("the first cause")
+
+    monkeypatch.setattr(generation, "_one_loop", fails)
+    (tmp_path / "run.jsonl").symlink_to("/dev/full")
+    code, _, error = run()
+    assert code == 1 and "the first cause" in error and "record was not written" in error
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    from zero_inference.engines import resident
+
+    monkeypatch.setattr(resident, "load", lambda *args: pytest.fail("it was loaded"))
+    (tmp_path / "log.log").mkdir()
+    (tmp_path / "record.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.log")
+    for log, words in (("log.log", f"log {tmp_path / 'log.log'} "), ("record.log", f"record {tmp_path / 'record.jsonl'} "),
+                       ("pipe.log", "neither a file nor a device"), ("n" * 251 + ".log", "record"), ("n" * 256 + ".log", "log"),
+                       ("pipe.log/run.log", "log folder"), ("record.jsonl", "end the log's in .log"), ("/", "is a folder")):
+        code, _, error = run(log=tmp_path / log)
+        assert code == 2 and words in error, (log, error)
+    for option, path in (("--trace", tmp_path), ("--trace", tmp_path / ("n" * 300)), ("--trace", tmp_path / "pipe.log")):
+        code, _, error = run(option, path)
+        assert code == 2 and option in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.log", "pipe.log", "record.jsonl"]
+
+
+def test_a_lock_that_is_never_released_is_not_waited_for(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(append, "LOCK_S", 0.3)
+    for name in ("run.log", "run.jsonl"):
+        with (tmp_path / name).open("wb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            code, _, error = run()
+            assert code == 2 and f"{name} cannot be written to (another process has kept it locked" in error
+            with pytest.raises(TimeoutError, match="kept it locked"):
+                append_bytes(tmp_path / name, b"x")
+    assert run()[0] == 0
+
+
+def test_a_check_leaves_no_file_and_takes_none_away(tmp_path):
+    path = tmp_path / "new" / "run.log"
+    check_appendable(path)
+    assert path.parent.is_dir() and not path.exists()
+    path.touch(0o600)
+    check_appendable(path)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size == 0
+    append_bytes(path, b"a\n")
+    check_appendable(path)
+    check_writable(path)
+    assert path.read_bytes() == b"a\n"
+    check_writable(tmp_path / "trace.json")
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_appends_survive_the_checks_of_others(tmp_path):
+    """A check removes the empty file it made; a writer that opened it meanwhile must not write into what is gone."""
+    path, stop = tmp_path / "run.log", threading.Event()
+    lost = 0
+
+    def keep_checking():
+        while not stop.is_set():
+            check_appendable(path)
+
+    checkers = [threading.Thread(target=keep_checking) for _ in range(2)]
+    for checker in checkers:
+        checker.start()
+    try:
+        for _ in range(300):
+            append_bytes(path, b"whole line\n")
+            lost += path.read_bytes() != b"whole line\n"
+            path.unlink()
+    finally:
+        stop.set()
+        for checker in checkers:
+            checker.join()
+    assert lost == 0 and not path.exists()
+
+
+KILLED = """
+import sys
+from zero_inference.records import append_record
+from zero_inference.utils import write_benchmark_log
+record = dict.fromkeys("status timestamp argv engine model model_type dtype world_size num_nodes batch_size prompt_len gen_len "
+                       "quant_bits quant_group_size cpu_offload disk_offload kv_offload norm_kernels dummy".split(), 1)
+record |= {"status": "failed", "error": "x" * 20000}
+print("ready", flush=True)
+while True:
+    append_record(sys.argv[1] + "/run.jsonl", record)
+    write_benchmark_log(sys.argv[1] + "/run.log", *range(10))
+"""
+
+
+def test_killed_writers_leave_whole_lines(tmp_path, capsys):
+    writers = [subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True,
+                                env={**os.environ, "PYTHONPATH": str(ROOT)}) for _ in range(4)]
+    try:
+        for number, writer in enumerate(writers):
+            assert writer.stdout.readline() == "ready\n"
+            threading.Event().wait(0.03 * number)
+            writer.kill()
+            writer.wait()
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert read_records(tmp_path / "run.jsonl") and parse_log(tmp_path / "run.log")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kept", [13, 95, 130, 260])
+def test_a_torn_block_loses_itself_alone(tmp_path, capsys, kept):
+    path = tmp_path / "run.log"
+    write_benchmark_log(path, *range(10))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:kept])
+    write_benchmark_log(path, *range(1, 11))
+    blocks = parse_log(path)
+    assert [block["total_throughput"] for block in blocks] == [9.0, 10.0]
+    assert "skipped" in capsys.readouterr().err

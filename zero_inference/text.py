@@ -1,0 +1,14 @@
+"""Text of unknown origin (names, paths, errors, what a model wrote), made fit to be printed."""
+
+from __future__ import annotations
+
+import re
+
+# Controls could move the cursor or recolour a terminal; halves of surrogate pairs and non-characters are in no encoding; marks of
+# text direction would let a name turn the text around it. Tabs and line breaks stay.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def printable(text: str) -> str:
+    """`text` with U+FFFD in place of each character that a terminal or a page must not get."""
+    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\ufffd"))
