@@ -53,6 +53,13 @@ def refused(tmp_path, capfd, monkeypatch):
     (["--pin-memory", "1"], ["--cpu-offload"]),
     (["--batch-size", "0"], ["at least 1"]),
     (["--prompts", "nowhere.txt"], ["nowhere.txt", "one prompt a line"]),
+    *((["--engine", "stream", f"--gpu-memory={value}"], ["--gpu-memory", "0 or more"]) for value in ("nan", "inf", "-1", "1e400")),
+    (["--quant-bits", "4", "--quant-group-size", "3"], ["--quant-group-size 3", "even"]),
+    (["--engine", "stream", "--ring-depth", str(2**63)], ["--ring-depth", "2 or more"]),
+    (["--warmup", "5", "--warmup-spread", "nan"], ["--warmup-spread nan"]),
+    (["--seed=-1"], ["--seed -1", "at least 0"]),
+    *(([f"--{name}", str(2**70)], [f"--{name} {2**70}", "at most"])
+      for name in ("batch-size", "prompt-len", "gen-len", "loops", "warmup", "seed")),
 ], ids=lambda value: "_".join(value).strip("-") if value and value[0].startswith("-") else "")
 def test_choices_that_cannot_work(refused, options, words):
     message = refused("--model", "opt-125m", *options)
@@ -66,6 +73,48 @@ def test_a_trace_replaces_regular_files_alone(refused, made, tmp_path):
     before = os.lstat(tmp_path / "trace.json")
     assert "not a regular file" in refused("--model", "opt-125m", "--dummy", "--trace", tmp_path / "trace.json")
     assert os.lstat(tmp_path / "trace.json") == before
+
+
+def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):
+    for option, value in (("--batch-size", 2**31 - 1), ("--prompt-len", 2**31 - 1)):
+        message = refused("--model", "bloom-560m", "--dummy", option, value)
+        assert "--batch-size" in message and "GiB" in message
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"RANK": "abc"}, "RANK='abc'"), ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"), ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'"),
+    ({"RANK": "1"}, "RANK='1'"), ({"LOCAL_RANK": "3"}, "LOCAL_RANK='3'"), ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
+    ({"WORLD_SIZE": str(2**70)}, "WORLD_SIZE="), ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
+])
+def test_damaged_launcher_variables(refused, monkeypatch, changes, words):
+    monkeypatch.setattr("zero_inference.cli.FIRST_RANK_SPEAKS_S", 0)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    message = refused("--model", "opt-125m", "--dummy")
+    assert words in message and "deepspeed or torchrun" in message
+
+
+@pytest.mark.parametrize("size, value", [
+    ("hidden_size", -64), ("num_hidden_layers", 100_000), ("num_hidden_layers", 0), ("vocab_size", 2**70), ("num_attention_heads", -1),
+    ("intermediate_size", -5), ("hidden_size", 63), ("num_attention_heads", "many"), ("max_position_embeddings", 10**12),
+])
+def test_sizes_that_no_model_has(refused, tmp_path, size, value):
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | {size: value}))
+    assert str(tmp_path) in refused("--model", tmp_path, "--dummy")
+
+
+def test_output_that_has_nowhere_to_go(tmp_path):
+    program = ("import os, sys\nfrom zero_inference.cli import _prepare_streams\n_prepare_streams()\nprint('\\u00e9\\u65e5', flush=True)\n"
+               "assert os.open('file', os.O_CREAT) > 2")
+    for shell, out in (("exec \"$@\"", "\\xe9\\u65e5\n"), ("exec \"$@\" >&-", ""), ("exec \"$@\" <&- >&- 2>&-", "")):
+        done = subprocess.run(["bash", "-c", shell, "bash", sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
+                              env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)})
+        assert (done.returncode, done.stdout, done.stderr) == (0, out, "")
 
 
 def test_norm_kernels_without_a_gpu(refused, no_gpu):

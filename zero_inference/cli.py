@@ -206,7 +206,8 @@ def _guarded(action, verbose: int) -> int:
 
             print(printable(traceback.format_exc()), file=sys.stderr)
         known = isinstance(error, (UsageError, RunError))
-        words = str(error) if known else f"{type(error).__name__}: {error} (--verbose 2 shows where)"
+        first = (str(error).strip().splitlines() or [""])[0]
+        words = str(error) if known else f"{type(error).__name__}: {first[:400]} (--verbose 2 shows where)"
         rank = os.environ.get("RANK", "0")
         if isinstance(error, UsageError) and rank.isdigit() and int(rank):
             time.sleep(FIRST_RANK_SPEAKS_S)  # usually it found the same, and its launcher ends this process meanwhile

@@ -18,6 +18,7 @@ from zero_inference.signals import exit_on_stop
 from zero_inference.tables import FORMATS
 
 WARMUP_SPREAD = 0.05
+MOST = 10_000  # rounds, warm-up loops, processes
 Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of each of its runs
 
 
@@ -139,6 +140,6 @@ def _at_least_three(text: str) -> int:
 
 def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+    if not least <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is " + (f"less than {least}" if value < least else f"more than {MOST}"))
     return value

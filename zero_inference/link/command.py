@@ -241,7 +241,9 @@ def _print(report: dict[str, Any]) -> None:
         cells = each.ceiling.what, *map(_figures, numbers), each.ceiling.unit, each.ceiling.bounds
         table.add_row(*map(Text, cells))  # str would be read as markup
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(table)
+    with console.capture() as shown:  # rich would end the process where the reader of stdout has left
+        console.print(table)
+    print(shown.get(), end="")
     for line in _facts(report):
         print(line)
     sys.stdout.flush()

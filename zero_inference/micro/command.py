@@ -185,6 +185,7 @@ def norm_patch(asked: str, device: torch.device, dtype: torch.dtype, families: S
     return patch
 
 
+MOST = 1 << 40  # elements; what memory there is for them, a row says
 OF_BEST = ("of measured: of the best rate of the type seen so far in this process, by a few products of other sizes at first "
            "and by the rows, their own included")
 BENCHMARKS = {
@@ -285,8 +286,8 @@ def _default(what: str, sizes: dict[str, tuple[int, ...]]) -> str:
 
 def _count(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if not 1 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is " + ("less than 1" if value < 1 else f"more than {MOST}"))
     return value
 
 

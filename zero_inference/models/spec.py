@@ -21,7 +21,7 @@ SMOLLM2 = "smollm2-135m"
 # What sizes in a config.json may be: far beyond any model, and no more than is counted and laid out within seconds.
 SIZES = {
     "num_hidden_layers": (1, 4096), "hidden_size": (1, 1 << 20), "vocab_size": (1, 1 << 28), "num_attention_heads": (1, 1 << 16),
-    "num_key_value_heads": (1, 1 << 16), "head_dim": (1, 1 << 16), "intermediate_size": (0, 1 << 24), "ffn_dim": (0, 1 << 24),
+    "num_key_value_heads": (1, 1 << 16), "head_dim": (1, 1 << 16), "intermediate_size": (1, 1 << 24), "ffn_dim": (1, 1 << 24),
     "word_embed_proj_dim": (1, 1 << 20), "max_position_embeddings": (1, 1 << 31), "num_local_experts": (0, 1 << 16),
     "num_experts": (0, 1 << 16), "n_routed_experts": (0, 1 << 16), "num_experts_per_tok": (0, 1 << 16),
 }
