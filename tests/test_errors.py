@@ -13,6 +13,10 @@ import torch
 from conftest import ROOT, free_port, too_few_gpus, without_gpus
 
 from zero_inference.cli import main
+from zero_inference.config import RunConfig
+from zero_inference.errors import UsageError
+from zero_inference.run import _refuse_shared_files
+from zero_inference.run_log import RunLog
 
 SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 
@@ -75,6 +79,21 @@ def test_a_trace_replaces_regular_files_alone(refused, made, tmp_path):
     assert os.lstat(tmp_path / "trace.json") == before
 
 
+@pytest.mark.parametrize("same", ["run.log", "run.jsonl", "link"])
+def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
+    (tmp_path / "run.jsonl").write_text("kept\n")
+    (tmp_path / "link").symlink_to(tmp_path / "run.jsonl")
+    message = refused("--model", "opt-125m", "--dummy", "--log-file", tmp_path / "run.log", "--trace", tmp_path / same)
+    assert f"--trace {tmp_path / same} is the file of" in message
+    assert (tmp_path / "run.jsonl").read_text() == "kept\n"
+
+
+def test_nor_are_the_items_of_quality_the_traces(tmp_path):
+    one = str(tmp_path / "one.json")
+    with pytest.raises(UsageError, match="--quality-items .* is the file of --trace too"):
+        _refuse_shared_files(RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}))
+
+
 def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):
     for option, value in (("--batch-size", 2**31 - 1), ("--prompt-len", 2**31 - 1)):
         message = refused("--model", "bloom-560m", "--dummy", option, value)
@@ -84,7 +103,8 @@ def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):
 @pytest.mark.parametrize("changes, words", [
     ({"RANK": "abc"}, "RANK='abc'"), ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"), ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'"),
     ({"RANK": "1"}, "RANK='1'"), ({"LOCAL_RANK": "3"}, "LOCAL_RANK='3'"), ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
-    ({"WORLD_SIZE": str(2**70)}, "WORLD_SIZE="), ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR"),
+    ({"WORLD_SIZE": str(2**70)}, "WORLD_SIZE="), ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": ""}, "MASTER_PORT is not set"),
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
 ])
 def test_damaged_launcher_variables(refused, monkeypatch, changes, words):

@@ -175,3 +175,33 @@ def test_a_torn_block_loses_itself_alone(tmp_path, capsys, kept):
     blocks = parse_log(path)
     assert [block["total_throughput"] for block in blocks] == [9.0, 10.0]
     assert "skipped" in capsys.readouterr().err
+
+
+def test_several_processes_may_ask_about_one_file(tmp_path):
+    failed = []
+
+    def ask():
+        for _ in range(300):
+            try:
+                check_writable(tmp_path / "trace.json")
+            except OSError as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and not (tmp_path / "trace.json").exists()
+
+
+def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_path, monkeypatch):
+    from zero_inference import memory_plan
+
+    def fails(*args):
+        raise ConnectionError("the hub is gone")
+
+    monkeypatch.setattr(memory_plan, "refuse_hopeless", fails)
+    code, _, error = run()
+    record = read_records(tmp_path / "run.jsonl")[-1]
+    assert code == 1 and record["status"] == "failed" and "the hub is gone" in record["error"] and "the hub is gone" in error

@@ -235,6 +235,7 @@ def _prepare_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.set_inheritable(number, True)  # for children too
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -107,8 +107,9 @@ def detect_ranks(local_rank: int | None = None) -> Ranks:
         raise UsageError(f"--local_rank {local_rank}: there are {node} processes on this node; leave it to the launcher.")
     local = _launched("LOCAL_RANK", max(local_rank or 0, 0), 0, node - 1)
     if world > 1:
-        if not os.environ.get("MASTER_ADDR"):
-            raise UsageError(f"WORLD_SIZE is {world} and MASTER_ADDR is not set; {HOW_TO_LAUNCH}.")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise UsageError(f"WORLD_SIZE is {world} and {name} is not set; {HOW_TO_LAUNCH}.")
         _launched("MASTER_PORT", 0, 1, 65535)
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -70,6 +70,6 @@ def _begins(model: Any, ranks: Ranks, prefill: Callable[[], Any]) -> str:
             hook.remove()
     first = int(ranks.minimum(min((index for index, seen in finite.items() if not seen), default=len(layers))))
     if first < 0:
-        return "already the embeddings are not"
+        return "the embeddings are not finite already"
     behind = "it begins behind the decoder layers, in the last norm or the head"
     return f"it begins in {prefix}.{first}" if first < len(layers) else behind

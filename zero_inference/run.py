@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import resource
 import sys
 import time
@@ -65,6 +66,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         _print_plan(config, spec, ranks)
         return
     files = RunLog.at(_log_path(config, ranks), _asked(config, spec, ranks, argv))
+    _refuse_shared_files(config, files)
     files.check()
 
     def record_failure(reason: str) -> str:
@@ -81,32 +83,14 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
 
     watch = PeerWatch(ranks, last_words)
     watch.start()
-    try:
-        start_process_group(ranks)
-        engine_module(config.engine).check(config, spec, ranks)
-        memory_plan.refuse_hopeless(config, spec, ranks)
-        ids, tokenizer, note = _prompt_ids(config, spec)
-        if not spec.dummy:
-            spec.checkpoint_folder()  # fetched now: time on the network is not time to load
-        _measured_run(config, spec, ranks, watch, files, ids, tokenizer, note, questions)
-    except BaseException:
-        watch.stop(failed=True)
-        if ranks.world_size == 1:  # several part without a word, which could wait for a rank that is gone
-            stop_process_group()
-        raise
-    stop_process_group()
-
-
-def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, watch: PeerWatch, files: RunLog, ids: torch.Tensor, tokenizer,
-                  note: str | None, questions: dict[str, list[dict]]) -> None:
-    progress = Progress(enabled=ranks.is_first and config.verbose > 0)
     signals.exit_on_stop()  # so that a stopped run leaves its record, and no files
-    if note:
-        progress.say(note)
+    progress = Progress(enabled=ranks.is_first and config.verbose > 0)
     try:
-        measurement, facts = _load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer)
+        measurement, facts, tokenizer = _measured(config, spec, ranks, files, progress, questions)
         ranks.barrier()
     except UsageError:
+        watch.stop(failed=True)
+        _part(ranks)
         raise
     except BaseException as error:
         if ranks.world_size > 1:
@@ -114,6 +98,7 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, watch: PeerW
         with signals.held():
             reason = watch.report(_explain(error, config))
             watch.stop(failed=True)
+        _part(ranks)
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, SystemExit):
@@ -123,8 +108,32 @@ def _measured_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, watch: PeerW
     finally:
         progress.close()
     watch.stop()
-    if ranks.is_first:
-        _publish(files, measurement, tokenizer, facts)
+    try:
+        if ranks.is_first:
+            _publish(files, measurement, tokenizer, facts)
+    except BaseException:
+        _part(ranks)
+        raise
+    stop_process_group()
+
+
+def _part(ranks: Ranks) -> None:
+    """Leave the process group of a run that failed. Several ranks part without a word, which could wait for a rank that is gone."""
+    if ranks.world_size == 1:
+        stop_process_group()
+
+
+def _measured(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, progress: Progress, questions: dict[str, list[dict]]):
+    """All that may fail on the way: (measurement, the engine's facts, tokenizer)."""
+    start_process_group(ranks)
+    engine_module(config.engine).check(config, spec, ranks)
+    memory_plan.refuse_hopeless(config, spec, ranks)
+    ids, tokenizer, note = _prompt_ids(config, spec)
+    if not spec.dummy:
+        spec.checkpoint_folder()  # fetched now: time on the network is not time to load
+    if note:
+        progress.say(note)
+    return *_load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer), tokenizer
 
 
 def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any]) -> None:
@@ -276,6 +285,17 @@ def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, 
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
     ids = prompts.random_ids(config.seed, config.batch_size, config.prompt_len, spec.text_config.vocab_size)
     return ids, None, note
+
+
+def _refuse_shared_files(config: RunConfig, files: RunLog) -> None:
+    """Raises UsageError where two files of a run are one: a later one would replace what is in it."""
+    taken = {os.path.realpath(path): what for what, path in (("the log", files.log), ("the record", files.record),
+                                                             ("--prompts", config.prompts)) if path}
+    for option, path in (("--trace", config.trace), ("--quality-items", config.quality_items)):
+        if path:
+            if (what := taken.get(os.path.realpath(path))) is not None:
+                raise UsageError(f"{option} {path} is the file of {what} too; choose another name.")
+            taken[os.path.realpath(path)] = option
 
 
 def _check_launch(config: RunConfig, ranks: Ranks) -> None:

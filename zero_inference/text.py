@@ -12,3 +12,9 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u20
 def printable(text: str) -> str:
     """`text` with U+FFFD in place of each character that a terminal or a page must not get."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\ufffd"))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message, cut at 200 characters; its class where it has none."""
+    text = str(error).strip().splitlines()
+    return text[0][:200] if text else type(error).__name__

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_rows(const NormForward
   const int64_t row = S::first_row();
   if (row >= a.rows) return;  // a whole warp: rows of several warps have a block each
   const int64_t start = row * a.columns;
-  using Held = HeldRow<S, (S::kThreads * S::kVectors > kEvictLastFrom)>;
+  using Held = HeldRow<S, (S::kThreads * S::kVectors > kEvictLastAbove)>;
   Held x(a.x + start, a.columns);
   uint4 weights[kEarly ? S::kVectors : 1] = {};
   uint4 biases[kEarly && kLayer ? S::kVectors : 1] = {};

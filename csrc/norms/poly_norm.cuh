@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(S::kBlock) poly_forward_rows(const Poly<typena
   const int64_t row = S::first_row();
   if (row >= a.rows) return;  // a whole warp: rows of several warps have a block each
   const int64_t start = row * a.columns;
-  using Held = HeldRow<S, (!kMul && S::kThreads * S::kVectors > kEvictLastFrom)>;  // with a factor it gains 1% at most
+  using Held = HeldRow<S, (!kMul && S::kThreads * S::kVectors > kEvictLastAbove)>;  // with a factor it gains 1% at most
   const Held held(a.x + start, a.columns);
   const Held gate(kMul ? a.mul + start : nullptr, kMul ? a.columns : 0);
   const int expert = expert_of(a.offsets, a.experts, row);
@@ -237,7 +237,7 @@ __device__ __forceinline__ void store_poly_gradients(const Poly<T>& a, const Pol
 
 template <typename S, bool kMul>
 __global__ void __launch_bounds__(S::kBlock) poly_backward_rows(const Poly<typename S::Type> a) {
-  using Held = HeldRow<S, (!kMul && S::kThreads * S::kVectors > kEvictLastFrom)>;
+  using Held = HeldRow<S, (!kMul && S::kThreads * S::kVectors > kEvictLastAbove)>;
   __shared__ float scratch[kSumScratch<S::kThreads, kPolySums> + 1];
   int turn = 0;
   const float count = static_cast<float>(a.columns);

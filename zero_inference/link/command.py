@@ -172,6 +172,7 @@ def _measured(ceiling: Ceiling, ranks: Ranks) -> tuple[float | None, str | None]
     import torch
 
     from zero_inference.errors import RunError
+    from zero_inference.text import first_line
 
     ranks.barrier()
     if ceiling.first_only and not ranks.is_first:
@@ -179,7 +180,7 @@ def _measured(ceiling: Ceiling, ranks: Ranks) -> tuple[float | None, str | None]
     try:
         return ceiling.measure(), None
     except (RunError, torch.OutOfMemoryError) as error:
-        return None, f"{ceiling.what}: not measured: {str(error).splitlines()[0]}"
+        return None, f"{ceiling.what}: not measured: {first_line(error)}"
     finally:
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -41,8 +41,6 @@ class Lane(NamedTuple):
     device: torch.device  # the one that is measured
 
 
-
-
 def kind_of(device: torch.device) -> str:
     """What a 'copy to the device' is on this machine, for labels."""
     return "host link" if device.type == "cuda" else "host memory copy"

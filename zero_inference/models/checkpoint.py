@@ -146,7 +146,7 @@ def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], se
             raise RunError(f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json.")
         if info.conversion_errors:
             name, reason = next(iter(info.conversion_errors.items()))
-            raise RunError(f"{folder}: {name} cannot be converted ({str(reason).strip().splitlines()[-1]}).")
+            raise RunError(f"{folder}: {name} cannot be converted ({(str(reason).strip().splitlines() or [type(reason).__name__])[-1]}).")
         return info.missing_keys
 
     return convert

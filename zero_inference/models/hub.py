@@ -13,6 +13,7 @@ from typing import Iterator
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shards
 from zero_inference.models.preset_table import find_preset, near_names
+from zero_inference.text import first_line
 
 # Of the top folder only: `original/` and `onnx/` hold other formats. Classes name their vocabulary as they like, hence the patterns.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -176,8 +177,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__

@@ -13,6 +13,7 @@ from zero_inference.errors import RunError
 from zero_inference.models.files import checkpoint_files
 from zero_inference.models.quantized import SCALE, plain_tensors
 from zero_inference.models.spec import ModelSpec
+from zero_inference.text import first_line
 
 
 class Shards:
@@ -81,5 +82,5 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return {key: partial(state.get, key) for key in state}
     except Exception as error:
-        raise RunError(f"{path}: damaged or not a weight file ({str(error).strip().splitlines()[0]}); "
+        raise RunError(f"{path}: damaged or not a weight file ({first_line(error)}); "
                        "fetch it again.") from error

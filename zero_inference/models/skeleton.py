@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zero_inference.errors import UsageError
-from zero_inference.models.hub import first_line
 from zero_inference.models.spec import ModelSpec
+from zero_inference.text import first_line
 
 
 def empty_model(spec: ModelSpec):

@@ -13,9 +13,10 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.models.files import has_tokenizer
-from zero_inference.models.hub import Snapshot, first_line, open_snapshot
+from zero_inference.models.hub import Snapshot, open_snapshot
 from zero_inference.models.preset_table import find_preset, near_names
 from zero_inference.models.quantized import BlockScales, block_scales, take_quantization
+from zero_inference.text import first_line
 
 SMOLLM2 = "smollm2-135m"
 # What sizes in a config.json may be: far beyond any model, and no more than is counted and laid out within seconds.
@@ -161,8 +162,8 @@ def _load_config(folder: Path, config: RunConfig):
     for name, (least, most) in SIZES.items():
         for size in _numbers(getattr(sizes, name, None)):
             if not least <= size <= most:
-                raise UsageError(f"--model {config.model}: its config.json says {name} {size:.6g}, and {least} to {most} can be; "
-                                 "correct it.")
+                raise UsageError(f"--model {config.model}: {name} in its config.json is {size:.6g}; it must be between "
+                                 f"{least} and {most}.")
     return loaded
 
 

@@ -13,6 +13,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.extension import load_extension, trial_mark, why_unavailable
 from zero_inference.norms import ops, patch, reference
 from zero_inference.processes import isolated_python
+from zero_inference.text import first_line
 
 NO_DEVICE = "there is no CUDA device"
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
@@ -135,7 +136,7 @@ def find_fault(device: torch.device, dtype: torch.dtype, columns: int) -> str | 
             if not error <= LARGEST_ERROR[dtype]:  # nan too
                 return f"{name} is off by {error:.1e} on {device} ({str(dtype).removeprefix('torch.')}, {columns} columns)"
     except RuntimeError as error:
-        return f"they fail on {device}: {str(error).splitlines()[0][:200]}"
+        return f"they fail on {device}: {first_line(error)}"
     return None
 
 

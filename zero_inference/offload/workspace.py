@@ -84,8 +84,13 @@ def reserve(path: Path, nbytes: int) -> None:
     Raises:
         RunError: the file system has no space for it, or refuses it.
     """
-    with _told_if_full(path, nbytes), open(path, "ab") as file:
-        os.posix_fallocate(file.fileno(), 0, nbytes)
+    with _told_if_full(path, nbytes):
+        # not for appending: where the file system has no fallocate, glibc writes to each block in its place, and refuses that then
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
 
 
 def write(path: Path, data: bytes | memoryview) -> None:

@@ -87,7 +87,7 @@ def find_file(task: str, source: Path) -> Path:
         raise UsageError(f"--quality-data {source}: {what}.")
     found = _candidates(task, source)
     if len(found) > 1:
-        raise UsageError(f"--quality-data {source}: {', '.join(path.name for path in found)} all look like {task}; "
+        raise UsageError(f"--quality-data {source}: {', '.join(path.name for path in found)} are all named like data of {task}; "
                          f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file.")
     if not found:
         raise UsageError(f"--quality-data {source}: no file for {task} in it; "
@@ -188,7 +188,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _text_of(path: Path) -> str:
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+        return (gzip.decompress(data) if path.suffix.lower() == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"--quality-data {path}: cannot be read as UTF-8 text ({error}).") from error
 

@@ -165,10 +165,16 @@ def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
     report_out, report_in = os.pipe()
     result_out, result_in = os.pipe()
     command = [_interpreter(), "-I", "-S", "-B", str(JAIL), str(report_in), str(result_in)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               pass_fds=(report_in, result_in), env={}, cwd="/", start_new_session=True)
-    os.close(report_in)
-    os.close(result_in)
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   pass_fds=(report_in, result_in), env={}, cwd="/", start_new_session=True)
+    except OSError:
+        os.close(report_out)
+        os.close(result_out)
+        raise
+    finally:
+        os.close(report_in)
+        os.close(result_in)
     streams = {"output": process.stdout.fileno(), "report": report_out, "result": result_out}
     seen = {name: b"" for name in streams}
     most = {"output": limits.output_bytes, "report": 4096, "result": len(secret)}
