@@ -184,7 +184,7 @@ REFUSED_BEHIND_LM_EVAL = [  # found only where lm-eval is installed, which is as
      "would be left out"),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-window", "129"], "128 positions"),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-stride", "129"], "the window of 128 tokens"),
-    (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"], "its folder"),
+    (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"], "--quality-items /nowhere/items cannot be written"),
     (["--quality", "mmlu", "--quality-data", "DATA"], "no-tokenizer has no tokenizer"),
 ]
 
