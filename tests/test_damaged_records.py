@@ -18,10 +18,12 @@ from zero_inference.text import printable
 from zero_inference.utils import write_benchmark_log
 
 ROOT = Path(__file__).resolve().parents[1]
-REAL = [json.loads(line) for file in sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl")) for line in file.read_text().splitlines()]
+FILES = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl"))
+REAL = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 RED = "\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202e"
-ODD = (None, True, 0, -1, 2**63 - 1, 2**63, 2**200, 10**400, 1e300, -1e300, 5e-324, -0.0, float("nan"), float("inf"), "", "x", "1e400", "9" * 5000,
-       RED, "\ud800", "a\nb\r\tc", "<script>", "$\\frac{", [], {}, [[]], ["a", None], {"a": 1}, [{"name": RED}], [[[[[1]]]]], "ok", "failed")
+ODD = (None, True, 0, -1, 2**63 - 1, 2**63, 2**200, 10**400, 1e300, -1e300, 5e-324, -0.0, float("nan"), float("inf"), "", "x",
+       "1e400", "9" * 5000, RED, "\ud800", "a\nb\r\tc", "<script>", "$\\frac{", [], {}, [[]], ["a", None], {"a": 1},
+       [{"name": RED}], [[[[[1]]]]], "ok", "failed")
 NAMES = ("run", "ds-x-bs1-prompt2-gen3-n1x1-cpu", f"ds-x-bs{10**30}-prompt2-gen3-n{10**19}x9-cpu", "e\x1b[31m")
 
 
@@ -55,7 +57,8 @@ def mutated(draw: random.Random) -> bytes:
     if draw.random() < 0.2:
         for _ in range(draw.choice((1, 30))):
             line[draw.randrange(len(line))] = draw.randrange(256)
-    return draw.choice((bytes(line),) * 8 + (bytes(line[: draw.randrange(len(line))]), b"[" * 100000, b'{"a":' * 500 + b"1" + b"}" * 500))
+    others = bytes(line[: draw.randrange(len(line))]), b"[" * 100000, b'{"a":' * 500 + b"1" + b"}" * 500
+    return draw.choice((bytes(line),) * 8 + others)
 
 
 def controls(text: str) -> str:
@@ -98,8 +101,9 @@ def test_lines_that_cannot_be_used_are_counted_in_one_line_and_the_rest_is_read(
 
 
 @pytest.mark.parametrize("value, whole, amount", [
-    (2**63 - 1, 2**63 - 1, float(2**63)), (2**63, None, float(2**63)), (10**400, None, None), (1e300, None, None), (5e-324, 0, None),
-    ("odd", None, None), ([1], None, None), (None, None, None), (float("nan"), None, None), (0.0, 0, 0.0), (-7, -7, -7.0),
+    (2**63 - 1, 2**63 - 1, float(2**63)), (2**63, None, float(2**63)), (10**400, None, None), (1e300, None, None),
+    (5e-324, 0, None), ("odd", None, None), ([1], None, None), (None, None, None), (float("nan"), None, None), (0.0, 0, 0.0),
+    (-7, -7, -7.0),
 ])
 def test_numbers_that_no_run_has_are_not_known(value, whole, amount):
     assert (value_at({"a": {"b": value}}, "a.b", "Int64"), value_at({"a": {"b": value}}, "a.b", "Float64")) == (whole, amount)

@@ -118,8 +118,9 @@ def test_damaged_launcher_variables(refused, monkeypatch, changes, words):
 
 
 @pytest.mark.parametrize("size, value", [
-    ("hidden_size", -64), ("num_hidden_layers", 100_000), ("num_hidden_layers", 0), ("vocab_size", 2**70), ("num_attention_heads", -1),
-    ("intermediate_size", -5), ("hidden_size", 63), ("num_attention_heads", "many"), ("max_position_embeddings", 10**12),
+    ("hidden_size", -64), ("num_hidden_layers", 100_000), ("num_hidden_layers", 0), ("vocab_size", 2**70),
+    ("num_attention_heads", -1), ("intermediate_size", -5), ("hidden_size", 63), ("num_attention_heads", "many"),
+    ("max_position_embeddings", 10**12),
 ])
 def test_sizes_that_no_model_has(refused, tmp_path, size, value):
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -129,11 +130,12 @@ def test_sizes_that_no_model_has(refused, tmp_path, size, value):
 
 
 def test_output_that_has_nowhere_to_go(tmp_path):
-    program = ("import os, sys\nfrom zero_inference.cli import _prepare_streams\n_prepare_streams()\nprint('\\u00e9\\u65e5', flush=True)\n"
+    program = ("import os, sys\nfrom zero_inference.cli import _prepare_streams\n_prepare_streams()\n"
+               "print('\\u00e9\\u65e5', flush=True)\n"
                "assert os.open('file', os.O_CREAT) > 2")
     for shell, out in (("exec \"$@\"", "\\xe9\\u65e5\n"), ("exec \"$@\" >&-", ""), ("exec \"$@\" <&- >&- 2>&-", "")):
-        done = subprocess.run(["bash", "-c", shell, "bash", sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
-                              env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)})
+        done = subprocess.run(["bash", "-c", shell, "bash", sys.executable, "-c", program], capture_output=True, text=True,
+                              cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)})
         assert (done.returncode, done.stdout, done.stderr) == (0, out, "")
 
 

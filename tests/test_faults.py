@@ -56,11 +56,15 @@ class Run:
             assert any(process.poll() is None for process in self.processes) and time.monotonic() < deadline, self.text("err")
             time.sleep(0.05)
 
+    def everyone(self) -> list[psutil.Process]:
+        """The processes that were started and live, and those that they started."""
+        living = [psutil.Process(process.pid) for process in self.processes if process.poll() is None]
+        return [one for process in living for one in [process, *process.children(True)]]
+
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank, whoever started it."""
-        everyone = [one for process in self.processes for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]]
-        return next(one for one in everyone if one.environ().get("RANK", "0") == str(number) and "-m" not in one.cmdline()[:3]
-                    and any(word.endswith("run_model.py") for word in one.cmdline()))
+        return next(one for one in self.everyone() if one.environ().get("RANK", "0") == str(number)
+                    and "-m" not in one.cmdline()[:3] and any(word.endswith("run_model.py") for word in one.cmdline()))
 
 
 # When: each returns once the run is so far.
@@ -70,7 +74,8 @@ def at_once(run: Run) -> None:
 
 def met(run: Run) -> None:
     """The second rank has found the first; nothing is loaded yet."""
-    run.wait_for(lambda: any(one.status == psutil.CONN_ESTABLISHED for one in psutil.Process(run.processes[1].pid).net_connections("tcp")))
+    second = psutil.Process(run.processes[1].pid)
+    run.wait_for(lambda: any(one.status == psutil.CONN_ESTABLISHED for one in second.net_connections("tcp")))
     time.sleep(0.3)
 
 
@@ -128,9 +133,11 @@ FAULTS = (
     Fault("disk full at the record", "python", at_once, nothing, 1, "record was not written", None, True, full("run.jsonl"), SHORT),
     Fault("log locked for ever", "python", measuring, lock("run.log"), 1, "log was not written", "ok", True,
           options=("--loops", "40", "--gen-len", "100")),
-    Fault("reader of stdout leaves", "python", at_once, nothing, 141, "", "ok", options=SHORT, shell="{command} | true; exit ${{PIPESTATUS[0]}}"),
+    Fault("reader of stdout leaves", "python", at_once, nothing, 141, "", "ok", options=SHORT,
+          shell="{command} | true; exit ${{PIPESTATUS[0]}}"),
     Fault("stdout closed", "python", at_once, nothing, 0, "", "ok", options=SHORT, shell="exec {command} >&-"),
-    Fault("stdout on a full disk", "python", at_once, nothing, 1, "could not be printed", "ok", options=SHORT, shell="exec {command} >/dev/full"),
+    Fault("stdout on a full disk", "python", at_once, nothing, 1, "could not be printed", "ok", options=SHORT,
+          shell="exec {command} >/dev/full"),
     Fault("stderr closed", "python", at_once, nothing, 0, "", "ok", True, options=SHORT, shell="exec {command} 2>&-"),
     Fault("first rank stopped", "by hand", measuring, stop(0), 1, "has said nothing for 15 s", "failed", victim=0),
     Fault("rank stopped before loading", "by hand", met, stop(1), 1, "has said nothing for 15 s", "failed", victim=1),
@@ -147,14 +154,16 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
     try:
         start(run, fault, checkpoints("opt"))
         fault.when(run)
-        run.started = [one for process in run.processes if process.poll() is None
-                       for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]]
+        run.started = run.everyone()
         fault.breaks(run)
         struck = time.monotonic()
         rest = [process for number, process in enumerate(run.processes) if number != fault.victim]
         for process in rest:
             process.wait(timeout=fault.within_s + 90)
         took = time.monotonic() - struck
+        stuck = {run.processes[fault.victim].pid} if fault.victim is not None else set()
+        left = psutil.wait_procs([one for one in run.started if one.pid not in stuck], timeout=5)[1]
+        assert not left, (left, run.text("err"))
     finally:
         for process in run.processes:
             process.kill()
@@ -176,14 +185,16 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
 
 
 def start(run: Run, fault: Fault, model: Path) -> None:
-    options = ["--model", str(model), "--engine", "stream", "--dtype", "float32", "--prompt-len", "8", "--log-file", str(run.log), *fault.options]
+    options = ["--model", str(model), "--engine", "stream", "--dtype", "float32", "--prompt-len", "8", "--log-file", str(run.log),
+               *fault.options]
     environment = without_gpus() if too_few_gpus(2) else {**os.environ}
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment["PATH"]
     program = [str(ROOT / "run_model.py"), *options]
     by_hand = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     launched = {
         "python": [([sys.executable, *program], {})],
-        "torchrun": [([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), *program], {})],
+        "torchrun": [([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+                       *program], {})],
         "deepspeed": [(["deepspeed", "--num_accelerators", "2", "--master_port", free_port(), *program], {})],
         "by hand": [([sys.executable, *program], by_hand | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"],
     }[fault.launcher]

@@ -74,4 +74,4 @@ def test_logits_of_one_rank_end_all(damaged, run_model):
     done = run_model("--model", damaged(EMBED, float("nan"), row), *SHAPE, "--cpu-offload", launcher="torchrun", ranks=2,
                      on_cpu=True)
     assert done.code != 0 and done.record["status"] == "failed"
-    assert "already the embeddings are not" in done.record["error"]
+    assert "the embeddings are not finite already" in done.record["error"]

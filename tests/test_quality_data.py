@@ -130,7 +130,7 @@ def test_a_file_is_found_in_a_folder_by_its_name(tmp_path):
     write(tmp_path / "mmlu_dev.jsonl", [MMLU])
     assert load_items("mmlu", tmp_path) == [MMLU]
     write(tmp_path / "mmlu_test.jsonl", [MMLU])
-    with pytest.raises(UsageError, match="mmlu_dev.jsonl, mmlu_test.jsonl all look like mmlu"):
+    with pytest.raises(UsageError, match="mmlu_dev.jsonl, mmlu_test.jsonl are all named like data of mmlu"):
         load_items("mmlu", tmp_path)
     write(tmp_path / "mmlu.csv", [MMLU] * 2)
     assert load_items("mmlu", tmp_path) == [MMLU] * 2

@@ -83,7 +83,8 @@ class _Opened:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(errno.ETIMEDOUT, f"another process has kept it locked for {LOCK_S:.0f} s", self.path) from None
+                    why = f"another process has kept it locked for {LOCK_S:.0f} s"
+                    raise TimeoutError(errno.ETIMEDOUT, why, self.path) from None
                 time.sleep(LOCK_POLL_S)
             except OSError as error:
                 if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):

@@ -199,7 +199,8 @@ class RunConfig:
         for name, (least, most) in WHOLE_NUMBERS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                raise UsageError(f"{_flag(name)} {value}: must be " + (f"at least {least}." if value < least else f"at most {most}."))
+                bound = f"at least {least}" if value < least else f"at most {most}"
+                raise UsageError(f"{_flag(name)} {value}: must be {bound}.")
         if self.quant_bits == 4 and self.quant_group_size % 2:
             raise UsageError(f"--quant-group-size {self.quant_group_size}: two weights of 4 bits share a byte, so it must be even.")
         if self.warmup_spread is not None:

@@ -122,7 +122,8 @@ def _launched(name: str, default: int, least: int, most: int) -> int:
     text = os.environ.get(name, str(default))
     value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
     if not least <= value <= most:
-        raise UsageError(f"the environment has {name}={text[:40]!r}, and it must be a number from {least} to {most}; {HOW_TO_LAUNCH}.")
+        raise UsageError(f"the environment has {name}={text[:40]!r}, and it must be a number from {least} to {most}; "
+                         f"{HOW_TO_LAUNCH}.")
     return value
 
 

@@ -86,8 +86,9 @@ def refuse_hopeless(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         tokens += kv_cache_bytes(spec, config.batch_size // ranks.world_size, length)
     need = Need("host memory", tokens * ranks.local_world_size, available_host_bytes())
     if not need.fits:
-        raise UsageError(f"--batch-size {config.batch_size}: {length} tokens each need {need.needed / GB:.1f} GiB of {need.place} for ids, "
-                         f"keys and values, and {need.available / GB:.1f} GiB are there; lower it, or shorten the prompts.")
+        raise UsageError(f"--batch-size {config.batch_size}: {length} tokens each need {need.needed / GB:.1f} GiB of {need.place} "
+                         f"for ids, keys and values, and {need.available / GB:.1f} GiB are there; "
+                         "lower it, or shorten the prompts.")
 
 
 @dataclass(frozen=True)

@@ -164,9 +164,9 @@ def _plain(value: Any, where: str) -> Any:
 def read_records(path: str | os.PathLike) -> list[dict]:
     """The records of a .jsonl file, or of all *.jsonl files of a folder in the order of their names.
 
-    A line that cannot be used (a writer that died, a full disk, no object, nested deeper than MOST_DEEP) is left out, and so is a file
-    of a folder that cannot be read; one line on stderr for each file says how many, where and why the first. NaN and infinities read
-    as None. Raises FileNotFoundError if `path` is not there, and OSError where a single file cannot be read.
+    A line that cannot be used (a writer that died, a full disk, no object, nested deeper than MOST_DEEP) is left out, and so is
+    a file of a folder that cannot be read; one line on stderr for each file says how many, where and why the first. NaN and
+    infinities read as None. Raises FileNotFoundError if `path` is not there, and OSError where a single file cannot be read.
     """
     path = Path(path)
     if not path.is_dir():
@@ -216,8 +216,8 @@ def warn(line: str) -> None:
 
 
 def value_at(record: Mapping[str, Any], key: str, dtype: str) -> Any:
-    """The value at a dotted key, as the pandas dtype (Int64, Float64, boolean, string); None where it is missing, or of another kind,
-    as in records of older or other tools, or a number that no run has (see `number_of`, and 64 bits for Int64)."""
+    """The value at a dotted key, as the pandas dtype (Int64, Float64, boolean, string); None where it is missing, or of another
+    kind, as in records of older or other tools, or a number that no run has (see `number_of`, and 64 bits for Int64)."""
     value: Any = record
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -48,7 +48,8 @@ class RunLog:
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"the log folder {self.log.parent} cannot be made ({error.strerror}); choose another --log-dir.") from error
+            raise UsageError(f"the log folder {self.log.parent} cannot be made ({error.strerror}); "
+                             "choose another --log-dir.") from error
         for what, path in (("log", self.log), ("record", self.record)):
             try:
                 check_appendable(path)

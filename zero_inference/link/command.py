@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A rate to measure; `measure` gives it in `unit` (GB/s of 1e9 bytes, TFLOP/s of 1e12) or raises RunError where it cannot be had.
+    """A rate to measure; `measure` gives it in `unit` (GB/s of 1e9 bytes, TFLOP/s of 1e12) or raises RunError where there is
+    none.
 
     `first_only` is for what the ranks share.
     """
