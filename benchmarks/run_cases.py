@@ -23,7 +23,6 @@ NAMES = ("rms", "add_rms", "layer", "add_layer", "poly", "mul_poly", "grouped_mu
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 CHECKED = ((2, 128, 4096), (8, 4096, 1280), (1, 32768, 1280))  # batch, sequence, hidden
 BATCHES, LENGTHS, HIDDENS = (1, 2, 4, 8), (1024, 2048, 4096, 8192), (2048, 4096)
-WIDE_HIDDENS = (8192, 12288, 16384)
 GROUPED_TOKENS, GROUPED_HIDDEN = (1024, 2048, 4096, 8192, 16384, 32768, 65536), 1280
 PLOT_HIDDEN = 4096
 EPS = 1e-6
