@@ -1,7 +1,8 @@
 """Runs one Python program where it can reach nothing: started by `sandbox.py` as a process of its own, standard library only.
 
 Three processes, so that the program cannot outlive them: the keeper, which is told what to run; the founder, which enters new
-user, mount, network, process, IPC, cgroup and host name namespaces; and the warden, process 1 of the new process namespace, whose end
+user, mount, network, process, IPC, cgroup and host name namespaces; and the warden, process 1 of the new process
+namespace, whose end
 kills whatever is left inside. Each dies with the one before it (PR_SET_PDEATHSIG).
 
 Inside there is no network but a loopback that is down, no environment, no /proc, and of the file system the interpreter,
