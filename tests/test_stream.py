@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import random
@@ -28,7 +30,7 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.offload.kv_cache import DeviceKVCache
 from zero_inference.offload.layout import LayerLayout
 from zero_inference.offload.residency import decide_residency
-from zero_inference.offload.streams import DeviceStreams
+from zero_inference.offload.streams import ComputeStream, DeviceStreams
 from zero_inference.offload.timeline import Copy, LayerSpan, Timeline
 from zero_inference.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.records import output_ids_sha256
@@ -142,6 +144,76 @@ def test_a_forward_that_broke_off_leaves_the_next_one_right(longer):
         loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device))
     hook.remove()
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    loaded.close()
+
+
+class _NamedStreams(DeviceStreams):
+    """Streams with a name each, of which one is current, as on a GPU."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.at, self.order = "caller's", []
+
+    def stream(self):
+        return _NamedStream("own", self.order)
+
+    def current(self):
+        return _NamedStream(self.at, self.order)
+
+    def make_current(self, stream):
+        self.at = stream.name
+
+
+class _NamedStream:
+    def __init__(self, name, order):
+        self.name, self.order = name, order
+
+    def wait_stream(self, stream):
+        self.order.append(f"{self.name} waits for {stream.name}")
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off):
+    streams = _NamedStreams()
+    model = torch.nn.Identity()
+
+    def forward(values):
+        streams.order.append(f"computes on the {streams.at}")
+        if breaks_off:
+            raise RuntimeError("as a full device would")
+        return values
+
+    model.forward = forward
+    compute = ComputeStream(model, streams)
+    with pytest.raises(RuntimeError, match="full device") if breaks_off else contextlib.nullcontext():
+        model(torch.zeros(1))
+    assert streams.order == ["own waits for caller's", "computes on the own", "caller's waits for own"] and streams.at == "caller's"
+    compute.close()
+    streams.order.clear()
+    with pytest.raises(RuntimeError) if breaks_off else contextlib.nullcontext():
+        model(torch.zeros(1))
+    assert streams.order == ["computes on the caller's"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
+def test_on_a_gpu_no_layer_computes_on_the_default_stream(checkpoints):
+    loaded, _, ranks = load(checkpoints("llama"))
+    seen = set()
+    loaded.model.model.layers[1].register_forward_pre_hook(lambda *args: seen.add(torch.cuda.current_stream().cuda_stream))
+    loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device))
+    assert seen and torch.cuda.default_stream().cuda_stream not in seen
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    loaded.close()
+
+
+def test_loops_run_without_long_collections(checkpoints):
+    loaded, spec, ranks = load(checkpoints("llama"))
+    seen = []
+    hook = loaded.model.register_forward_pre_hook(lambda *args: seen.append(gc.get_freeze_count()))
+    generate(loaded, spec, ranks)
+    hook.remove()
+    assert min(seen) > 100_000  # the objects of torch and transformers
+    assert gc.get_freeze_count() < min(seen) and gc.isenabled()
     loaded.close()
 
 

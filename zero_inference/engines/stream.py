@@ -25,7 +25,7 @@ from zero_inference.offload.layer_store import LayerStore
 from zero_inference.offload.quantization import GroupQuantization, dequantize
 from zero_inference.offload.residency import Residency, decide_residency, lay_out_layers
 from zero_inference.offload.ring import LayerRing
-from zero_inference.offload.streams import DeviceStreams
+from zero_inference.offload.streams import ComputeStream, DeviceStreams
 from zero_inference.offload.timeline import Timeline
 from zero_inference.offload.transfers import Transfers
 
@@ -107,6 +107,7 @@ class LayerFeeder:
             self.ring = LayerRing(store, residency.streamed, residency.depth, ranks, streams, self.transfers, self.timeline, group)
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self.packed: dict[tuple[int, int | None], list[tuple[torch.Tensor, ...]]] = {}
+        self.compute = ComputeStream(model, streams)
         self.hooks = []
         _, layers = decoder_layers(model)
         for index, layer in enumerate(layers):
@@ -120,6 +121,7 @@ class LayerFeeder:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self.compute.close()
         if self.ring is not None:
             self.ring.close()
         self.views.clear()
