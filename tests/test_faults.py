@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, free_port, too_few_gpus, without_gpus
+from conftest import ROOT, VOCAB, free_port, too_few_gpus, without_gpus
 
 from zero_inference.records import parse_log
 from zero_inference.utils import write_benchmark_log
@@ -38,6 +39,7 @@ class Run:
     processes: list[subprocess.Popen] = field(default_factory=list)
     started: list[psutil.Process] = field(default_factory=list)
     held: list = field(default_factory=list)
+    port: str = field(default_factory=free_port)
 
     @property
     def log(self) -> Path:
@@ -47,6 +49,10 @@ class Run:
     def record(self) -> Path:
         return self.folder / "run.jsonl"
 
+    @property
+    def offload(self) -> Path:
+        return self.folder / "offload"
+
     def text(self, name: str) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob(f"*.{name}")))
 
@@ -55,6 +61,10 @@ class Run:
         while not condition():
             assert any(process.poll() is None for process in self.processes) and time.monotonic() < deadline, self.text("err")
             time.sleep(0.05)
+
+    def remains(self) -> list[Path]:
+        """What a run may not leave: files in the offload folder, and DeepSpeed's in shared memory."""
+        return [*self.offload.glob("*"), *Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self.port}_*")]
 
     def everyone(self) -> list[psutil.Process]:
         """The processes that were started and live, and those that they started."""
@@ -79,6 +89,15 @@ def met(run: Run) -> None:
     time.sleep(0.3)
 
 
+def loading(run: Run) -> None:
+    """DeepSpeed's files are being written, and are so many that it takes a while to remove them."""
+    run.wait_for(lambda: len(list(run.offload.glob("*/zero_stage_3/*/rank0/*"))) > 1)
+    (workspace,) = run.offload.iterdir()
+    (workspace / "many").mkdir()
+    for number in range(2000):
+        (workspace / "many" / str(number)).touch()
+
+
 def measuring(run: Run) -> None:
     run.wait_for(lambda: "loaded " in run.text("err"))
     time.sleep(0.5)
@@ -97,6 +116,11 @@ def kill(number: int) -> Callable[[Run], None]:
     return lambda run: run.rank(number).kill()
 
 
+def stop_all(number: int) -> Callable[[Run], None]:
+    """As a terminal does it: the signal goes to all processes at once. deepspeed then sends its ranks a second one."""
+    return lambda run: os.killpg(run.processes[0].pid, number)
+
+
 def lock(name: str) -> Callable[[Run], None]:
     def hold(run: Run) -> None:
         run.held.append(open(run.folder / name, "ab"))
@@ -108,6 +132,28 @@ def lock(name: str) -> Callable[[Run], None]:
 def full(name: str) -> Callable[[Run], None]:
     """In place of the file, before the run starts."""
     return lambda run: (run.folder / name).unlink() or (run.folder / name).symlink_to("/dev/full")
+
+
+# What is loaded.
+def opt(run: Run, checkpoints) -> Path:
+    return checkpoints("opt")
+
+
+def cut_short(run: Run, checkpoints) -> Path:
+    """A checkpoint of which one file ends early."""
+    copied = shutil.copytree(checkpoints("opt"), run.folder / "model")
+    shard = sorted(copied.glob("*.safetensors"))[-1]
+    os.truncate(shard, shard.stat().st_size - 100)
+    return copied
+
+
+def wide(run: Run, checkpoints) -> Path:
+    """A configuration of 2 GB of weights, in matrices that are large enough for DeepSpeed to swap."""
+    fields = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048, intermediate_size=4096, num_hidden_layers=12,
+                  num_attention_heads=8, num_key_value_heads=8, vocab_size=VOCAB, max_position_embeddings=64)
+    (run.folder / "model").mkdir()
+    (run.folder / "model" / "config.json").write_text(json.dumps(fields))
+    return run.folder / "model"
 
 
 @dataclass(frozen=True)
@@ -127,8 +173,11 @@ class Fault:
     shell: str = "exec {command}"
     within_s: float = 30
     victim: int | None = None  # a rank that cannot end by itself
+    model: Callable = opt
+    ranks: int = 2
 
 
+TO_DISK = ("--engine", "deepspeed", "--dummy", "--disk-offload", "--gen-len", "2")
 FAULTS = (
     Fault("disk full at the record", "python", at_once, nothing, 1, "record was not written", None, True, full("run.jsonl"), SHORT),
     Fault("log locked for ever", "python", measuring, lock("run.log"), 1, "log was not written", "ok", True,
@@ -139,6 +188,13 @@ FAULTS = (
     Fault("stdout on a full disk", "python", at_once, nothing, 1, "could not be printed", "ok", options=SHORT,
           shell="exec {command} >/dev/full"),
     Fault("stderr closed", "python", at_once, nothing, 0, "", "ok", True, options=SHORT, shell="exec {command} 2>&-"),
+    Fault("checkpoint cut short", "python", at_once, nothing, 1, "damaged or not a weight file", "failed", options=SHORT, model=cut_short),
+    Fault("terminal closed", "python", loading, stop_all(signal.SIGHUP), 128 + signal.SIGHUP, "stopped by", "failed", options=TO_DISK,
+          model=wide),
+    Fault("interrupted from the keyboard", "deepspeed", loading, stop_all(signal.SIGINT), -1, "stopped by", "failed", options=TO_DISK,
+          model=wide, ranks=1),
+    Fault("first rank killed", "torchrun", measuring, kill(0), 1, "error: ", "failed"),
+    Fault("second rank killed", "deepspeed", measuring, kill(1), -1, "error: ", "failed"),
     Fault("first rank stopped", "by hand", measuring, stop(0), 1, "has said nothing for 15 s", "failed", victim=0),
     Fault("rank stopped before loading", "by hand", met, stop(1), 1, "has said nothing for 15 s", "failed", victim=1),
 )
@@ -152,7 +208,7 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
     block = run.log.read_text()
     fault.before(run)
     try:
-        start(run, fault, checkpoints("opt"))
+        start(run, fault, fault.model(run, checkpoints))
         fault.when(run)
         run.started = run.everyone()
         fault.breaks(run)
@@ -174,7 +230,9 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
     errors = run.text("err")
     assert fault.when is at_once or took < fault.within_s, errors
     assert all(process.returncode == fault.code if fault.code >= 0 else process.returncode for process in rest), errors
-    assert fault.says in errors and "Traceback" not in errors, errors
+    assert fault.says in errors and f'File "{ROOT}/zero_inference' not in errors, errors
+    assert "Traceback" not in errors or fault.launcher in ("torchrun", "deepspeed"), errors  # which show their own
+    assert not run.remains()
     assert ("total throughput: " in run.text("out")) == fault.shown
     if not run.log.is_symlink():
         assert run.log.read_text().startswith(block) and len(parse_log(run.log)) == run.log.read_text().count("\n") / 4
@@ -189,17 +247,20 @@ def start(run: Run, fault: Fault, model: Path) -> None:
                *fault.options]
     environment = without_gpus() if too_few_gpus(2) else {**os.environ}
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment["PATH"]
+    if "--disk-offload" in options:
+        options += ["--offload-dir", str(run.offload)]
     program = [str(ROOT / "run_model.py"), *options]
-    by_hand = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    ranks = str(fault.ranks)
+    by_hand = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=run.port, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     launched = {
         "python": [([sys.executable, *program], {})],
-        "torchrun": [([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+        "torchrun": [([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", run.port,
                        *program], {})],
-        "deepspeed": [(["deepspeed", "--num_accelerators", "2", "--master_port", free_port(), *program], {})],
+        "deepspeed": [(["deepspeed", "--num_accelerators", ranks, "--master_port", run.port, *program], {})],
         "by hand": [([sys.executable, *program], by_hand | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"],
     }[fault.launcher]
     for number, (command, extra) in enumerate(launched):
         command = [*command, *(["--batch-size", "2"] if fault.launcher != "python" else [])]
         with open(run.folder / f"{number}.out", "w") as out, open(run.folder / f"{number}.err", "w") as err:
             run.processes.append(subprocess.Popen(["bash", "-c", fault.shell.format(command='"$@"'), "bash", *command], stdout=out,
-                                                  stderr=err, env=environment | extra))
+                                                  stderr=err, env=environment | extra, start_new_session=True))

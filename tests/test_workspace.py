@@ -8,14 +8,11 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, VOCAB, free_port, small_disk, without_gpus
+from conftest import VOCAB, small_disk
 
 from zero_inference.cli import main
 from zero_inference.link.disk import disk_read_gbps
@@ -162,40 +159,3 @@ def wait_for(condition, limit_s: float = 120) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s} s"
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize("launcher, sent", [("python", signal.SIGHUP), ("deepspeed", signal.SIGINT)])
-def test_a_run_that_is_stopped_while_loading_leaves_no_files_and_a_record(launcher, sent, tmp_path):
-    """As a terminal does it, to all processes at once. DeepSpeed's launcher then sends its ranks a second signal."""
-    offload, log, output = tmp_path / "offload", tmp_path / "run.log", tmp_path / "output"
-    port = free_port()
-    start = {"python": [sys.executable],
-             "deepspeed": [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "1", "--master_port", port]}[launcher]
-    with output.open("w") as out:
-        process = subprocess.Popen(
-            [*start, str(ROOT / "run_model.py"), "--model", str(model_of(tmp_path / "model", 2048, 12)), "--dummy", "--prompt-len", "4",
-             "--gen-len", "2", "--dtype", "float32", "--disk-offload", "--offload-dir", str(offload), "--log-file", str(log)],
-            stdout=out, stderr=out, env=without_gpus(), start_new_session=True)
-    try:
-        wait_for(lambda: process.poll() is not None or len(list(offload.glob("*/zero_stage_3/*/rank0/*"))) > 1)
-        (workspace,) = offload.iterdir()
-        (workspace / "many").mkdir()
-        for number in range(2000):  # so that it takes a while to remove them
-            (workspace / "many" / str(number)).touch()
-        os.killpg(process.pid, sent)
-        wait_for(lambda: process.poll() is not None and not group_alive(process.pid))
-    finally:
-        if group_alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert os.listdir(offload) == [], output.read_text()
-    (record,) = map(json.loads, log.with_suffix(".jsonl").read_text().splitlines())
-    assert record["status"] == "failed" and "stopped by" in record["error"]
-    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
-
-
-def group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
