@@ -332,15 +332,14 @@ def test_every_arm_is_checked_before_any_run(checkpoints, tmp_path, capfd):
     assert not list(tmp_path.glob("*.jsonl")) and not list(tmp_path.glob("*-0.out"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_path, capfd, monkeypatch, ranks):
+def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_path, capfd, monkeypatch):
     """The second arm is refused, so nothing is run; the check of the first went on to it. No file of the current folder is run."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "torch.py").write_text("raise SystemExit('a file of the current folder was run')")
     monkeypatch.chdir(tmp_path / "elsewhere")
     capfd.readouterr()
     code = console_main(["zero-inference", "compare", "--arm", "big=--model opt-175b --engine stream --batch-size 1024",
-                         "--arm", "long=--model opt-125m --batch-size 2 --prompt-len 5000", "--num-gpus", str(ranks),
+                         "--arm", "long=--model opt-125m --batch-size 2 --prompt-len 5000", "--num-gpus", "2",
                          "--log-dir", str(tmp_path / "logs"), "--", "--dummy"])
     shown = capfd.readouterr()
     assert code == 2 and "warning: arm big: It does not fit. " in shown.err and "error: arm long: --prompt-len 5000" in shown.err

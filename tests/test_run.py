@@ -140,10 +140,10 @@ def test_dummy_weights_depend_on_seed_and_name_alone():
 
 
 def test_dummy_presets_stay_finite(tmp_path, capfd):
-    assert main(["run_model.py", "--model", "bloom-560m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
                  "--warmup", "0", "--cpu-offload", "--log-file", str(tmp_path / "run.log")]) == 0
     first = read_records(tmp_path / "run.jsonl")[0]["output_ids_sha256"]
-    assert main(["run_model.py", "--model", "bloom-560m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
                  "--warmup", "0", "--engine", "resident", "--log-file", str(tmp_path / "run.log")]) == 0
     assert read_records(tmp_path / "run.jsonl")[1]["output_ids_sha256"] == first
 

@@ -107,7 +107,6 @@ class LayerFeeder:
             self.ring = LayerRing(store, residency.streamed, residency.depth, ranks, streams, self.transfers, self.timeline, group)
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self.packed: dict[tuple[int, int | None], list[tuple[torch.Tensor, ...]]] = {}
-        self.compute = ComputeStream(model, streams)
         self.hooks = []
         _, layers = decoder_layers(model)
         for index, layer in enumerate(layers):
@@ -115,6 +114,7 @@ class LayerFeeder:
             self.hooks += [layer.register_forward_pre_hook(self._before(index)), layer.register_forward_hook(self._after(index))]
         if self.ring is not None:
             self.ring.prime()
+        self.compute = ComputeStream(model, streams)  # behind the first all-gather, which makes NCCL's stream
 
     def close(self) -> None:
         """Let go of the layers; the model cannot run any more."""
