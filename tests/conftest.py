@@ -30,8 +30,9 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + {memory_bytes},) * 2)
 sys.exit(main())
 """
 # Files that take longest, first: two workers take whole files, and a long one at the end would leave one of them idle.
-LONGEST = ("test_stream.py", "test_tokens.py", "test_faults.py", "test_workspace.py", "test_quality.py", "test_architectures.py", "test_mixed_dtypes.py", "test_hub.py",
-           "test_csrc_compiles.py", "test_quantized_checkpoints.py", "test_run.py", "test_norms_patch.py", "test_html_report.py", "test_humaneval.py")
+LONGEST = ("test_stream.py", "test_hub.py", "test_faults.py", "test_tokens.py", "test_architectures.py", "test_workspace.py", "test_quality.py",
+           "test_csrc_compiles.py", "test_mixed_dtypes.py", "test_quantized_checkpoints.py", "test_run.py", "test_errors.py",
+           "test_norms_patch.py", "test_html_report.py", "test_humaneval.py")
 FAMILIES = {
     "opt": dict(model_type="opt", hidden_size=64, ffn_dim=256, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=64,
                 max_position_embeddings=128, do_layer_norm_before=True),

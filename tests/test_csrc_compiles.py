@@ -33,8 +33,8 @@ def test_compiles_without_a_warning(source, tmp_path):
     targets = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in GENERATIONS if f"sm_{number}" in known]
     assert targets
     headers = [argument for folder in cpp_extension.include_paths() for argument in ("-isystem", folder)]
-    done = subprocess.run([find_nvcc(), "-c", f"-std={OLDEST_STANDARD}", *UNOPTIMIZED, *cpp_extension.COMMON_NVCC_FLAGS, "--threads", "2", *extension.DEFINES, *headers, *targets,
-                           "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC",
+    done = subprocess.run([find_nvcc(), "-c", f"-std={OLDEST_STANDARD}", *UNOPTIMIZED, *cpp_extension.COMMON_NVCC_FLAGS,
+                           "--threads", "2", *extension.DEFINES, *headers, *targets, "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC",
                            str(source), "-o", str(tmp_path / "object.o")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

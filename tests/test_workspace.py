@@ -131,8 +131,9 @@ def test_a_disk_that_fills_while_loading(engine, disk_of_8_mib, tmp_path, monkey
     usage = shutil.disk_usage(disk_of_8_mib)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))  # another program writes there meanwhile
-        assert main(["run_model.py", "--model", str(model_of(tmp_path / "model", 512, 2)), "--dummy", "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32",
-                     "--engine", engine, "--disk-offload", "--offload-dir", str(disk_of_8_mib), "--log-file", str(tmp_path / "run.log")]) == 1
+        assert main(["run_model.py", "--model", str(model_of(tmp_path / "model", 512, 2)), "--dummy", "--prompt-len", "4",
+                     "--gen-len", "2", "--dtype", "float32", "--engine", engine, "--disk-offload", "--offload-dir", str(disk_of_8_mib),
+                     "--log-file", str(tmp_path / "run.log")]) == 1
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "No space left on device" in line and str(disk_of_8_mib) in line and "--offload-dir" in line
     (record,) = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
