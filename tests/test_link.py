@@ -12,6 +12,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, free_port
@@ -331,6 +332,25 @@ def test_two_ranks_measure_at_once_and_the_first_prints_the_sum():
     assert report["world_size"] == 2 and len(report["numa_nodes_of_ranks"]) == 2
     assert all(each["all_ranks"] > each["value"] > 0 for each in report["ceilings"].values())
     assert len(set(report["warnings"])) == len(report["warnings"])
+
+
+def test_a_killed_rank_ends_the_other():
+    both = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, "-m", "zero_inference", "link"], cwd=ROOT, env=both | {"RANK": rank, "LOCAL_RANK": rank},
+                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for rank in "01"]
+    try:
+        second, deadline = psutil.Process(ranks[1].pid), time.monotonic() + 60
+        while not any(one.status == psutil.CONN_ESTABLISHED for one in second.net_connections("tcp")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks[1].kill()
+        errors = ranks[0].communicate(timeout=60)[1]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert ranks[0].returncode == 1 and ("another rank ended" in line or "has said nothing" in line), errors
 
 
 def test_the_table_of_one_process():

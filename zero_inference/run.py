@@ -34,7 +34,7 @@ from zero_inference.records import output_ids_sha256
 from zero_inference.run_log import RunLog
 from zero_inference.text import printable
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes
-from zero_inference.watch import STOPPED, PeerWatch
+from zero_inference.watch import STOPPED, PeerWatch, lost_connection
 
 LOG_PREFIX = {"deepspeed": "ds"}
 SHOWN_TEXTS = 3
@@ -416,8 +416,8 @@ def _explain(error: BaseException, config: RunConfig) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
         return (f"memory is out at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
                 "lower --batch-size, or see what fits with --dry-run.")
-    if any(sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "Connection refused", "NCCL")):
-        return f"another rank ended or cannot be reached; its output says why ({text[:120]})"
+    if lost := lost_connection(error):
+        return lost
     return text[:400] if isinstance(error, RunError) else f"{type(error).__name__}: {text[:400]}"
 
 

@@ -158,6 +158,14 @@ class PeerWatch:
             os._exit(1)
 
 
+def lost_connection(error: BaseException) -> str | None:
+    """What to say where `error` is a collective's that another rank left; None for any other error."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    if any(sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "Connection refused", "NCCL")):
+        return f"another rank ended or cannot be reached; its output says why ({text[:120]})"
+    return None
+
+
 def _key(rank: int | str) -> str:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"zero_inference/{attempt}/{rank}"

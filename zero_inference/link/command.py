@@ -60,25 +60,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measures and prints; 0. Raises UsageError for a folder or a GPU that is not there."""
-    from zero_inference.errors import UsageError
+    from zero_inference.errors import RunError, UsageError
 
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
     import torch
 
     from zero_inference.distributed import detect_ranks, start_process_group, stop_process_group
+    from zero_inference.watch import PeerWatch, lost_connection
 
     ranks = detect_ranks(args.local_rank)
     if ranks.device.type == "cuda" and ranks.local_rank >= torch.cuda.device_count():
         raise UsageError(f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
                          "start one rank a GPU.")
-    if ranks.world_size > 1:
-        start_process_group(ranks)
-    elif ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)
+    watch = PeerWatch(ranks, lambda reason: reason)  # a rank that is lost ends the others
+    watch.start()
+    failed = True
     try:
+        if ranks.world_size > 1:
+            start_process_group(ranks)
+        elif ranks.device.type == "cuda":
+            torch.cuda.set_device(ranks.device)
         report = _report(ranks, args.disk)
+        failed = False
+    except RuntimeError as error:
+        if lost := lost_connection(error):
+            raise RunError(f"{lost}.") from error
+        raise
     finally:
+        watch.stop(failed)
         stop_process_group()
     if not ranks.is_first:
         return 0
