@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zero_inference import generation, limits, memory_plan, signals, steadiness
+from zero_inference.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
@@ -126,11 +127,13 @@ def _part(ranks: Ranks) -> None:
 def _measured(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, progress: Progress, questions: dict[str, list[dict]]):
     """All that may fail on the way: (measurement, the engine's facts, tokenizer)."""
     start_process_group(ranks)
+    refuse_other_requests(config, spec, ranks, questions)
     engine_module(config.engine).check(config, spec, ranks)
     memory_plan.refuse_hopeless(config, spec, ranks)
     ids, tokenizer, note = _prompt_ids(config, spec)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
+    refuse_other_inputs(spec, ranks, ids)
     if note:
         progress.say(note)
     return *_load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer), tokenizer
