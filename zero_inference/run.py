@@ -108,10 +108,10 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         raise RunError(reason) from error
     finally:
         progress.close()
-    watch.stop()
     try:
         if ranks.is_first:
-            _publish(files, measurement, tokenizer, facts)
+            _publish(files, measurement, tokenizer, facts, watch)
+        watch.stop()
     except BaseException:
         _part(ranks)
         raise
@@ -139,14 +139,16 @@ def _measured(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, p
     return *_load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer), tokenizer
 
 
-def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any]) -> None:
+def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any], watch: PeerWatch) -> None:
     """Print and write the results. On the screen first: it is what stays where the files cannot be written."""
     unprinted: BaseException | None = None
     try:
+        watch.stop()
         _print_results(measurement, tokenizer, files.block(), files.measured, facts)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
-    files.write(facts)
+    with signals.held():
+        files.write(facts)
     if files.unwritten:
         raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
     if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
