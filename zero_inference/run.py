@@ -284,7 +284,8 @@ def _cache_maker(config: RunConfig, spec: ModelSpec, loaded: LoadedModel):
 def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
     tokenizer = load_tokenizer(spec)
     if tokenizer is not None:
-        return prompts.text_ids(tokenizer, prompts.read_prompts(config.prompts, config.batch_size), config.prompt_len), tokenizer, None
+        lines = prompts.read_prompts(config.prompts, config.batch_size)
+        return prompts.readable_ids(spec.name, tokenizer, lines, config.prompt_len, spec.text_config.vocab_size), tokenizer, None
     if config.prompts:
         raise UsageError(f"--prompts {config.prompts}: {spec.name} has no tokenizer to read it with; drop --prompts.")
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
