@@ -56,6 +56,9 @@ def refused(tmp_path, capfd, monkeypatch):
     (["--engine", "resident", "--ds-config", "x.json"], ["--ds-config"]),
     (["--pin-memory", "1"], ["--cpu-offload"]),
     (["--batch-size", "0"], ["at least 1"]),
+    *(([option, ""], [f"{option} is empty"]) for option in ("--model", "--trace", "--prompts", "--ds-config")),
+    (["--trace", "~/trace.json"], ["--trace ~/trace.json", "write it out"]),
+    (["--disk-offload", "--offload-dir", "~nobody-of-this-name/x"], ["--offload-dir ~nobody-of-this-name/x", "write it out"]),
     (["--prompts", "nowhere.txt"], ["nowhere.txt", "one prompt a line"]),
     *((["--engine", "stream", f"--gpu-memory={value}"], ["--gpu-memory", "0 or more"]) for value in ("nan", "inf", "-1", "1e400")),
     (["--quant-bits", "4", "--quant-group-size", "3"], ["--quant-group-size 3", "even"]),
@@ -92,6 +95,28 @@ def test_nor_are_the_items_of_quality_the_traces(tmp_path):
     one = str(tmp_path / "one.json")
     with pytest.raises(UsageError, match="--quality-items .* is the file of --trace too"):
         _refuse_shared_files(RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}))
+
+
+def test_a_current_folder_that_was_removed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy"]) == 2
+    assert capfd.readouterr().err == "error: the current folder was removed; change to one that is there.\n"
+
+
+@pytest.mark.parametrize("words, unknown, said", [(1000, "[UNK]", "the model knows 320 tokens"), (0, None, "cannot encode the prompts")],
+                         ids=["too many", "none"])
+def test_a_tokenizer_of_another_model(refused, checkpoints, tmp_path, words, unknown, said):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({str(word): word for word in range(words)} | {unknown or "x": words}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    message = refused("--model", folder, "--engine", "resident")
+    assert said in message and "remove them" in message
 
 
 def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):

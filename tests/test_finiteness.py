@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, plain_ids
 from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
@@ -55,16 +55,27 @@ def test_a_run_with_logits_that_are_not_finite_fails(key, value, options, words,
     assert not (tmp_path / "run.log").exists()
 
 
+@pytest.mark.parametrize("options", [["--engine", "resident"], ["--cpu-offload"]], ids=["resident", "deepspeed"])
+def test_so_does_one_whose_logits_are_not_finite_behind_the_prefill(options, damaged, checkpoints, tmp_path, capfd):
+    ids = random_ids(0, 2, PROMPT, VOCAB)
+    first, second, _ = plain_ids(checkpoints("llama"), ids, 3).T.tolist()
+    row = next(token for token in second if token not in first and token not in ids)  # what reads it makes the third token
+    command = ["run_model.py", "--model", damaged(EMBED, float("nan"), row), *SHAPE, *options, "--log-file", tmp_path / "run.log"]
+    assert main([str(word) for word in command]) == 1
+    assert "the logits of token 3 are not finite (NaN or infinity); the embeddings are not" in capfd.readouterr().err
+    assert [record["status"] for record in read_records(tmp_path / "run.jsonl")] == ["failed"]
+
+
 def test_an_overflow_of_float16_is_called_one(damaged):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(damaged(DOWN, 60000), dtype=torch.float16)
     logits, ids = FirstLogits(model), random_ids(0, 1, PROMPT, VOCAB)
     ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
-    logits.require_finite(torch.float16, ranks, lambda: model(ids))  # nothing was looked at yet
+    logits.require_finite(torch.float16, ranks, lambda tokens: model(ids))  # nothing was looked at yet
     model(ids)
     with pytest.raises(RunError, match="it begins in model.layers.1: float16 ends at 65504, use --dtype bfloat16"):
-        logits.require_finite(torch.float16, ranks, lambda: model(ids))
+        logits.require_finite(torch.float16, ranks, lambda tokens: model(ids))
     assert not model._forward_hooks and not any(layer._forward_hooks for layer in model.model.layers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -86,3 +87,60 @@ def test_the_disk_rate_is_the_sum_of_the_nodes(per_node, tmp_path):
     rates = first["measured"] + second["measured"]
     expected = None if None in rates else pytest.approx(sum(rates), abs=1e-5)
     assert first["disk_gbps"] == expected and second["disk_gbps"] == expected
+
+
+AGREE = PRELUDE + """
+from dataclasses import replace
+from zero_inference.agreement import refuse_other_inputs, refuse_other_requests
+from zero_inference.errors import UsageError
+distributed.start_process_group(ranks)
+config = RunConfig(model=sys.argv[1], engine="resident", batch_size=2, log_dir=f"logs{rank}").validate()
+other = RunConfig(**config.as_dict() | {"model": os.path.join(os.path.dirname(sys.argv[1]), "other")})
+spec, found = resolve_model(config, "cpu"), []
+ids = torch.arange(8)
+
+def tried(check, *args):
+    try:
+        found.append(check(*args))
+    except UsageError as error:
+        found.append(str(error))
+
+tried(refuse_other_requests, replace(config, verbose=rank), spec, ranks, {})
+tried(refuse_other_requests, replace(config, loops=2 + rank), spec, ranks, {})
+tried(refuse_other_requests, config, spec, ranks, {"mmlu": [{"answer": rank}]})
+tried(refuse_other_inputs, spec, ranks, ids)
+tried(refuse_other_inputs, spec, ranks, ids + rank)
+tried(refuse_other_inputs, [spec, resolve_model(other, "cpu")][rank], ranks, ids)
+print("RESULT", json.dumps(found))
+distributed.stop_process_group()
+"""
+
+
+def test_ranks_that_differ_are_refused_on_each(checkpoints, tmp_path):
+    for name in ("one", "other"):
+        shutil.copytree(checkpoints("llama"), tmp_path / name)
+    last = max((tmp_path / "other").glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-1] + b"\x01")  # a bit of one weight
+    first, second = two_ranks(AGREE, tmp_path / "one", per_node=2)
+    assert first == second
+    alike, loops, data, same, prompts, weights = first
+    assert alike is None and same is None
+    assert loops.startswith("rank 0 has --loops 2 and rank 1 has 3: ")
+    assert "rank 0 has --quality-data" in data and "rank 0 has the prompts" in prompts and "rank 0 has the weights" in weights
+
+
+def test_ranks_that_were_started_with_different_lengths_end(checkpoints, tmp_path):
+    """They waited for each other until somebody came, and the one with more to do for the one that had ended."""
+    common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, str(ROOT / "run_model.py"), "--model", str(checkpoints("llama")), "--engine", "stream", "--batch-size", "2",
+               "--prompt-len", "8", "--loops", "1", "--warmup", "0", "--log-dir", str(tmp_path / "logs")]
+    processes = [subprocess.Popen([*command, "--gen-len", str(4 + rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                  env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in (0, 1)]
+    try:
+        _, error = processes[0].communicate(timeout=100)
+    finally:
+        for process in processes:  # the other one lets the first rank speak for 10 s
+            process.kill()
+            process.communicate()
+    assert processes[0].returncode == 2 and "error: rank 0 has --gen-len 4 and rank 1 has 5: " in error, error
+    assert not list((tmp_path / "logs").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import threading
 import pytest
 from conftest import ROOT, small_disk
 
-from zero_inference import append
+from zero_inference import append, run_log
 from zero_inference.append import append_bytes, check_appendable, check_writable
 from zero_inference.cli import main
 from zero_inference.records import parse_log, read_records
@@ -44,6 +45,22 @@ def test_a_full_disk_after_the_loops_costs_no_result(run, tmp_path, full, kept):
         assert len(parse_log(tmp_path / kept)) == 1
     else:
         assert read_records(tmp_path / kept)[0]["status"] == "ok"
+
+
+@pytest.mark.parametrize("while_doing", ["write_benchmark_log", "append_record"])
+def test_a_signal_while_the_files_are_written_waits_for_them(run, tmp_path, monkeypatch, while_doing):
+    written = getattr(run_log, while_doing)
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGTERM)
+        return written(*args)
+
+    monkeypatch.setattr(run_log, while_doing, interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert len(parse_log(tmp_path / "run.log")) == 1
+    assert [record["status"] for record in read_records(tmp_path / "run.jsonl")] == ["ok"]
 
 
 def test_a_trace_that_cannot_be_written_costs_no_result(run, tmp_path):

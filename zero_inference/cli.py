@@ -195,6 +195,7 @@ def console_main(argv: list[str] | None = None) -> int:
 
 def _guarded(action, verbose: int) -> int:
     try:
+        _need_current_folder()
         code = action()
         sys.stdout.flush()
         return code
@@ -221,6 +222,14 @@ def _guarded(action, verbose: int) -> int:
             sys.stdout.flush()
         except OSError:  # what cannot be written must not come up again at the end of the process
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _need_current_folder() -> None:
+    """Without one, torch's mathematical library ends the process in words that help nobody."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was removed; change to one that is there.") from None
 
 
 def _complain(words: str) -> None:

@@ -32,6 +32,7 @@ WHOLE_NUMBERS = {
                      "humaneval_tokens", "perplexity_window", "perplexity_stride"), (1, MOST)),
     "warmup": (0, MOST), "quant_group_size": (2, MOST), "seed": (0, 2**63 - 1),
 }
+PATHS = ("model", "prompts", "offload_dir", "trace", "ds_config", "quality_data", "quality_items", "log_file", "log_dir")
 QUALITY_FIELDS = ("quality", *(name for names in QUALITY_COMPANIONS.values() for name in names))
 
 
@@ -103,6 +104,7 @@ class RunConfig:
 
     def validate(self) -> RunConfig:
         """Return the configuration with what it implies, or raise UsageError: what was asked, found, and has to change."""
+        self._validate_paths()
         self._validate_choices()
         self._validate_engine()
         if self.cpu_offload and self.disk_offload:
@@ -189,6 +191,16 @@ class RunConfig:
                 raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
         if self.log_file and self.log_dir != default["log_dir"]:
             raise UsageError(f"--log-file {self.log_file} says where the log goes, and so does --log-dir {self.log_dir}: keep one of the two.")
+
+    def _validate_paths(self) -> None:
+        for name in PATHS:
+            path = getattr(self, name)
+            if path == "":  # an unset variable of a script: the run would do something else than was meant
+                raise UsageError(f"{_flag(name)} is empty: give it a name, or drop it.")
+            if name == "offload_dir":
+                path = os.path.expanduser(path) if self.disk_offload else None
+            if path and path.startswith("~") and name != "model":  # a folder called ~ is one that people remove with their home
+                raise UsageError(f"{_flag(name)} {path}: which home folder ~ stands for is not known here; write it out, or ./{path}.")
 
     def _validate_choices(self) -> None:
         for name, allowed in (("engine", ENGINES), ("dtype", DTYPES), ("norm_kernels", NORM_KERNELS),

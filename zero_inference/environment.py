@@ -37,7 +37,7 @@ def describe_environment() -> dict:
         "os": _os_name(),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": package_versions(),
         **_git_state(Path(__file__).resolve().parent),
     }
 
@@ -149,6 +149,11 @@ def _os_name() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return platform.system()
+
+
+def package_versions() -> dict[str, str | None]:
+    """Of the packages that a run computes with; None for one that is not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zero_inference import generation, limits, memory_plan, signals, steadiness
+from zero_inference.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
@@ -107,10 +108,10 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         raise RunError(reason) from error
     finally:
         progress.close()
-    watch.stop()
     try:
         if ranks.is_first:
-            _publish(files, measurement, tokenizer, facts)
+            _publish(files, measurement, tokenizer, facts, watch)
+        watch.stop()
     except BaseException:
         _part(ranks)
         raise
@@ -126,24 +127,28 @@ def _part(ranks: Ranks) -> None:
 def _measured(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, progress: Progress, questions: dict[str, list[dict]]):
     """All that may fail on the way: (measurement, the engine's facts, tokenizer)."""
     start_process_group(ranks)
+    refuse_other_requests(config, spec, ranks, questions)
     engine_module(config.engine).check(config, spec, ranks)
     memory_plan.refuse_hopeless(config, spec, ranks)
     ids, tokenizer, note = _prompt_ids(config, spec)
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
+    refuse_other_inputs(spec, ranks, ids)
     if note:
         progress.say(note)
     return *_load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer), tokenizer
 
 
-def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any]) -> None:
+def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any], watch: PeerWatch) -> None:
     """Print and write the results. On the screen first: it is what stays where the files cannot be written."""
     unprinted: BaseException | None = None
     try:
+        watch.stop()
         _print_results(measurement, tokenizer, files.block(), files.measured, facts)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
-    files.write(facts)
+    with signals.held():
+        files.write(facts)
     if files.unwritten:
         raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
     if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
@@ -279,7 +284,8 @@ def _cache_maker(config: RunConfig, spec: ModelSpec, loaded: LoadedModel):
 def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
     tokenizer = load_tokenizer(spec)
     if tokenizer is not None:
-        return prompts.text_ids(tokenizer, prompts.read_prompts(config.prompts, config.batch_size), config.prompt_len), tokenizer, None
+        lines = prompts.read_prompts(config.prompts, config.batch_size)
+        return prompts.readable_ids(spec.name, tokenizer, lines, config.prompt_len, spec.text_config.vocab_size), tokenizer, None
     if config.prompts:
         raise UsageError(f"--prompts {config.prompts}: {spec.name} has no tokenizer to read it with; drop --prompts.")
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"

@@ -21,7 +21,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.models.dummy import fill_dummy
 from zero_inference.models.files import few
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.quantized import INSTEAD
+from zero_inference.models.quantized import INSTEAD, without_floats
 from zero_inference.models.shards import Shards
 from zero_inference.models.skeleton import replace_everywhere, unique_parameter_names
 from zero_inference.models.spec import ModelSpec
@@ -69,7 +69,8 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress
 def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:
     shards = Shards(spec)
     _resolve_ties(model, shards)
-    convert = _converter(model, spec.dtype)
+    left_out: list[str] = []
+    convert = _converter(model, spec.dtype, left_out)
     adopted: set[int] = set()
     unset = set(model.state_dict())
     for keys in shards.layers():
@@ -90,10 +91,14 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     if missing:
         raise RunError(f"{shards.folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
                        "or a shard is missing.")
-    buffers = [name for name, _ in model.named_buffers() if name in unset]
-    if buffers and not (dist.is_initialized() and dist.get_rank()):
+    if dist.is_initialized() and dist.get_rank():
+        return
+    if buffers := [name for name, _ in model.named_buffers() if name in unset]:
         logger.warning("warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.",
                        shards.folder, few(buffers))
+    if left_out:
+        logger.warning("warning: %s: the model has no place for %s, left out; is its config.json that of these weights?",
+                       shards.folder, few(left_out))
 
 
 def _resolve_ties(model, shards: Shards) -> None:
@@ -119,10 +124,11 @@ def _resolve_ties(model, shards: Shards) -> None:
             setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
 
 
-def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], set[str]]:
+def _converter(model, dtype: torch.dtype, left_out: list[str]) -> Callable[[dict[str, Any], Path], set[str]]:
     """What reads a group of tensors into the model, and returns the names of the model's tensors that were not in it.
 
-    Names that the family expects to be missing are not among them.
+    Names that the family expects to be missing are not among them. `left_out` takes the keys that the model has no place for, but for
+    those that the family expects.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -131,6 +137,7 @@ def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], se
 
     transformers_logging.disable_progress_bar()
     mapping = get_model_conversion_mapping(model)
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
 
     def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
         # no dtype plan: a tensor whose place in the skeleton has another dtype than `dtype` is cast to that one
@@ -139,8 +146,12 @@ def _converter(model, dtype: torch.dtype) -> Callable[[dict[str, Any], Path], se
             info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
         except Exception as error:
             raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
+        for key in without_floats(tensors):
+            if key not in info.unexpected_keys and key.rpartition(".")[2] not in buffers and not OUTDATED_BUFFERS.search(key):
+                raise RunError(f"{folder}: {key} holds whole numbers, quantized in a form that is not read; {INSTEAD}.")
         model._adjust_missing_and_unexpected_keys(info)
         _refuse_unexpected(model, folder, info.unexpected_keys)
+        left_out.extend(sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key)))
         if info.mismatched_keys:
             name, found, expected = sorted(info.mismatched_keys)[0]
             raise RunError(f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json.")

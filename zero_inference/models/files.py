@@ -3,36 +3,64 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from zero_inference.errors import RunError
+from zero_inference.text import first_line
 
 # The weights in one file, and the index that names their shards. Where a checkpoint has both kinds, the first is taken.
 WEIGHT_FILES = (("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+LONGEST_NAME = 255  # bytes, on Linux
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint folder: safetensors where there are any, else PyTorch's.
+    """The weight files of a checkpoint folder: safetensors where there are any, else PyTorch's; as in transformers, one file before many.
 
     Raises:
-        RunError: there are none, or the index names one that is not there.
+        RunError: there are none, or the index is damaged or names one that is not there.
     """
-    for single, index in WEIGHT_FILES:
-        if (folder / index).is_file():
-            names = shards(folder / index)
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise RunError(f"{folder}: {index} names {few(missing)}, which is not there; fetch the checkpoint again.")
-            return [folder / name for name in names]
-        if (folder / single).is_file():
-            return [folder / single]
-    raise RunError(f"{folder}: neither model.safetensors nor pytorch_model.bin (or their index) is there.")
+    found = _weights(folder)
+    if not found.name.endswith(".index.json"):
+        return [found]
+    names = shards(found)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise RunError(f"{folder}: {found.name} names {few(missing)}, which is not there; fetch the checkpoint again.")
+    return [folder / name for name in names]
+
+
+def indexed(folder: Path) -> dict[str, Path]:
+    """Key of each tensor -> the file that the folder's index places it in; empty where one file holds all. Raises as `shards`."""
+    found = _weights(folder)
+    return {key: folder / name for key, name in _weight_map(found).items()} if found.name.endswith(".index.json") else {}
 
 
 def shards(index: Path) -> list[str]:
-    """Names of the files that an index lists."""
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    """Names of the files that an index lists. Raises RunError where it is damaged or names a file outside its folder."""
+    return sorted(set(_weight_map(index).values()))
+
+
+def _weights(folder: Path) -> Path:
+    for names in WEIGHT_FILES:
+        for name in names:
+            if (folder / name).is_file():
+                return folder / name
+    raise RunError(f"{folder}: neither model.safetensors nor pytorch_model.bin (or their index) is there.")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+        names = set(found.values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise RunError(f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again.") from error
+    for name in names:
+        inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
+        if not inside or len(name.encode(errors="replace")) > LONGEST_NAME:
+            raise RunError(f"{index}: names {str(name)[:100]!r}, which is no file of its folder; fetch it again.")
+    return found
 
 
 def has_tokenizer(folder: Path) -> bool:

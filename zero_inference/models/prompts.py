@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from zero_inference.errors import UsageError
+from zero_inference.text import first_line
 
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
@@ -29,13 +30,33 @@ def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> 
     return torch.randint(0, vocab_size, (batch_size, prompt_len), generator=generator)
 
 
+def readable_ids(name: str, tokenizer, prompts: list[str], prompt_len: int, vocab_size: int) -> torch.Tensor:
+    """`text_ids`, all of them below `vocab_size`.
+
+    Raises:
+        UsageError: the tokenizer of model `name` cannot read the prompts, or is another model's.
+    """
+    instead = "replace the tokenizer files, or remove them to run on random ids."
+    try:
+        ids = text_ids(tokenizer, prompts, prompt_len)
+    except Exception as error:  # whatever a tokenizer's own code raises
+        raise UsageError(f"--model {name}: its tokenizer cannot encode the prompts ({first_line(error)}); {instead}") from error
+    if (largest := int(ids.max())) >= vocab_size:
+        raise UsageError(f"--model {name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; {instead}")
+    return ids
+
+
 def text_ids(tokenizer, prompts: list[str], prompt_len: int) -> torch.Tensor:
     """Tokenize each prompt to exactly `prompt_len` real tokens: int64 [len(prompts), prompt_len].
 
     A long prompt keeps its beginning. A short one keeps its end and is led in by the built-in text, after whatever the
     tokenizer puts at the start of a sequence.
+
+    Raises ValueError where the tokenizer makes no tokens of the built-in text.
     """
     filler = tokenizer(" ".join(TEXT), add_special_tokens=False)["input_ids"]
+    if not filler:
+        raise ValueError("it makes no tokens of text")
     rows = []
     for prompt in prompts:
         plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -107,6 +107,11 @@ def plain_tensors(tensors: dict[str, Any], blocks: BlockScales | None, dtype: to
     return plain
 
 
+def without_floats(tensors: dict[str, Any]) -> list[str]:
+    """Keys of the `plain_tensors` that hold integers or booleans, as masks and positions do and no weights."""
+    return [key for key, tensor in tensors.items() if not isinstance(tensor, _Dequantized) and _described(tensor)[0] not in FLOATS]
+
+
 def _described(tensor: Any) -> tuple[str, list[int]]:
     """Dtype and shape, without reading a value."""
     if torch.is_tensor(tensor):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from zero_inference.errors import RunError
-from zero_inference.models.files import checkpoint_files
+from zero_inference.models.files import checkpoint_files, few, indexed
 from zero_inference.models.quantized import SCALE, plain_tensors
 from zero_inference.models.spec import ModelSpec
 from zero_inference.text import first_line
@@ -24,15 +25,21 @@ class Shards:
         where: key of each tensor -> its file.
 
     Raises:
-        RunError: a file is missing or damaged.
+        RunError: a file is missing or damaged, or two hold the same tensor.
     """
 
     def __init__(self, spec: ModelSpec):
         self.folder, self._blocks, self._dtype = spec.checkpoint_folder(), spec.fp8_blocks, spec.dtype
         self.where: dict[str, Path] = {}
+        places = indexed(self.folder)
         for path in checkpoint_files(self.folder):
             with ExitStack() as files:
-                self.where.update((key, path) for key in _open(path, files))
+                for key in _open(path, files):
+                    if key in self.where and places.get(key) not in (path, self.where[key]):
+                        raise RunError(f"{self.folder}: {key} is in {self.where[key].name} and in {path.name}, and no index says which "
+                                       "is meant; fetch the checkpoint again.")
+                    if key not in self.where or places[key] == path:
+                        self.where[key] = path
 
     @contextmanager
     def opened(self, keys: list[str]) -> Iterator[dict[str, Any]]:
@@ -79,8 +86,13 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         if path.suffix == ".safetensors":
             opened = files.enter_context(safe_open(path, framework="pt", device="cpu"))
             return {key: partial(opened.get_slice, key) for key in opened.keys()}
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        # torch before 1.6 wrote another format, which cannot be mapped and is read as a whole
+        state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+        if other := [str(key) for key, value in state.items() if not (isinstance(key, str) and torch.is_tensor(value))]:
+            raise RunError(f"{path}: {few(other)} is no tensor with a name; give the model's state_dict, and nothing beside it.")
         return {key: partial(state.get, key) for key in state}
+    except RunError:
+        raise
     except Exception as error:
         raise RunError(f"{path}: damaged or not a weight file ({first_line(error)}); "
                        "fetch it again.") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +28,8 @@ SIZES = {
     "word_embed_proj_dim": (1, 1 << 20), "max_position_embeddings": (1, 1 << 31), "num_local_experts": (0, 1 << 16),
     "num_experts": (0, 1 << 16), "n_routed_experts": (0, 1 << 16), "num_experts_per_tok": (0, 1 << 16),
 }
+# Of what transformers makes lists and tables while it reads the file, by other names.
+BUILT_FIRST = {**dict.fromkeys(("n_layer", "n_layers", "num_layers"), SIZES["num_hidden_layers"]), "num_labels": (0, 1 << 16)}
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -113,6 +117,9 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
 
         folder = smollm2_checkpoint()
     elif path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise UsageError(f"--model {config.model}: the folder holds an adapter (adapter_config.json), which would not be applied; "
+                             "merge it into its base model and give the folder of that.")
         if not (path / "config.json").is_file():
             raise UsageError(f"--model {config.model}: the folder has no config.json; give a Hugging Face checkpoint folder.")
         folder = path.absolute()
@@ -154,17 +161,36 @@ def load_tokenizer(spec: ModelSpec):
 def _load_config(folder: Path, config: RunConfig):
     from transformers import AutoConfig
 
+    _check_sizes(config.model, _raw_parts(folder / "config.json"), {name: (-math.inf, most) for name, (_, most) in (SIZES | BUILT_FIRST).items()})
     try:
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         sizes = loaded.get_text_config(decoder=True)
     except Exception as error:
         raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
-    for name, (least, most) in SIZES.items():
-        for size in _numbers(getattr(sizes, name, None)):
-            if not least <= size <= most:
-                raise UsageError(f"--model {config.model}: {name} in its config.json is {size:.6g}; it must be between "
-                                 f"{least} and {most}.")
+    _check_sizes(config.model, [{name: getattr(sizes, name, None) for name in SIZES}], SIZES)
+    # kernels may be a name on the hub, whose code would run; and what is timed is this machine's choice, the same for each checkpoint
+    loaded._attn_implementation = loaded._experts_implementation = None
+    for part in (loaded, sizes):
+        part.return_dict = True
     return loaded
+
+
+def _check_sizes(model: str, parts: list[dict], bounds: dict[str, tuple[float, float]]) -> None:
+    for part in parts:
+        for name, (least, most) in bounds.items():
+            for size in _numbers(part.get(name)):
+                if not least <= size <= most:
+                    raise UsageError(f"--model {model}: {name} in its config.json is {size:.6g}; it must be "
+                                     + (f"between {least} and {most}." if least > -math.inf else f"at most {most}."))
+
+
+def _raw_parts(path: Path) -> list[dict]:
+    """The objects of a config.json, before transformers makes anything of as many entries as they say; [] where it cannot be read."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [part for part in (raw, *(raw.values() if isinstance(raw, dict) else ())) if isinstance(part, dict)]
 
 
 def _numbers(value: Any) -> list:

@@ -1,0 +1,165 @@
+"""Checkpoints that are damaged, or say what is not so: refused in one line, or read as what they are; never garbage with status ok."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, plain_ids
+from safetensors.torch import load_file, save_file
+
+from zero_inference.cli import main
+from zero_inference.config import RunConfig
+from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import resolve_model
+from zero_inference.records import output_ids_sha256, read_records
+
+PROMPT, TOKENS = 8, 3
+SHAPE = ["--engine", "resident", "--prompt-len", PROMPT, "--gen-len", TOKENS, "--loops", 1, "--warmup", 0, "--dtype", "float32"]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(checkpoints, tmp_path) -> Path:
+    return shutil.copytree(checkpoints("llama"), tmp_path / "model")
+
+
+@pytest.fixture
+def run(folder, tmp_path, capfd):
+    """run(*options) -> exit code, stderr, and the hash of the ids of a run of `folder`."""
+
+    def start(*options):
+        code = main([str(word) for word in ("run_model.py", "--model", folder, *SHAPE, "--log-file", tmp_path / "run.log", *options)])
+        error = capfd.readouterr().err
+        assert "Traceback" not in error and sum(line.startswith("error: ") for line in error.splitlines()) == (code != 0), error
+        records = read_records(tmp_path / "run.jsonl") if (tmp_path / "run.jsonl").exists() else []
+        assert [record["status"] for record in records] == {0: ["ok"], 1: ["failed"], 2: []}[code]
+        return code, error, records[0]["output_ids_sha256"] if code == 0 else None
+
+    return start
+
+
+@pytest.fixture
+def expected(checkpoints) -> str:
+    return output_ids_sha256(plain_ids(checkpoints("llama"), random_ids(0, 1, PROMPT, VOCAB), TOKENS))
+
+
+def change_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for shard in folder.glob("*.safetensors") for key, tensor in load_file(shard).items()}
+
+
+def as_bin(folder: Path, state, **options) -> None:
+    for file in (*folder.glob("*.safetensors"), folder / INDEX):
+        file.unlink()
+    torch.save(state, folder / "pytorch_model.bin", **options)
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[1]", b'{"weight_map": "x"}', b'{"weight_map": {"a": ["x"]}}', b'{"weight_map": {"a": 3}}', b"{",
+                                  b"[" * 100_000, b"\xff\xfe\x80", b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),
+                                  b'{"weight_map": {"a": "../model/x"}}', b'{"weight_map": {"a": "/x"}}'],
+                         ids=["empty", "list", "text", "lists", "numbers", "cut", "deep", "bytes", "long", "up", "absolute"])
+def test_a_damaged_index_is_called_one(run, folder, text):
+    (folder / INDEX).write_bytes(text)
+    code, error, _ = run()
+    assert code == 1 and f"{INDEX}: " in error and "fetch it again" in error
+
+
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(run, folder):
+    index = json.loads((folder / INDEX).read_text())
+    outside = shutil.copytree(folder, folder.parent / "other")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {key: str(outside / name) for key, name in index["weight_map"].items()}}))
+    code, error, _ = run()
+    assert code == 1 and "which is no file of its folder" in error
+
+
+def test_of_two_tensors_of_one_name_the_indexed_one_is_read(run, folder, expected):
+    key = "model.layers.0.mlp.up_proj.weight"
+    index = json.loads((folder / INDEX).read_text())
+    other = max(name for name in index["weight_map"].values() if name != index["weight_map"][key])
+    tensors = load_file(folder / other)
+    save_file(tensors | {key: torch.randn(192, 64)}, folder / other)
+    assert run()[::2] == (0, expected)
+
+
+def test_and_without_a_place_in_the_index_neither_is(run, folder):
+    key = "model.layers.0.mlp.up_proj.weight"
+    index = json.loads((folder / INDEX).read_text())
+    shard = index["weight_map"].pop(key)
+    other = max(name for name in index["weight_map"].values() if name != shard)
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file(load_file(folder / other) | {key: torch.randn(192, 64)}, folder / other)
+    code, error, _ = run()
+    assert code == 1 and f"{key} is in " in error
+
+
+def test_one_file_comes_before_an_index_that_was_left_behind(run, folder, expected):
+    """As in transformers; save_pretrained leaves the index where it replaces shards by one file."""
+    tensors = all_tensors(folder)
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    assert run()[::2] == (0, expected)
+
+
+@pytest.mark.parametrize("key", ["model.layers.1.self_attn.q_proj.bias", "model.layers.1.post_attention_layernorm.weight"])
+def test_whole_numbers_are_no_weights(run, folder, key):
+    change_config(folder, attention_bias=True)
+    tensors = all_tensors(folder)
+    for layer in range(3):
+        for name, size in (("q", 64), ("k", 16), ("v", 16), ("o", 64)):
+            tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = torch.zeros(size)
+    tensors[key] = torch.ones(64, dtype=torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    code, error, _ = run()
+    assert code == 1 and key in error and "--quant-bits" in error
+
+
+@pytest.mark.parametrize("make, word", [(lambda state: [1], "damaged"), (lambda state: state | {"epoch": 3}, "epoch is no tensor"),
+                                        (lambda state: {"state_dict": state}, "state_dict is no tensor"),
+                                        (lambda state: {1: torch.zeros(2)}, "1 is no tensor")], ids=["list", "epoch", "nested", "number"])
+def test_a_bin_file_that_holds_something_else(run, folder, make, word):
+    as_bin(folder, make(all_tensors(folder)))
+    code, error, _ = run()
+    assert code == 1 and word in error
+
+
+def test_a_bin_file_of_old_torch_is_read(run, folder, expected):
+    as_bin(folder, all_tensors(folder), _use_new_zipfile_serialization=False)
+    assert run()[::2] == (0, expected)
+
+
+def test_an_adapter_is_not_passed_over(run, folder):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    code, error, _ = run()
+    assert code == 2 and "adapter" in error and "merge" in error
+
+
+def test_layers_that_the_config_does_not_count_are_told(run, folder, caplog):
+    change_config(folder, num_hidden_layers=2)
+    assert run()[0] == 0 and "warning: " in caplog.text and "no place for model.layers.2." in caplog.text
+
+
+@pytest.mark.parametrize("changes, word", [({"num_labels": 10**9}, "num_labels"), ({"model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+                                           ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers")], ids=["labels", "layers", "nested"])
+def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, changes, word):
+    """They took all of the memory."""
+    change_config(folder, **changes)
+    code, error, _ = run()
+    assert code == 2 and word in error and "at most" in error
+
+
+@pytest.mark.parametrize("changes", [{"attn_implementation": "someone/kernels"}, {"attn_implementation": "eager"}, {"return_dict": False}],
+                         ids=["hub", "eager", "tuples"])
+def test_a_config_chooses_neither_kernels_nor_what_a_forward_returns(run, folder, expected, changes):
+    change_config(folder, **changes)
+    spec = resolve_model(RunConfig(model=str(folder)), "cpu")
+    assert spec.outline.config._attn_implementation == "sdpa" and spec.outline.config.return_dict
+    assert run()[::2] == (0, expected)
