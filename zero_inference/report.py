@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_inference.errors import UsageError
 from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at, warn
 from zero_inference.tables import FORMATS, decimals, gib, markdown, terminal_table
 from zero_inference.text import printable
+from zero_inference.utils import check_output_file
 
 if TYPE_CHECKING:
     import pandas
@@ -348,7 +351,7 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
 def main(args: argparse.Namespace) -> int:
     """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report.
 
-    With --html an empty folder gets a page that says so, and 0.
+    With --html an empty folder gets a page that says so, and 0. Raises UsageError where the page cannot be written.
     """
     import shutil
 
@@ -356,6 +359,10 @@ def main(args: argparse.Namespace) -> int:
         what = "is a file, not a folder" if args.log_dir.exists() else "does not exist"
         warn(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to")
         return 2
+    if args.html:
+        if Path(os.path.realpath(args.html)).suffix in SUFFIXES:
+            raise UsageError(f"--html {args.html} has the name of a log or record; end it in .html.")
+        check_output_file("--html", args.html)
     records = load_records(args.log_dir)
     if args.html:
         _write_html(args, records)
