@@ -12,41 +12,41 @@ from zero_inference.models.layers import decoder_layers
 
 
 class FirstLogits:
-    """Looks at the raw logits of the first forward of `model`, all of real tokens; `require_finite` says later what it saw.
+    """Looks at the raw logits of each forward of the first generation of `model`, all of real tokens; `require_finite` says later
+    what it saw. A prefill alone would not do: an expert may be chosen by a later token first.
 
     The device decides and nobody waits for it there, so the generation that it looks at can be a timed one.
     """
 
     def __init__(self, model: Any):
         self.model = model
-        self.finite: torch.Tensor | None = None
-        self.hook = model.register_forward_hook(self._look)
+        self.finite: list[torch.Tensor] = []  # one bool a forward
+        self.hook = model.register_forward_hook(lambda module, args, output: self.finite.append(torch.isfinite(output.logits).all()))
 
-    def _look(self, module, args, output) -> None:
-        self.hook.remove()
-        self.finite = torch.isfinite(output.logits).all()
-
-    def require_finite(self, dtype: torch.dtype, ranks: Ranks, prefill: Callable[[], Any]) -> None:
+    def require_finite(self, dtype: torch.dtype, ranks: Ranks, again: Callable[[int], Any]) -> None:
         """To be called behind each generation by all ranks alike; acts once.
 
         Args:
-            prefill: runs the prefill once more, to find the layer that it begins in.
+            again: generates so many tokens once more, to find the layer that it begins in.
 
         Raises:
-            RunError: logits of any rank hold NaN or infinity; on all ranks, and names the first such decoder layer.
+            RunError: logits of any rank hold NaN or infinity; on all ranks, and names the token and the first such decoder layer.
         """
-        if self.finite is None:
+        if not self.finite:
             return
-        bad, self.finite = ranks.maximum([float(not self.finite)])[0], None
-        if not bad:
+        self.hook.remove()
+        finite, self.finite = torch.stack(self.finite).tolist(), []
+        token = 1 + int(ranks.minimum(finite.index(False) if False in finite else len(finite)))
+        if token > len(finite):
             return
         advice = "float16 ends at 65504, use --dtype bfloat16 or float32" if dtype == torch.float16 else "check the weights there"
-        where = _begins(self.model, ranks, prefill)
-        raise RunError(f"the logits of the prefill are not finite (NaN or infinity); {where}: {advice}")
+        where = _begins(self.model, ranks, lambda: again(token))
+        which = "the prefill" if token == 1 else f"token {token}"
+        raise RunError(f"the logits of {which} are not finite (NaN or infinity); {where}: {advice}")
 
 
-def _begins(model: Any, ranks: Ranks, prefill: Callable[[], Any]) -> str:
-    """Where the first value that is not finite comes from, in words: the earliest place of all ranks."""
+def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
+    """Where the first value that is not finite in the last forward of `again` comes from, in words: the earliest place of all ranks."""
     try:
         prefix, layers = decoder_layers(model)
     except UsageError:  # a model without a list of them
@@ -55,7 +55,7 @@ def _begins(model: Any, ranks: Ranks, prefill: Callable[[], Any]) -> str:
 
     def look(index: int, values: Any) -> None:
         values = values if torch.is_tensor(values) else values[0]
-        finite.setdefault(index, torch.isfinite(values).all())
+        finite[index] = torch.isfinite(values).all()
 
     def look_before(layer, args, named) -> None:
         look(-1, args or named["hidden_states"])
@@ -64,7 +64,7 @@ def _begins(model: Any, ranks: Ranks, prefill: Callable[[], Any]) -> str:
     hooks += [layer.register_forward_hook(lambda layer, args, output, index=index: look(index, output))
               for index, layer in enumerate(layers)]
     try:
-        prefill()
+        again()
     finally:
         for hook in hooks:
             hook.remove()

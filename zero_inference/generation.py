@@ -88,7 +88,7 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
         warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
 
     Raises:
-        RunError: the logits of the first prefill are not finite; told behind the first loop.
+        RunError: logits of the first loop are not finite; told behind it.
     """
     use_repeatable_attention()
     measurement = Measurement()
@@ -96,7 +96,7 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
 
     def one(label: str) -> tuple[Loop, torch.Tensor]:
         found = _one_loop(loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}"))
-        logits.require_finite(loaded.dtype, ranks, lambda: _one_loop(loaded, ids, 1, ranks, make_cache, lambda step: None))
+        logits.require_finite(loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None))
         return found
 
     for number in range(warmup):
