@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zero_inference.signals import held
@@ -37,34 +37,38 @@ def isolated_module(name: str, *arguments: str) -> list[str]:
 def run_with_group(command: Sequence[str], output: Path, env: Mapping[str, str] | None = None) -> int:
     """Run `command` in a process group of its own, all that it prints in `output`; its exit code.
 
-    However this ends, also by an exception, nothing of the group goes on: a rank left behind would keep its memory.
+    However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory.
     """
-    process = None
+    process = guard = None
     try:
         with output.open("w") as out, held():  # a signal between its start and its name here would leave it behind
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                                        start_new_session=True, env=env)
+            guard = subprocess.Popen(isolated_python(_GUARD, str(process.pid)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                     stderr=subprocess.DEVNULL, start_new_session=True)
         return process.wait()
     finally:
         if process is not None:
-            end_group(process)
+            end_group(process.pid, process.poll)
+        if guard is not None:
+            guard.communicate()
 
 
-def end_group(process: subprocess.Popen) -> None:
-    """End the group that `process` leads, harder after `GRACE_S` seconds. A further stop signal goes on without waiting."""
+# Sees the end of this process by that of a pipe. Its first process would get PR_SET_PDEATHSIG, but the ranks of a launcher would not.
+_GUARD = "import sys; from zero_inference.processes import end_group; sys.stdin.read(); end_group(int(sys.argv[1]))"
+
+
+def end_group(leader: int, reap: Callable[[], object] = lambda: None) -> None:
+    """End the group that process `leader` leads, harder after `GRACE_S` seconds. A further stop signal goes on without waiting.
+
+    Args:
+        reap: of the leader, where it is a child: as a zombie it would keep the group alive.
+    """
     for sent in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, KeyboardInterrupt, SystemExit):
-            os.killpg(process.pid, sent)
+            os.killpg(leader, sent)
             deadline = time.monotonic() + GRACE_S
-            while _alive(process) and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
+                reap()
+                os.killpg(leader, 0)
                 time.sleep(0.05)
-
-
-def _alive(process: subprocess.Popen) -> bool:
-    if process.poll() is None:  # poll() reaps the leader; as a zombie it would keep the group alive
-        return True
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
