@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from zero_inference.signals import held
 
@@ -37,38 +39,60 @@ def isolated_module(name: str, *arguments: str) -> list[str]:
 def run_with_group(command: Sequence[str], output: Path, env: Mapping[str, str] | None = None) -> int:
     """Run `command` in a process group of its own, all that it prints in `output`; its exit code.
 
-    However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory.
+    However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory. So a
+    process between, which sees the end of this one by that of a pipe, leads the group. (PR_SET_PDEATHSIG reaches the first process
+    alone, and deepspeed's launcher, for one, tells its ranks nothing.)
     """
-    process = guard = None
+    leader = None
     try:
         with output.open("w") as out, held():  # a signal between its start and its name here would leave it behind
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                       start_new_session=True, env=env)
-            guard = subprocess.Popen(isolated_python(_GUARD, str(process.pid)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                                     stderr=subprocess.DEVNULL, start_new_session=True)
-        return process.wait()
+            leader = subprocess.Popen(isolated_python(_LEAD, *command), stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.PIPE,
+                                      start_new_session=True, env=env)
+        return leader.wait()
     finally:
-        if process is not None:
-            end_group(process.pid, process.poll)
-        if guard is not None:
-            guard.communicate()
+        if leader is not None:
+            leader.stdin.close()
+            try:
+                leader.wait()
+            except (KeyboardInterrupt, SystemExit):  # a further stop signal: go on without waiting
+                leader.terminate()
+                leader.wait()
 
 
-# Sees the end of this process by that of a pipe. Its first process would get PR_SET_PDEATHSIG, but the ranks of a launcher would not.
-_GUARD = "import sys; from zero_inference.processes import end_group; sys.stdin.read(); end_group(int(sys.argv[1]))"
+_LEAD = "from zero_inference.processes import lead; lead(sys.argv[1:])"
 
 
-def end_group(leader: int, reap: Callable[[], object] = lambda: None) -> None:
-    """End the group that process `leader` leads, harder after `GRACE_S` seconds. A further stop signal goes on without waiting.
+def lead(command: Sequence[str]) -> NoReturn:
+    """Run `command` in a process group of its own and end as it does, but end the group where stdin ends, and at once on SIGTERM."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda *_: _send(process, signal.SIGKILL))
 
-    Args:
-        reap: of the leader, where it is a child: as a zombie it would keep the group alive.
-    """
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        _end_group(process)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    code = process.wait()
+    _end_group(process)
+    if code < 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)  # the thread may be reading
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """End the group that `process` leads, harder after `GRACE_S` seconds."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, KeyboardInterrupt, SystemExit):
-            os.killpg(leader, sent)
-            deadline = time.monotonic() + GRACE_S
-            while time.monotonic() < deadline:
-                reap()
-                os.killpg(leader, 0)
-                time.sleep(0.05)
+        deadline = time.monotonic() + GRACE_S
+        while _send(process, sent) and time.monotonic() < deadline:
+            process.poll()  # reaps the first process; as a zombie it would keep the group alive
+            sent = 0
+            time.sleep(0.05)
+
+
+def _send(process: subprocess.Popen, number: int) -> bool:
+    """Whether there is anything left of the group that `process` leads. Sends it a signal, or none for 0."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+        return True
+    return False
