@@ -179,15 +179,10 @@ def parse_log_name(stem: str) -> dict[str, Any]:
     }
 
 
-def _is_block_of(block: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Whether a log block, which holds three decimals, is the one this record's run wrote."""
-    for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput"):
-        written, exact = value_at(block, key, "Float64"), value_at(record, key, "Float64")
-        if (written is None) != (exact is None):
-            return False
-        if written is not None and abs(written - exact) > 0.000501:
-            return False
-    return True
+def _as_logged(run: dict[str, Any]) -> tuple[str | None, ...]:
+    """What tells a run's block and its record to be of one run: figures in the three decimals of the block."""
+    values = (value_at(run, key, "Float64") for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput"))
+    return tuple(None if value is None else f"{value:.3f}" for value in values)
 
 
 def _read(reader: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[dict[str, Any]]:
@@ -234,13 +229,12 @@ def load_records(folder: str | Path) -> list[dict[str, Any]]:
         log, jsonl = stem.parent / f"{stem.name}.log", stem.parent / f"{stem.name}.jsonl"
         records = _read(read_records, jsonl)
         rows += [record | {"file": jsonl.name} for record in records]
-        unmatched = [record for record in records if record.get("status") == STATUS_OK]
+        unmatched = Counter(_as_logged(record) for record in records if record.get("status") == STATUS_OK)
         for block in _read(parse_log, log):
-            record = next((record for record in unmatched if _is_block_of(block, record)), None)
-            if record is None:
-                rows.append(parse_log_name(stem.name) | block | {"status": STATUS_OK, "file": log.name})
+            if unmatched[_as_logged(block)]:
+                unmatched[_as_logged(block)] -= 1
             else:
-                unmatched.remove(record)
+                rows.append(parse_log_name(stem.name) | block | {"status": STATUS_OK, "file": log.name})
     return rows
 
 
