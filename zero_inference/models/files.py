@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from zero_inference.errors import RunError
+from zero_inference.text import first_line
 
 # The weights in one file, and the index that names their shards. Where a checkpoint has both kinds, the first is taken.
 WEIGHT_FILES = (("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
@@ -31,8 +32,20 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def shards(index: Path) -> list[str]:
-    """Names of the files that an index lists."""
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    """Names of the files that an index lists.
+
+    Raises:
+        RunError: it is damaged, or names files of other folders.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        outside = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise RunError(f"{index}: damaged, no index of weights ({first_line(error)}); fetch the checkpoint again.") from error
+    if outside or not names:
+        what = f"{few(outside)}, outside of its folder" if outside else "no file"
+        raise RunError(f"{index}: it names {what}; fetch the checkpoint from whoever made it.")
+    return names
 
 
 def has_tokenizer(folder: Path) -> bool:
