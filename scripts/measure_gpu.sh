@@ -67,17 +67,21 @@ for name in "${order[@]}"; do
   echo "== [$SECONDS s] $name" >&2
   if [[ -n ${runs[$name]:-} ]]; then
     # the options come last, so that a case may lower the loops
-    command="${LAUNCH:-python3} run_model.py --dummy --gen-len 17 --loops 3 --warmup 1 --log-file $results/$name.log ${runs[$name]} ${EXTRA:-}"
-    # shellcheck disable=SC2086
-    timeout "${CASE_S:-600}" ${command//RESULTS/$results} || { echo "$name failed ($?)" >&2; failed=1; }
+    read -ra words <<<"${LAUNCH:-python3} run_model.py --dummy --gen-len 17 --loops 3 --warmup 1 --log-file RESULTS/$name.log ${runs[$name]} ${EXTRA:-}"
+    timeout "${CASE_S:-600}" "${words[@]//RESULTS/$results}" || { echo "$name failed ($?)" >&2; failed=1; }
   elif [[ -n ${commands[$name]:-} ]]; then
     extension=txt
     [[ ${commands[$name]} == *"--format csv"* ]] && extension=csv
     start="timeout ${CASE_S:-600}"
     declare -F "${commands[$name]}" >/dev/null && start=
-    # shellcheck disable=SC2086
-    $start ${commands[$name]//RESULTS/$results} >"$results/$name.$extension" || { echo "$name failed ($?)" >&2; failed=1; }
-    cat "$results/$name.$extension"
+    read -ra words <<<"$start ${commands[$name]}"
+    # what an earlier start measured stays until there is something new
+    if "${words[@]//RESULTS/$results}" >"$results/$name.part"; then
+      mv "$results/$name.part" "$results/$name.$extension" && cat "$results/$name.$extension"
+    else
+      echo "$name failed ($?); what it printed is in $results/$name.part" >&2
+      failed=1
+    fi
   else
     echo "error: $name: no such case; scripts/measure_gpu.sh --list shows them" >&2
     failed=1

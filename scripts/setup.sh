@@ -51,15 +51,20 @@ make_venv() {
     # Debian ships the module venv without ensurepip until python3-venv is installed.
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv ||
         die "$PYTHON cannot make virtual environments; install its venv module (Debian: python3-venv)"
+    # What is in the way is removed, so it has to be ours: marked before its first file came, and until its last one is gone.
+    [ -e "$VENV/.made" ] || [ -e "$VENV/.making" ] || { [ ! -L "$VENV" ] && [ ! -e "$VENV" ]; } || [ -z "$(ls -A "$VENV/" || echo ?)" ] ||
+        die "$VENV is in use for something else, which setup would remove; move it away, or name another folder: make setup VENV=..."
     say "making $VENV with $("$PYTHON" --version)"
-    rm -rf "$VENV"
+    mkdir -p "$VENV"
+    touch "$VENV/.making"
+    find "$VENV/" -mindepth 1 -maxdepth 1 ! -name .making -exec rm -rf {} +
     "$PYTHON" -m venv "$VENV"
 }
 
 ensure_libaio
 
-# .made says that `python -m venv` ran to its end, .complete that everything did. Without
-# .made the environment is half made and is made again; pip goes on from whatever it finds.
+# .making says that the folder is ours, .made that `python -m venv` ran to its end, .complete that everything did.
+# Without .made the environment is half made and is made again; pip goes on from whatever it finds.
 # Likewise when its interpreter is gone or the folder was moved: scripts hold its path.
 if ! { [ -f "$VENV/.made" ] && [ "$(cat "$VENV/.made")" = "$PWD/$VENV" ] &&
        "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }; then

@@ -30,7 +30,7 @@ from zero_inference import report  # noqa: E402
 from zero_inference.processes import run_with_group  # noqa: E402
 from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records, value_at  # noqa: E402
 from zero_inference.signals import exit_on_stop  # noqa: E402
-from zero_inference.text import printable  # noqa: E402
+from zero_inference.text import file_stem, printable  # noqa: E402
 
 # Options that change where a run writes, not what it measures.
 UNMEASURED = {"log-dir", "log-file", "verbose", "local-rank"}
@@ -124,7 +124,7 @@ class Case:
         parts += [f"group{values['quant-group-size']}"] if values["quant-group-size"] not in (None, 64) else []
         parts += [f"gpus{values['num-gpus']}"] if values["num-gpus"] else []
         parts += [f"prompt{values['prompt-len']}", f"gen{values['gen-len']}", f"bs{values['batch-size']}"]
-        return "-".join(parts)
+        return file_stem("-".join(parts))
 
 
 def _options(argv: list[str]) -> dict[str, tuple[str, ...]]:
@@ -228,7 +228,6 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Runs it to its end and returns its record, or one made up here where it left none that is new."""
     before = _matching(case, args.log_dir)
     command = case.command(args.program, args.log_dir)
-    args.log_dir.mkdir(parents=True, exist_ok=True)
     output = args.log_dir / f"{case.label()}.out"
     # deepspeed starts `python -m`, which would look for modules in the current folder first (Python 3.10 still does)
     paths = os.pathsep.join(filter(None, [str(args.program.resolve().parent), os.environ.get("PYTHONPATH")]))
@@ -281,6 +280,11 @@ def main(argv: list[str] | None = None) -> int:
             _say(f"{len(done)} of {len(cases)} cases are in {args.log_dir} already; --redo runs them again")
         return 0
 
+    try:
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _say(f"error: --log-dir {args.log_dir} cannot be made ({error.strerror}); choose another.")
+        return 2
     # A shell that starts a job in the background has it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_on_stop()
@@ -293,6 +297,8 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             results.append(run_case(case, args))
+        except OSError as error:  # its output has nowhere to go
+            results.append(case.expected() | {"status": STATUS_FAILED, "error": str(error)})
         except KeyboardInterrupt:
             _say("stopped; the same command goes on from here")
             return 130

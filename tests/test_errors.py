@@ -15,8 +15,7 @@ from conftest import ROOT, free_port, too_few_gpus, without_gpus
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
-from zero_inference.run import _refuse_shared_files
-from zero_inference.run_log import RunLog
+from zero_inference.run_log import RunLog, refuse_shared_files
 
 SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 
@@ -94,7 +93,26 @@ def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
 def test_nor_are_the_items_of_quality_the_traces(tmp_path):
     one = str(tmp_path / "one.json")
     with pytest.raises(UsageError, match="--quality-items .* is the file of --trace too"):
-        _refuse_shared_files(RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}))
+        refuse_shared_files(RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}), None)
+
+
+@pytest.mark.parametrize("option, name", [("--trace", "config.json"), ("--trace", "new/../model-00001-of-00004.safetensors"),
+                                          ("--log-file", "config.json"), ("--trace", "link"), ("--log-file", "ds.json"),
+                                          ("--trace", "mine.jsonl"), ("--trace", "mine.txt")])
+def test_what_a_run_reads_or_others_measured_is_never_written_over(refused, tmp_path, checkpoints, option, name):
+    """It was: a trace took the place of the weights, and of another run's record."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints("llama"), folder)
+    (folder / "new").mkdir()
+    (folder / "link").symlink_to("config.json")
+    (folder / "ds.json").write_text("{}")
+    (folder / "mine.jsonl").write_text('{"schema_version": 1, "status": "ok"}\n')
+    (folder / "mine.txt").write_text("model size: 1.000 GB\n")
+    before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    config = ["--ds-config", folder / "ds.json"] if name == "ds.json" else ["--engine", "resident"]
+    message = refused("--model", folder, *config, option, folder / name)
+    assert f"{name} {'is read for' if 'mine' not in name else 'cannot be written (it holds what runs have measured)'}" in message
+    assert {file: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
 def test_a_current_folder_that_was_removed(tmp_path, monkeypatch, capfd):

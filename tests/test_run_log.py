@@ -13,9 +13,10 @@ import pytest
 from conftest import ROOT, small_disk
 
 from zero_inference import append, run_log
-from zero_inference.append import append_bytes, check_appendable, check_writable
+from zero_inference.append import append_bytes, check_appendable
 from zero_inference.cli import main
 from zero_inference.records import parse_log, read_records
+from zero_inference.replace import check_replaceable
 from zero_inference.utils import write_benchmark_log
 
 SHORT = ["--engine", "resident", "--prompt-len", "4", "--gen-len", "2", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
@@ -122,9 +123,9 @@ def test_a_check_leaves_no_file_and_takes_none_away(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size == 0
     append_bytes(path, b"a\n")
     check_appendable(path)
-    check_writable(path)
+    check_replaceable(path)
     assert path.read_bytes() == b"a\n"
-    check_writable(tmp_path / "trace.json")
+    check_replaceable(tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
 
 
@@ -200,7 +201,7 @@ def test_several_processes_may_ask_about_one_file(tmp_path):
     def ask():
         for _ in range(300):
             try:
-                check_writable(tmp_path / "trace.json")
+                check_replaceable(tmp_path / "trace.json")
             except OSError as error:
                 failed.append(error)
 

@@ -256,3 +256,14 @@ def test_scripts_of_the_classic_cases_list_their_cases(script, program):
     # 2 places x 3 widths x KV cache there or here; the batch sizes were replaced
     assert len(set(done.stdout.splitlines())) == 12
     assert all("--batch-size 3" in line and line.startswith("deepspeed ") for line in done.stdout.splitlines())
+
+
+def test_names_that_are_no_file_names_and_folders_that_cannot_be_made_cost_one_line(program):
+    """Each ended the sweep with a traceback. A name too long for a file system ends that case alone."""
+    done = sweep(program, "--engine", "a/../b", "stream", "--model", "n" * 240, "org/small")
+    assert "Traceback" not in done.stderr and done.returncode == 1, done.stderr
+    assert sum(line.endswith("10.000 token/s") for line in progress(done)) == 2
+    (program.parent / "file").touch()
+    for folder in ("file/x", "/proc/x"):
+        done = sweep(program, "--log-dir", program.parent / folder)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "cannot be made" in done.stderr, done.stderr

@@ -44,24 +44,6 @@ def check_appendable(path: str | os.PathLike) -> None:
             os.unlink(opened.path)
 
 
-def check_writable(path: str | os.PathLike) -> None:
-    """Raises OSError where a regular file could not be written to `path` now. Makes no folders and leaves no file behind.
-
-    Several processes may ask about one path at the same time.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        kind = os.lstat(path).st_mode
-        if stat.S_ISLNK(kind):
-            kind = os.stat(path).st_mode if os.path.exists(path) else kind
-        if not stat.S_ISREG(kind):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-    descriptor, made = _open(os.fspath(path))
-    os.close(descriptor)
-    if made:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
 class _Opened:
     """A file opened for appending; `made` says that this made it."""
 

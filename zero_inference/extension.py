@@ -7,7 +7,6 @@ operator has a way in PyTorch that gives the same.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Callable
 
 import torch
+
+from zero_inference.locks import held_lock
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 OURS = "zero-inference/extensions"
@@ -76,8 +77,7 @@ def _load(say: Callable[[str], None]) -> str | None:
         name = _library_name(architectures)
         folder = _cache_folder() / name
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "zero-inference.lock", "w") as lock:  # ends with its holder, unlike torch's own mark
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
             (folder / "lock").unlink(missing_ok=True)
             if not (folder / "complete").exists():
                 _check_compiler()

@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from zero_inference.signals import held
 
@@ -37,34 +39,60 @@ def isolated_module(name: str, *arguments: str) -> list[str]:
 def run_with_group(command: Sequence[str], output: Path, env: Mapping[str, str] | None = None) -> int:
     """Run `command` in a process group of its own, all that it prints in `output`; its exit code.
 
-    However this ends, also by an exception, nothing of the group goes on: a rank left behind would keep its memory.
+    However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory. So a
+    process between, which sees the end of this one by that of a pipe, leads the group. (PR_SET_PDEATHSIG reaches the first process
+    alone, and deepspeed's launcher, for one, tells its ranks nothing.)
     """
-    process = None
+    leader = None
     try:
         with output.open("w") as out, held():  # a signal between its start and its name here would leave it behind
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                       start_new_session=True, env=env)
-        return process.wait()
+            leader = subprocess.Popen(isolated_python(_LEAD, *command), stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.PIPE,
+                                      start_new_session=True, env=env)
+        return leader.wait()
     finally:
-        if process is not None:
-            end_group(process)
+        if leader is not None:
+            leader.stdin.close()
+            try:
+                leader.wait()
+            except (KeyboardInterrupt, SystemExit):  # a further stop signal: go on without waiting
+                leader.terminate()
+                leader.wait()
 
 
-def end_group(process: subprocess.Popen) -> None:
-    """End the group that `process` leads, harder after `GRACE_S` seconds. A further stop signal goes on without waiting."""
+_LEAD = "from zero_inference.processes import lead; lead(sys.argv[1:])"
+
+
+def lead(command: Sequence[str]) -> NoReturn:
+    """Run `command` in a process group of its own and end as it does, but end the group where stdin ends, and at once on SIGTERM."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda *_: _send(process, signal.SIGKILL))
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        _end_group(process)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    code = process.wait()
+    _end_group(process)
+    if code < 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)  # the thread may be reading
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """End the group that `process` leads, harder after `GRACE_S` seconds."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, KeyboardInterrupt, SystemExit):
-            os.killpg(process.pid, sent)
-            deadline = time.monotonic() + GRACE_S
-            while _alive(process) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        deadline = time.monotonic() + GRACE_S
+        while _send(process, sent) and time.monotonic() < deadline:
+            process.poll()  # reaps the first process; as a zombie it would keep the group alive
+            sent = 0
+            time.sleep(0.05)
 
 
-def _alive(process: subprocess.Popen) -> bool:
-    if process.poll() is None:  # poll() reaps the leader; as a zombie it would keep the group alive
+def _send(process: subprocess.Popen, number: int) -> bool:
+    """Whether there is anything left of the group that `process` leads. Sends it a signal, or none for 0."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
         return True
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_inference.errors import UsageError
 from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at, warn
 from zero_inference.tables import FORMATS, decimals, gib, markdown, terminal_table
 from zero_inference.text import printable
+from zero_inference.utils import check_output_file
 
 if TYPE_CHECKING:
     import pandas
@@ -176,15 +179,10 @@ def parse_log_name(stem: str) -> dict[str, Any]:
     }
 
 
-def _is_block_of(block: dict[str, Any], record: dict[str, Any]) -> bool:
-    """Whether a log block, which holds three decimals, is the one this record's run wrote."""
-    for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput"):
-        written, exact = value_at(block, key, "Float64"), value_at(record, key, "Float64")
-        if (written is None) != (exact is None):
-            return False
-        if written is not None and abs(written - exact) > 0.000501:
-            return False
-    return True
+def _as_logged(run: dict[str, Any]) -> tuple[str | None, ...]:
+    """What tells a run's block and its record to be of one run: figures in the three decimals of the block."""
+    values = (value_at(run, key, "Float64") for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput"))
+    return tuple(None if value is None else f"{value:.3f}" for value in values)
 
 
 def _read(reader: Callable[[Path], list[dict[str, Any]]], path: Path) -> list[dict[str, Any]]:
@@ -231,13 +229,12 @@ def load_records(folder: str | Path) -> list[dict[str, Any]]:
         log, jsonl = stem.parent / f"{stem.name}.log", stem.parent / f"{stem.name}.jsonl"
         records = _read(read_records, jsonl)
         rows += [record | {"file": jsonl.name} for record in records]
-        unmatched = [record for record in records if record.get("status") == STATUS_OK]
+        unmatched = Counter(_as_logged(record) for record in records if record.get("status") == STATUS_OK)
         for block in _read(parse_log, log):
-            record = next((record for record in unmatched if _is_block_of(block, record)), None)
-            if record is None:
-                rows.append(parse_log_name(stem.name) | block | {"status": STATUS_OK, "file": log.name})
+            if unmatched[_as_logged(block)]:
+                unmatched[_as_logged(block)] -= 1
             else:
-                unmatched.remove(record)
+                rows.append(parse_log_name(stem.name) | block | {"status": STATUS_OK, "file": log.name})
     return rows
 
 
@@ -348,7 +345,7 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
 def main(args: argparse.Namespace) -> int:
     """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report.
 
-    With --html an empty folder gets a page that says so, and 0.
+    With --html an empty folder gets a page that says so, and 0. Raises UsageError where the page cannot be written.
     """
     import shutil
 
@@ -356,6 +353,10 @@ def main(args: argparse.Namespace) -> int:
         what = "is a file, not a folder" if args.log_dir.exists() else "does not exist"
         warn(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to")
         return 2
+    if args.html:
+        if Path(os.path.realpath(args.html)).suffix in SUFFIXES:
+            raise UsageError(f"--html {args.html} has the name of a log or record; end it in .html.")
+        check_output_file("--html", args.html)
     records = load_records(args.log_dir)
     if args.html:
         _write_html(args, records)

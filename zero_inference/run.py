@@ -32,7 +32,8 @@ from zero_inference.profiling import trace_generation
 from zero_inference.progress import Progress
 from zero_inference.quality import evaluate as quality
 from zero_inference.records import output_ids_sha256
-from zero_inference.run_log import RunLog
+from zero_inference.replace import replacing
+from zero_inference.run_log import RunLog, refuse_shared_files
 from zero_inference.text import printable
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes
 from zero_inference.watch import STOPPED, PeerWatch, lost_connection
@@ -67,7 +68,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         _print_plan(config, spec, ranks)
         return
     files = RunLog.at(_log_path(config, ranks), _asked(config, spec, ranks, argv))
-    _refuse_shared_files(config, files)
+    refuse_shared_files(config, files, spec.snapshot.folder if spec.snapshot else spec.folder)
     files.check()
 
     def record_failure(reason: str) -> str:
@@ -257,11 +258,11 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
 
 def _write_trace(config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache) -> dict[str, float] | None:
     """The last loop of an engine that watches itself; else a short generation more, under a profiler."""
-    path = Path(config.trace).resolve() if ranks.is_first else None  # what a link points to, not the link
-    if loaded.timeline is None:
-        return trace_generation(loaded, ids, config.gen_len, make_cache, path)
-    if path is not None:
-        loaded.timeline.write_chrome_trace(path)
+    with replacing(config.trace) if ranks.is_first else contextlib.nullcontext() as path:
+        if loaded.timeline is None:
+            return trace_generation(loaded, ids, config.gen_len, make_cache, path)
+        if path is not None:
+            loaded.timeline.write_chrome_trace(path)
     return None
 
 
@@ -291,17 +292,6 @@ def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, 
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
     ids = prompts.random_ids(config.seed, config.batch_size, config.prompt_len, spec.text_config.vocab_size)
     return ids, None, note
-
-
-def _refuse_shared_files(config: RunConfig, files: RunLog) -> None:
-    """Raises UsageError where two files of a run are one: a later one would replace what is in it."""
-    taken = {os.path.realpath(path): what for what, path in (("the log", files.log), ("the record", files.record),
-                                                             ("--prompts", config.prompts)) if path}
-    for option, path in (("--trace", config.trace), ("--quality-items", config.quality_items)):
-        if path:
-            if (what := taken.get(os.path.realpath(path))) is not None:
-                raise UsageError(f"{option} {path} is the file of {what} too; choose another name.")
-            taken[os.path.realpath(path)] = option
 
 
 def _check_launch(config: RunConfig, ranks: Ranks) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterator, Mapping
 
 from zero_inference.append import check_appendable
+from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.records import STATUS_FAILED, STATUS_OK, append_record
 from zero_inference.utils import LOG_LINES, benchmark_block, write_benchmark_log
@@ -85,3 +87,29 @@ class RunLog:
     def _values(self) -> list[float | None]:
         values = {key: self.measured[key] for line in LOG_LINES for _, _, key in line}
         return list((values | {"peak_gpu_bytes": values["peak_gpu_bytes"] or 0}).values())
+
+
+def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None) -> None:
+    """Raises UsageError where a file that the run writes is another one of it, or one that it reads: it would be replaced, or end in
+    lines of a log.
+
+    Args:
+        model: the checkpoint's folder; None without one.
+    """
+    taken: dict[str, str] = {}
+    for option, path in (("--prompts", config.prompts), ("--ds-config", config.ds_config), ("--model", model)):
+        for file in _files_in(path) if path else ():
+            if file.suffix not in (".log", ".jsonl"):  # logs may lie with the checkpoint
+                taken[os.path.realpath(file)] = f"is read for {option}"
+    for option, path in (("the log", files.log), ("the record", files.record), ("--trace", config.trace),
+                         ("--quality-items", config.quality_items)):
+        if path:
+            if (what := taken.get(os.path.realpath(path))) is not None:
+                raise UsageError(f"{option} {path} {what}; choose another name.")
+            taken[os.path.realpath(path)] = f"is the file of {option} too"
+
+
+def _files_in(path: str | Path) -> list[Path]:
+    """The file itself, or a folder's."""
+    path = Path(path)
+    return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]

@@ -14,6 +14,11 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\ufffd"))
 
 
+def file_stem(text: str) -> str:
+    """`text` as a name that any file system takes, with room for a number and a suffix."""
+    return re.sub(r"[^\w.-]+", "_", text).encode(errors="replace")[:200].decode(errors="ignore")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of its message, cut at 200 characters; its class where it has none."""
     text = str(error).strip().splitlines()

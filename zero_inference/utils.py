@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 from typing import Any, Iterator
 
-from zero_inference.append import append_bytes, check_writable
+from zero_inference.append import append_bytes
 from zero_inference.errors import UsageError
+from zero_inference.replace import check_replaceable
 
 KB = 1 << 10
 MB = 1 << 20
@@ -220,9 +221,9 @@ def check_output_file(option: str, path: str | os.PathLike) -> None:
     """Whether a run may write `path`, which is replaced if it is there: better known before than after it.
 
     Raises:
-        UsageError: it cannot be opened for writing, or is there and no regular file (a folder, a device).
+        UsageError: it cannot be written, or is there and no regular file (a folder, a device) or the log or record of runs.
     """
     try:
-        check_writable(path)
+        check_replaceable(path)
     except OSError as error:
-        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name a file in a folder that exists.") from error
+        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name another file, in a folder that exists.") from error

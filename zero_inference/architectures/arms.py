@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from zero_inference.config import QUALITY_FIELDS, RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.processes import isolated_module, run_with_group
 from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records
+from zero_inference.text import file_stem
 
 # What `compare` says itself, to every run.
 TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose", "local-rank"}
@@ -32,7 +32,7 @@ class Arm:
 
     @property
     def file_stem(self) -> str:
-        return re.sub(r"[^\w.-]+", "_", self.name)
+        return file_stem(self.name)
 
 
 def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str],
@@ -49,7 +49,7 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
     asked = [(name if short.count(name) == 1 else model, ["--model", model]) for name, model in zip(short, models)]
     for text in texts:
         name, equals, options = text.partition("=")
-        if not equals or not name.strip() or name.startswith("-"):
+        if not equals or not name.strip() or name.startswith("-") or not name.isprintable():
             raise UsageError(f"--arm {text!r}: write a name, = and options, such as \"int4=--model X --quant-bits 4\".")
         try:
             asked.append((name.strip(), shlex.split(options)))
@@ -63,7 +63,7 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
     stems = [arm.file_stem for arm in arms]
     for arm in arms:
         if stems.count(arm.file_stem) > 1:
-            raise UsageError(f"two arms are called {arm.name}: give them names of their own with --arm \"NAME=--model ...\".")
+            raise UsageError(f"two arms are called {arm.name}, or so nearly that their files would be: give them names of their own with --arm \"NAME=--model ...\".")
     return arms
 
 

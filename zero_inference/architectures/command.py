@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -67,11 +69,10 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         if arm.config.batch_size % args.num_gpus:
             raise UsageError(f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus "
                              f"{args.num_gpus}; use a multiple of it.")
-    folder = args.log_dir or Path("logs") / f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _log_folder(args.log_dir)
     except OSError as error:
-        raise UsageError(f"the log folder {folder} cannot be made ({error.strerror}); choose another --log-dir.") from error
+        raise UsageError(f"the log folder {error.filename} cannot be made ({error.strerror}); choose another --log-dir.") from error
     if not os.access(folder, os.W_OK):
         raise UsageError(f"the log folder {folder} cannot be written to; choose another --log-dir.")
     extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
@@ -104,6 +105,20 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     if failed:
         raise RunError(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}; their output is in {folder}.")
     return 0
+
+
+def _log_folder(given: Path | None) -> Path:
+    """The folder given, made if need be, or a new one: two comparisons that start in the same second would take each other's runs."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        return given
+    name = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(2):
+        folder = Path("logs") / name
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        name = f"{name.partition('_')[0]}_{number}"
 
 
 def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path) -> Runs:

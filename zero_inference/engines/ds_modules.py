@@ -6,7 +6,6 @@ that ends with its holder; whoever has it may clear such marks, because the fold
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import sys
@@ -18,6 +17,7 @@ import torch
 
 from zero_inference.distributed import Ranks
 from zero_inference.errors import UsageError
+from zero_inference.locks import held_lock
 
 OURS = "zero-inference/extensions"
 SHARED = Path("/dev/shm")
@@ -70,8 +70,7 @@ def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -
         if speak and not list(folder.glob(f"{builder.name}/*.so")):
             print(f"compiling DeepSpeed's {builder.name} module (once on this machine, one to three minutes) ...",
                   file=sys.stderr, flush=True)
-        with open(folder / "zero-inference.lock", "w") as lock, redirect_stdout(sys.stderr), _own_programs_first():
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with held_lock(folder / "zero-inference.lock"), redirect_stdout(sys.stderr), _own_programs_first():
             if OURS in str(folder):
                 for mark in folder.glob("*/lock"):
                     mark.unlink(missing_ok=True)

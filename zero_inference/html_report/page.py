@@ -12,6 +12,7 @@ from typing import Any
 from zero_inference.errors import UsageError
 from zero_inference.html_report import figures, summary
 from zero_inference.html_report.runs import Run, clean, make_runs
+from zero_inference.replace import replacing
 
 FINDINGS_AT_ONCE = 8
 SHORT_TEXT = 32  # is not broken in the table
@@ -36,7 +37,8 @@ def write_page(path: Path, source: str, records: list[dict[str, Any]], table: Ta
     """
     page = render_page(source, records, table)
     try:
-        path.write_text(page, encoding="utf-8")
+        with replacing(path) as file:
+            file.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--html {path} cannot be written ({error.strerror}); name a file in a folder that exists.") from error
 

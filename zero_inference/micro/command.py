@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import RunError, UsageError
+from zero_inference.replace import replacing
 from zero_inference.tables import FORMATS, Column, RowPrinter
 from zero_inference.utils import check_output_file
 
@@ -275,7 +276,8 @@ def _plot(path: Path, module: ModuleType, rows: list[dict[str, Any]], rates: Mac
     axes.grid(True, which="major", alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=150, format="png")
     pyplot.close(figure)
 
 

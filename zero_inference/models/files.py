@@ -56,6 +56,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         names = set(found.values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again.") from error
+    if not names:
+        raise RunError(f"{index}: damaged, or no index of weight files (it names none); fetch it again.")
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
         if not inside or len(name.encode(errors="replace")) > LONGEST_NAME:

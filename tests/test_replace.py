@@ -1,0 +1,66 @@
+"""Files that are written anew are whole, or what was there before; a page never takes the place of a record."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+from conftest import small_disk
+from test_report import make_record
+
+from zero_inference.cli import console_main
+from zero_inference.records import append_record
+from zero_inference.replace import check_replaceable, replacing
+from zero_inference.utils import write_benchmark_log
+
+
+def test_what_was_there_stays_until_the_new_file_is_whole(tmp_path):
+    path, link = tmp_path / "page", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with pytest.raises(KeyboardInterrupt), replacing(link) as file:
+        file.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    with replacing(link) as file:
+        file.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_a_full_disk_costs_nothing_that_was_there(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        (disk / "items").write_text("old")
+        with pytest.raises(OSError, match="No space"), replacing(disk / "items") as file:
+            file.write_bytes(bytes(1 << 17))
+        assert [file.read_text() for file in disk.iterdir()] == ["old"]
+
+
+def test_only_what_can_be_replaced_may_be(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for bad in ("pipe", "loop", "nowhere/x", "x" * 256, "", "/dev/null"):
+        with pytest.raises(OSError):
+            check_replaceable(tmp_path / bad)
+    (tmp_path / "empty").touch()
+    for good in ("new", "empty", "x" * 255):
+        check_replaceable(tmp_path / good)
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop", "empty"}
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.log", "link.html", "pipe.html", "hard.html", "copy.html"])
+def test_a_page_is_never_written_over_records_nor_waits_for_a_reader(name, tmp_path, capsys):
+    append_record(tmp_path / "run.jsonl", make_record())
+    write_benchmark_log(tmp_path / "run.log", *range(10))
+    (tmp_path / "link.html").symlink_to("run.jsonl")
+    os.link(tmp_path / "run.jsonl", tmp_path / "hard.html")
+    os.link(tmp_path / "run.log", tmp_path / "copy.html")
+    os.mkfifo(tmp_path / "pipe.html")
+    before = (tmp_path / "run.jsonl").read_bytes(), (tmp_path / "run.log").read_bytes()
+    assert console_main(["zero-inference", "report", str(tmp_path), "--html", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert f"{name} has the name of a log or record" in error or f"{name} cannot be written" in error
+    assert before == ((tmp_path / "run.jsonl").read_bytes(), (tmp_path / "run.log").read_bytes())

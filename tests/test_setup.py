@@ -1,0 +1,53 @@
+"""scripts/setup.sh removes nothing but an environment that it made."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """setup(VENV) runs the script in a checkout of its own, with a Python that is interrupted while it makes the environment."""
+    checkout = tmp_path / "a checkout"
+    (checkout / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", checkout / "scripts")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -m ] || exit 0\nmkdir -p "$3/bin"\nexit 7\n')
+    python.chmod(0o755)
+
+    def run(venv: str) -> tuple[Path, subprocess.CompletedProcess]:
+        # without a compiler the script does not look for libaio, which it might install
+        environment = {"PATH": "/usr/bin:/bin", "CC": "no-such-compiler", "PYTHON": str(python), "VENV": venv}
+        return checkout / venv, subprocess.run(["bash", checkout / "scripts" / "setup.sh"], env=environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_a_folder_that_it_did_not_make_is_left_as_it_is(setup, tmp_path):
+    for venv in ("my thesis", "../home"):
+        folder = tmp_path / "a checkout" / venv
+        folder.mkdir()
+        (folder / "chapter").write_text("precious")
+        _, done = setup(venv)
+        assert done.returncode == 1 and f"{venv} is in use for something else" in done.stderr
+        assert [file.name for file in folder.iterdir()] == ["chapter"] and (folder / "chapter").read_text() == "precious"
+    (tmp_path / "a checkout" / "file").write_text("precious")
+    folder, done = setup("file")
+    assert done.returncode == 1 and folder.read_text() == "precious"
+
+
+def test_what_was_interrupted_is_made_again(setup):
+    folder, done = setup("my env")
+    assert done.returncode == 7 and (folder / "bin").is_dir(), done
+    (folder / "half").write_text("left over")
+    _, done = setup("my env")
+    assert done.returncode == 7 and "making" in done.stdout and not (folder / "half").exists()
+    (folder / ".made").write_text("the place where it was before\n")
+    (folder / ".making").unlink()  # as earlier versions left it
+    _, done = setup("my env")
+    assert done.returncode == 7 and not (folder / ".made").exists()
