@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import tracemalloc
 
 from test_report import make_record
 
+from zero_inference import records
+from zero_inference.html_report.drawing import MOST_ROWS, ROWS_AT_ONCE, Row, row_figures
 from zero_inference.report import load_records
 from zero_inference.utils import write_benchmark_log
 
@@ -21,3 +25,35 @@ def test_thousands_of_blocks_without_their_records_are_read_at_once(tmp_path):
     start = time.monotonic()
     assert len(load_records(tmp_path)) == 8000
     assert time.monotonic() - start < 10
+
+
+def test_a_line_without_end_takes_no_more_memory_than_the_longest_record(tmp_path, monkeypatch, capsys):
+    """A hole of any size in a file was read whole."""
+    monkeypatch.setattr(records, "LONGEST_LINE", 1 << 20)
+    line = (json.dumps(make_record()) + "\n").encode()
+    for name in ("a.jsonl", "a.log"):
+        (tmp_path / name).write_bytes(line if name == "a.jsonl" else b"")
+        os.truncate(tmp_path / name, 64 << 20)
+        with open(tmp_path / name, "ab") as file:
+            file.write(b"\n" + line)
+    tracemalloc.start()
+    try:
+        assert len(load_records(tmp_path)) == 2
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert f"{tmp_path / 'a.jsonl'}:2: skipped line that is no JSON object" in capsys.readouterr().err
+
+
+def test_a_file_name_with_a_line_break_makes_no_second_line(tmp_path, capsys):
+    (tmp_path / "x\nerror: something else.jsonl").write_text("no record\n")
+    load_records(tmp_path)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_page_draws_the_first_rows_of_thousands_and_says_so():
+    """2000 records took half a minute and 14 MB."""
+    rows = [Row(f"#{number}", "", "1 s", number) for number in range(5000)]
+    drawings = row_figures("steps", "steps", rows, lambda axes, at, data: None, lambda axes: None, "s", "")
+    assert len(drawings) == MOST_ROWS / ROWS_AT_ONCE
+    assert drawings[-1].title == f"steps (runs {MOST_ROWS - ROWS_AT_ONCE + 1} to {MOST_ROWS} of 5000)"

@@ -145,6 +145,22 @@ def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way, lin
         assert f"{home}/lib/{library.name}/os.py" in done.stdout and "secret" not in done.stdout
 
 
+@needs_isolation
+@pytest.mark.parametrize("way", [[], AS_USER], ids=["this user", "not root"])
+def test_a_home_folder_among_those_of_the_system_is_not_shown(way):
+    """It could be read, as all of /usr can; /lib is another name of /usr/lib."""
+    if not os.access("/usr/lib", os.W_OK):
+        pytest.skip("no home can be made in /usr/lib")
+    with tempfile.TemporaryDirectory(dir="/usr/lib") as home:
+        os.chmod(home, 0o755)
+        Path(home, "key").write_text("secret")
+        source = ("import os\nfor home in (%r, %r):\n    if os.path.exists(home):\n        assert os.listdir(home) == []\n        try: open(home + '/x', 'w')\n"
+                  "        except OSError: print('shut')" % (home, home.removeprefix("/usr")))
+        done = subprocess.run([*way, sys.executable, "-c", ASK, source], capture_output=True, text=True, cwd=ROOT,
+                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]})
+        assert "passed Outcome(passed=True" in done.stdout and "shut" in done.stdout, done
+
+
 @pytest.mark.parametrize("machine, header", [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")])
 def test_system_calls_have_the_numbers_of_the_kernels_headers(machine, header):
     path = Path("/usr/include", header)

@@ -14,7 +14,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterator, Mapping
 
 from zero_inference.append import append_bytes
 from zero_inference.text import printable
@@ -23,6 +23,7 @@ from zero_inference.utils import GB, LOG_LINES
 SCHEMA_VERSION = 1
 STATUS_OK = "ok"
 STATUS_FAILED = "failed"
+LONGEST_LINE = 64 << 20  # bytes, of records and logs that are read; a record of 100,000 steps has 2 MB
 MOST_DEEP = 32  # levels of lists and objects in a record that is read; those written here have 5
 SMALLEST, LARGEST = 1e-15, 1e20  # of any quantity of a run, in SI units
 
@@ -182,15 +183,14 @@ def read_records(path: str | os.PathLike) -> list[dict]:
 
 def _records_of(file: Path) -> list[dict]:
     records, skipped = [], []
-    lines = file.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines_of(file), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line, parse_constant=lambda name: None)
             why = None if isinstance(record, dict) else "line that is no JSON object"
         except ValueError:  # covers text that is not UTF-8
-            why = "incomplete last line" if number == len(lines) else "line that is no JSON object"
+            why = "line that is no JSON object" if line.endswith(b"\n") else "incomplete last line"
         except RecursionError:
             why = f"line nested deeper than {MOST_DEEP}"
         if why is None and _is_deep(record, MOST_DEEP):
@@ -205,14 +205,24 @@ def _records_of(file: Path) -> list[dict]:
     return records
 
 
+def _lines_of(file: str | os.PathLike) -> Iterator[bytes]:
+    """The lines of a file, one in memory at a time; one that is longer than LONGEST_LINE is cut there, so it is no record."""
+    with open(file, "rb") as lines:
+        while line := lines.readline(LONGEST_LINE):
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = lines.readline(LONGEST_LINE)
+            yield line if rest is line or not rest else line[:-1] + b"\n"
+
+
 def _is_deep(value: Any, left: int) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return left == 0 or any(_is_deep(item, left - 1) for item in items if isinstance(item, (dict, list)))
 
 
 def warn(line: str) -> None:
-    """A line on stderr that may hold names and paths of any kind."""
-    print(printable(line), file=sys.stderr)
+    """A line on stderr that may hold names and paths of any kind, also with line breaks."""
+    print(printable(line).replace("\n", "\ufffd"), file=sys.stderr)
 
 
 def value_at(record: Mapping[str, Any], key: str, dtype: str) -> Any:
@@ -259,12 +269,12 @@ def parse_log(path: str | os.PathLike) -> list[dict]:
     Sizes come back as whole bytes (from three decimals of a GB, so to about 0.5 MB), latencies in s,
     throughputs in token/s, `nan` as None. Lines that are no block are left out with a warning on stderr.
     """
-    lines = Path(path).read_text(errors="replace").splitlines()
+    lines = [line.decode(errors="replace").rstrip() for line in _lines_of(path)]
     blocks: list[dict] = []
     skipped: list[str] = []
     at = 0
     while at < len(lines):
-        matches = [pattern.fullmatch(line.rstrip()) for pattern, line in zip(_LOG_PATTERNS, lines[at:])]
+        matches = [pattern.fullmatch(line) for pattern, line in zip(_LOG_PATTERNS, lines[at:])]
         if len(matches) == len(LOG_LINES) and all(matches):
             values = [text for match in matches for text in match.groups()]
             try:

@@ -17,6 +17,7 @@ ROOM = WIDTH - LEFT - RIGHT
 LEGEND_ROOM = WIDTH - 40
 LINE, MARK, FOOT = 13, 20, 34  # a row is one or two lines of text and a mark
 ROWS_AT_ONCE = 16  # so that a drawing fits on a printed page
+MOST_ROWS = 20 * ROWS_AT_ONCE  # a row takes 10 ms and 5 KB of the page; thousands would take minutes and no browser would like them
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
@@ -79,9 +80,9 @@ def row_figures(
     legend: Sequence[tuple[str, str, str]] = (),
     what: str = "runs",
 ) -> list[Drawing]:
-    """The rows in drawings of at most `ROWS_AT_ONCE`; all but the first are folded."""
+    """The first `MOST_ROWS` rows in drawings of at most `ROWS_AT_ONCE`, whose titles say of how many; all but the first are folded."""
     drawings = []
-    for start in range(0, len(rows), ROWS_AT_ONCE):
+    for start in range(0, min(len(rows), MOST_ROWS), ROWS_AT_ONCE):
         chunk = rows[start : start + ROWS_AT_ONCE]
         parts_title = (
             title if len(rows) <= ROWS_AT_ONCE else f"{title} ({what} {start + 1} to {start + len(chunk)} of {len(rows)})"

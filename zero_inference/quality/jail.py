@@ -79,11 +79,15 @@ def build_root(task: dict) -> None:
     os.makedirs(root + "/tmp")
     size = f"size={task['disk_bytes']},nr_inodes=1024,mode=1777"
     mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)
-    for path in task["binds"]:
-        bind(path, root)
+    for path in sorted({*task["binds"], *task["hidden"]}):  # what lies inside another comes after it
+        if path in task["hidden"]:
+            mount("tmpfs", root + path, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+        else:
+            bind(path, root)
     for name in DEVICES:
         bind(f"/dev/{name}", root, devices=True)
-    make_read_only(base, recursive=False)
+    for path in ("", *(f"/root{hidden}" for hidden in task["hidden"])):
+        make_read_only(base + path, recursive=False)
     os.chdir(base)
     call("pivot_root", libc.syscall, ctypes.c_long(task["pivot_root"]), b".", b".")
     call("leave the old root", libc.umount2, b".", MNT_DETACH)

@@ -121,7 +121,7 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
     """
     architecture, secret = _architecture(), secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as base:
-        task = {"asker": os.getpid(), "base": os.path.realpath(base), "binds": _binds(),
+        task = {"asker": os.getpid(), "base": os.path.realpath(base), "binds": _binds(), "hidden": _hidden(),
                 "python": _interpreter(), "driver": _DRIVER, "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes,
                 "file_bytes": limits.file_bytes, "disk_bytes": limits.disk_bytes, "filter": filter_program(architecture).hex(),
                 "pivot_root": architecture.pivot_root, "keyctl": architecture.keyctl,
@@ -250,19 +250,32 @@ def _package_folders() -> list[str]:
 
 @functools.cache
 def _binds() -> list[str]:
-    """What the program may read, outermost folders only: never a home folder or what one lies in, wherever Python is installed."""
+    """What the program may read, outermost folders only, a home apart: never a home folder or what one lies in, wherever Python is installed."""
     prefixes = {sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.dirname(_interpreter()))}  # the last without links
     libraries = [sysconfig.get_path(name, vars={"installed_base": prefix, "platbase": prefix})
                  for prefix in prefixes for name in ("stdlib", "platstdlib")]
     python = [_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()]
-    homes = [Path(home).resolve() for home in {os.path.expanduser("~"), _account_home()}]
+    homes = _homes()
     python += [os.path.realpath(path) for path in python]  # where links inside what is shown lead to
     wanted = SYSTEM + [path for path in python if not any(home.is_relative_to(Path(path).resolve()) for home in homes)]
     chosen: list[str] = []
     for path in sorted({path for path in wanted if os.path.exists(path)}):
-        if not any(path.startswith(outer + "/") for outer in chosen):
+        own = [home for home in homes if Path(path).resolve().is_relative_to(home)]  # which may be hidden in what is outside
+        if not any(path.startswith(outer + "/") and not any(Path(outer).resolve() in home.parents for home in own) for outer in chosen):
             chosen.append(path)
     return chosen
+
+
+@functools.cache
+def _hidden() -> list[str]:
+    """Home folders that lie in what is shown, such as /usr/local/somebody: empty folders stand in their places."""
+    shown = [(path, Path(path).resolve(), home) for path in _binds() for home in _homes()]
+    found = {os.path.join(path, home.relative_to(real)) for path, real, home in shown if real in home.parents}
+    return sorted(path for path in found if os.path.isdir(path))
+
+
+def _homes() -> set[Path]:
+    return {Path(home).resolve() for home in (os.path.expanduser("~"), _account_home())}
 
 
 def _account_home() -> str:
