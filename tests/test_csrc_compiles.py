@@ -87,18 +87,28 @@ def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(
     assert not list(tmp_path.rglob("complete"))
 
 
-def test_a_finished_build_is_loaded_and_not_made_again(cuda_machine, monkeypatch, tmp_path):
+def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(cuda_machine, monkeypatch, tmp_path):
     built, loaded = [], []
+
+    def build(name, folder, architectures):
+        built.append((folder / "lock").exists() or (folder / f"{name}.so").exists())
+        (folder / f"{name}.so").write_bytes(b"a library")
+
     monkeypatch.setattr(extension, "_check_compiler", lambda: None)
-    monkeypatch.setattr(extension, "_build", lambda name, folder, _: built.append((folder / "lock").exists()))
+    monkeypatch.setattr(extension, "_build", build)
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     folder = tmp_path / extension.OURS / extension._library_name("9.0")
     folder.mkdir(parents=True)
     (folder / "lock").touch()  # what a killed build leaves, for which torch would wait for ever
     assert extension.load_extension(cuda_machine.append)
+    library = folder / f"{folder.name}.so"
     monkeypatch.setattr(extension, "_tried", False)
     assert extension.load_extension(cuda_machine.append)
-    assert built == [False] and loaded == [str(folder / f"{folder.name}.so")] and len(cuda_machine) == 1
+    assert built == [False] and loaded == [str(library)] and len(cuda_machine) == 1
+    library.write_bytes(b"a lib")
+    monkeypatch.setattr(extension, "_tried", False)
+    assert extension.load_extension(cuda_machine.append)
+    assert built == [False, False] and library.read_bytes() == b"a library" and len(loaded) == 1
 
 
 @pytest.mark.parametrize("given, chosen", [("", "9.0"), ("9.0a", "9.0a"), ("8.0 9.0", "8.0;9.0"), ("7.5;8.0+PTX", "7.5;8.0+PTX"),

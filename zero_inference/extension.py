@@ -79,13 +79,16 @@ def _load(say: Callable[[str], None]) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
         with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
             (folder / "lock").unlink(missing_ok=True)
-            if not (folder / "complete").exists():
+            library, mark = folder / f"{name}.so", folder / "complete"
+            if mark.exists() and library.exists() and mark.read_text() == _digest(library):
+                torch.ops.load_library(str(library))
+            else:  # also a file that lost its end, which would end the process when it is loaded
+                mark.unlink(missing_ok=True)
+                library.unlink(missing_ok=True)  # or ninja would find nothing to do
                 _check_compiler()
                 say("compiling the CUDA kernels (once on this machine, about a minute) ...")
                 _build(name, folder, architectures)
-                (folder / "complete").touch()
-            else:
-                torch.ops.load_library(str(folder / f"{name}.so"))
+                mark.write_text(_digest(library))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
         reason = _in_one_line(error)
         say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
@@ -181,6 +184,10 @@ def _library_name(architectures: str) -> str:
     for part in (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES):
         digest.update(f"{part}\0".encode())
     return f"zero_inference_{digest.hexdigest()[:16]}"
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def trial_mark(*parts: str) -> Path:
