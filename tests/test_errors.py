@@ -15,6 +15,7 @@ from conftest import ROOT, free_port, too_few_gpus, without_gpus
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
+from zero_inference.models.prompts import read_prompts
 from zero_inference.run import _refuse_shared_files
 from zero_inference.run_log import RunLog
 
@@ -243,13 +244,26 @@ def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content, words", [
     ("{", "not JSON"), ("[]", "object"), ('{"zero_optimization": {"stage": 2}}', "stage 3"),
-    ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "DeepSpeed refuses"),
+    ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "a number is needed"),
+    ('{"zero_optimization": {"stage3_param_persistence_threshold": "1"}}', "a number is needed"),
+    ('{"zero_optimization": {"unheard_of": 1}}', "DeepSpeed refuses"),
     ('{"zero_optimization": {"offload_param": {"nvme_path": "/data"}}}', "--offload-dir"),
-    ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "DeepSpeed refuses"),
+    ('{"fp16": {"enabled": true}}', "--dtype"), ('{"bf16": {"enabled": "auto"}}', "--dtype"),
+    pytest.param("[" * 100_000, "not JSON", id="deep"), ('{"optimizer": {"type": "Adam"}}', "nothing is trained"),
 ])
 def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
     (tmp_path / "ds.json").write_text(content)
     assert words in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
+
+
+def test_a_ds_config_that_is_no_file_is_not_waited_for(refused, checkpoints, tmp_path):
+    os.mkfifo(tmp_path / "ds.json")
+    assert "no regular file" in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
+
+
+def test_a_prompt_ends_with_its_line(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("\ufeffone\u2028more\r\n\n two\fmore \nthree".encode())
+    assert read_prompts(str(tmp_path / "prompts.txt"), 3) == ["one\u2028more", "two\fmore", "three"]
 
 
 def test_a_good_ds_config_has_the_last_word(checkpoints, tmp_path):
