@@ -109,9 +109,10 @@ def build_ds_config(config: RunConfig, dtype: torch.dtype, sizes: LayerSizes, wo
     merged = _merge(generated, read_ds_config(config.ds_config))
     for block in ("fp16", "bf16"):
         if merged[block].get("enabled") is not generated[block]["enabled"]:
-            raise UsageError(f"--ds-config {config.ds_config}: {block}.enabled is {merged[block].get('enabled')!r}, and the run is in "
-                             f"{str(dtype).removeprefix('torch.')}: take it out and use --dtype.")
-    for made, found in ((zero, merged["zero_optimization"]), (zero.get("offload_param", {}), merged["zero_optimization"].get("offload_param", {}))):
+            raise UsageError(f"--ds-config {config.ds_config}: {block}.enabled is {merged[block].get('enabled')!r}, and the run is "
+                             f"in {str(dtype).removeprefix('torch.')}: take it out and use --dtype.")
+    both = zero, merged["zero_optimization"]
+    for made, found in (both, [part.get("offload_param", {}) for part in both]):
         for key, value in made.items():  # DeepSpeed reads "5" as 5, and what is planned with it here would not
             if type(value) is int and type(found[key]) not in (int, float):
                 raise UsageError(f"--ds-config {config.ds_config}: {key} is {found[key]!r}; a number is needed.")
