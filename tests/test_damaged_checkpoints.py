@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or say what is not so: refused in one line, or read as what they are; never garbage with status ok."""
+"""Checkpoints that are damaged, or say what is not so: refused in one line, or read as what they are; never garbage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def run(folder, tmp_path, capfd):
     """run(*options) -> exit code, stderr, and the hash of the ids of a run of `folder`."""
 
     def start(*options):
-        code = main([str(word) for word in ("run_model.py", "--model", folder, *SHAPE, "--log-file", tmp_path / "run.log", *options)])
+        command = ["run_model.py", "--model", folder, *SHAPE, "--log-file", tmp_path / "run.log", *options]
+        code = main([str(word) for word in command])
         error = capfd.readouterr().err
         assert "Traceback" not in error and sum(line.startswith("error: ") for line in error.splitlines()) == (code != 0), error
         records = read_records(tmp_path / "run.jsonl") if (tmp_path / "run.jsonl").exists() else []
@@ -62,8 +63,8 @@ def as_bin(folder: Path, state, **options) -> None:
     torch.save(state, folder / "pytorch_model.bin", **options)
 
 
-@pytest.mark.parametrize("text", [b"{}", b"[1]", b'{"weight_map": "x"}', b'{"weight_map": {"a": ["x"]}}', b'{"weight_map": {"a": 3}}', b"{",
-                                  b"[" * 100_000, b"\xff\xfe\x80", b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),
+@pytest.mark.parametrize("text", [b"{}", b"[1]", b'{"weight_map": "x"}', b'{"weight_map": {"a": ["x"]}}',
+                                  b'{"weight_map": {"a": 3}}', b"{", b"[" * 100_000, b"\xff\xfe\x80", b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),
                                   b'{"weight_map": {"a": "../model/x"}}', b'{"weight_map": {"a": "/x"}}'],
                          ids=["empty", "list", "text", "lists", "numbers", "cut", "deep", "bytes", "long", "up", "absolute"])
 def test_a_damaged_index_is_called_one(run, folder, text):
@@ -147,8 +148,10 @@ def test_layers_that_the_config_does_not_count_are_told(run, folder, caplog):
     assert run()[0] == 0 and "warning: " in caplog.text and "no place for model.layers.2." in caplog.text
 
 
-@pytest.mark.parametrize("changes, word", [({"num_labels": 10**9}, "num_labels"), ({"model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
-                                           ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers")], ids=["labels", "layers", "nested"])
+@pytest.mark.parametrize("changes, word", [({"num_labels": 10**9}, "num_labels"),
+                                           ({"model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+                                           ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers")],
+                         ids=["labels", "layers", "nested"])
 def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, changes, word):
     """They took all of the memory."""
     change_config(folder, **changes)

@@ -15,6 +15,7 @@ from conftest import ROOT, free_port, too_few_gpus, without_gpus
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
+from zero_inference.models.prompts import read_prompts
 from zero_inference.run_log import RunLog, refuse_shared_files
 
 SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
@@ -81,10 +82,11 @@ def test_a_trace_replaces_regular_files_alone(refused, made, tmp_path):
     assert os.lstat(tmp_path / "trace.json") == before
 
 
-@pytest.mark.parametrize("same", ["run.log", "run.jsonl", "link"])
+@pytest.mark.parametrize("same", ["run.log", "run.jsonl", "link", "hard link"])
 def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
     (tmp_path / "run.jsonl").write_text("kept\n")
     (tmp_path / "link").symlink_to(tmp_path / "run.jsonl")
+    (tmp_path / "hard link").hardlink_to(tmp_path / "run.jsonl")
     message = refused("--model", "opt-125m", "--dummy", "--log-file", tmp_path / "run.log", "--trace", tmp_path / same)
     assert f"--trace {tmp_path / same} is the file of" in message
     assert (tmp_path / "run.jsonl").read_text() == "kept\n"
@@ -261,13 +263,26 @@ def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content, words", [
     ("{", "not JSON"), ("[]", "object"), ('{"zero_optimization": {"stage": 2}}', "stage 3"),
-    ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "DeepSpeed refuses"),
+    ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "a number is needed"),
+    ('{"zero_optimization": {"stage3_param_persistence_threshold": "1"}}', "a number is needed"),
+    ('{"zero_optimization": {"unheard_of": 1}}', "DeepSpeed refuses"),
     ('{"zero_optimization": {"offload_param": {"nvme_path": "/data"}}}', "--offload-dir"),
-    ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "DeepSpeed refuses"),
+    ('{"fp16": {"enabled": true}}', "--dtype"), ('{"bf16": {"enabled": "auto"}}', "--dtype"),
+    pytest.param("[" * 100_000, "not JSON", id="deep"), ('{"optimizer": {"type": "Adam"}}', "nothing is trained"),
 ])
 def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
     (tmp_path / "ds.json").write_text(content)
     assert words in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
+
+
+def test_a_ds_config_that_is_no_file_is_not_waited_for(refused, checkpoints, tmp_path):
+    os.mkfifo(tmp_path / "ds.json")
+    assert "no regular file" in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
+
+
+def test_a_prompt_ends_with_its_line(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("\ufeffone\u2028more\r\n\n two\fmore \nthree".encode())
+    assert read_prompts(str(tmp_path / "prompts.txt"), 3) == ["one\u2028more", "two\fmore", "three"]
 
 
 def test_a_good_ds_config_has_the_last_word(checkpoints, tmp_path):

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have alike: ranks that do different things wait for each other, or mix two models into one result."""
+"""What all ranks of a run must have alike: ranks that differ wait for each other, or mix two models into one result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from zero_inference.models.files import checkpoint_files
 from zero_inference.models.spec import ModelSpec
 
 # Names of files, which each node may have elsewhere; what is in them is compared where it matters. `verbose` is of one rank alone.
-OF_A_RANK = ("model", "prompts", "offload_dir", "ds_config", "quality_data", "quality_items", "trace", "log_file", "log_dir", "verbose")
+OF_A_RANK = ("model", "prompts", "offload_dir", "ds_config", "quality_data", "quality_items", "trace", "log_file", "log_dir",
+             "verbose")
 SAMPLE_BYTES = 1 << 16
 
 
@@ -50,8 +51,8 @@ def _refuse_differences(ranks: Ranks, describe) -> None:
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other.get(name) != value:
-                raise UsageError(f"rank 0 has {name} {value!s:.60} and rank {rank} has {other.get(name)!s:.60}: the ranks of a run must "
-                                 "have the same options, model, prompts and versions.")
+                raise UsageError(f"rank 0 has {name} {value!s:.60} and rank {rank} has {other.get(name)!s:.60}: the ranks of a run "
+                                 "must have the same options, model, prompts and versions.")
 
 
 def _sample(path: Path) -> list:

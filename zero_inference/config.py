@@ -200,7 +200,8 @@ class RunConfig:
             if name == "offload_dir":
                 path = os.path.expanduser(path) if self.disk_offload else None
             if path and path.startswith("~") and name != "model":  # a folder called ~ is one that people remove with their home
-                raise UsageError(f"{_flag(name)} {path}: which home folder ~ stands for is not known here; write it out, or ./{path}.")
+                raise UsageError(f"{_flag(name)} {path}: which home folder ~ stands for is not known here; write it out, "
+                                 f"or ./{path}.")
 
     def _validate_choices(self) -> None:
         for name, allowed in (("engine", ENGINES), ("dtype", DTYPES), ("norm_kernels", NORM_KERNELS),

@@ -21,7 +21,8 @@ class FirstLogits:
     def __init__(self, model: Any):
         self.model = model
         self.finite: list[torch.Tensor] = []  # one bool a forward
-        self.hook = model.register_forward_hook(lambda module, args, output: self.finite.append(torch.isfinite(output.logits).all()))
+        self.hook = model.register_forward_hook(
+            lambda module, args, output: self.finite.append(torch.isfinite(output.logits).all()))
 
     def require_finite(self, dtype: torch.dtype, ranks: Ranks, again: Callable[[int], Any]) -> None:
         """To be called behind each generation by all ranks alike; acts once.
@@ -46,7 +47,7 @@ class FirstLogits:
 
 
 def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
-    """Where the first value that is not finite in the last forward of `again` comes from, in words: the earliest place of all ranks."""
+    """Where the first value that is not finite in the last forward of `again` comes from: the earliest place of all ranks."""
     try:
         prefix, layers = decoder_layers(model)
     except UsageError:  # a model without a list of them

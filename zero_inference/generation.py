@@ -96,7 +96,8 @@ def measure(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, loops: int, wa
 
     def one(label: str) -> tuple[Loop, torch.Tensor]:
         found = _one_loop(loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}"))
-        logits.require_finite(loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None))
+        logits.require_finite(loaded.dtype, ranks,
+                              lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None))
         return found
 
     for number in range(warmup):

@@ -96,17 +96,26 @@ def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None) ->
     Args:
         model: the checkpoint's folder; None without one.
     """
-    taken: dict[str, str] = {}
+    taken: dict[Any, str] = {}
     for option, path in (("--prompts", config.prompts), ("--ds-config", config.ds_config), ("--model", model)):
         for file in _files_in(path) if path else ():
             if file.suffix not in (".log", ".jsonl"):  # logs may lie with the checkpoint
-                taken[os.path.realpath(file)] = f"is read for {option}"
+                taken[_identity(file)] = f"is read for {option}"
     for option, path in (("the log", files.log), ("the record", files.record), ("--trace", config.trace),
                          ("--quality-items", config.quality_items)):
         if path:
-            if (what := taken.get(os.path.realpath(path))) is not None:
+            if (what := taken.get(_identity(path))) is not None:
                 raise UsageError(f"{option} {path} {what}; choose another name.")
-            taken[os.path.realpath(path)] = f"is the file of {option} too"
+            taken[_identity(path)] = f"is the file of {option} too"
+
+
+def _identity(path: str | Path) -> Any:
+    """Equal for two names of one file, hard links too."""
+    try:
+        found = os.stat(path)
+    except OSError:  # not there yet
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
 
 
 def _files_in(path: str | Path) -> list[Path]:

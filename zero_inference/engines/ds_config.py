@@ -8,6 +8,7 @@ than one MLP weight, which then is never prefetched.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def build_ds_config(config: RunConfig, dtype: torch.dtype, sizes: LayerSizes, wo
         generated["weight_quantization"] = {"quantized_initialization": {
             "num_bits": config.quant_bits, "group_size": config.quant_group_size, "group_dim": 1, "symmetric": False}}
     merged = _merge(generated, read_ds_config(config.ds_config))
+    for block in ("fp16", "bf16"):
+        if merged[block].get("enabled") is not generated[block]["enabled"]:
+            raise UsageError(f"--ds-config {config.ds_config}: {block}.enabled is {merged[block].get('enabled')!r}, and the run is "
+                             f"in {str(dtype).removeprefix('torch.')}: take it out and use --dtype.")
+    both = zero, merged["zero_optimization"]
+    for made, found in (both, [part.get("offload_param", {}) for part in both]):
+        for key, value in made.items():  # DeepSpeed reads "5" as 5, and what is planned with it here would not
+            if type(value) is int and type(found[key]) not in (int, float):
+                raise UsageError(f"--ds-config {config.ds_config}: {key} is {found[key]!r}; a number is needed.")
     if merged["zero_optimization"].get("stage") != 3:
         raise UsageError(f"--ds-config {config.ds_config}: zero_optimization.stage is "
                          f"{merged['zero_optimization'].get('stage')}; weights are only offloaded at stage 3.")
@@ -120,11 +130,13 @@ def read_ds_config(path: str | None) -> dict:
     """
     if path is None:
         return {}
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a FIFO waits for ever
+        raise UsageError(f"--ds-config {path}: no regular file; name one that holds a JSON object.")
     try:
         loaded = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--ds-config {path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--ds-config {path}: not JSON ({error}).") from error
     if not isinstance(loaded, dict):
         raise UsageError(f"--ds-config {path}: holds a {type(loaded).__name__}; a JSON object is needed.")
@@ -134,6 +146,9 @@ def read_ds_config(path: str | None) -> dict:
             part = part.get(key, {})
             if not isinstance(part, dict):
                 raise UsageError(f"--ds-config {path}: {block} holds a {type(part).__name__}; a JSON object is needed.")
+    for block in ("optimizer", "scheduler"):  # DeepSpeed would compile and build one
+        if block in loaded:
+            raise UsageError(f"--ds-config {path}: {block} is for training, and nothing is trained here; take it out.")
     if "weight_quantization" in loaded:
         raise UsageError(f"--ds-config {path}: weight_quantization is set by --quant-bits and --quant-group-size; take it out.")
     for key, option in (("device", "--cpu-offload or --disk-offload"), ("nvme_path", "--offload-dir")):  # it empties nvme_path

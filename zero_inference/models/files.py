@@ -16,7 +16,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_conf
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The weight files of a checkpoint folder: safetensors where there are any, else PyTorch's; as in transformers, one file before many.
+    """The weight files of a checkpoint folder: safetensors where there are any, else PyTorch's; one file before many.
 
     Raises:
         RunError: there are none, or the index is damaged or names one that is not there.

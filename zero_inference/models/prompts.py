@@ -77,7 +77,8 @@ def read_prompts(path: str | None, batch_size: int) -> list[str]:
     if path is None:
         return [TEXT[-1 - i % len(TEXT)] for i in range(batch_size)]
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        # not splitlines, which also ends a line at characters that stand inside of prompts: form feeds, U+2028
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {path}: cannot be read as UTF-8 text ({error}).") from error
     if len(lines) < batch_size:

@@ -36,8 +36,8 @@ class Shards:
             with ExitStack() as files:
                 for key in _open(path, files):
                     if key in self.where and places.get(key) not in (path, self.where[key]):
-                        raise RunError(f"{self.folder}: {key} is in {self.where[key].name} and in {path.name}, and no index says which "
-                                       "is meant; fetch the checkpoint again.")
+                        raise RunError(f"{self.folder}: {key} is in {self.where[key].name} and in {path.name}, and no index says "
+                                       "which is meant; fetch the checkpoint again.")
                     if key not in self.where or places[key] == path:
                         self.where[key] = path
 

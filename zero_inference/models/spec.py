@@ -161,7 +161,8 @@ def load_tokenizer(spec: ModelSpec):
 def _load_config(folder: Path, config: RunConfig):
     from transformers import AutoConfig
 
-    _check_sizes(config.model, _raw_parts(folder / "config.json"), {name: (-math.inf, most) for name, (_, most) in (SIZES | BUILT_FIRST).items()})
+    most = {name: (-math.inf, bound) for name, (_, bound) in (SIZES | BUILT_FIRST).items()}
+    _check_sizes(config.model, _raw_parts(folder / "config.json"), most)
     try:
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         sizes = loaded.get_text_config(decoder=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from zero_inference.replace import replacing
 
 DEFAULT_KS = (1, 10, 100)
 LONGEST_WINDOW = 1024
+LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def _perplexity(task: str, items: list[dict], lm, device, ranks: Ranks, settings
     nll = -sum(values) / tokens
     spread = sum((-value - nll * count) ** 2 for value, count in zip(values, counts))
     nll_stderr = math.sqrt(spread * m / (m - 1)) / tokens if m > 1 else None
-    perplexity = math.exp(nll)
+    perplexity = math.exp(nll) if nll < LARGEST_EXPONENT else math.inf  # null in the record, which has nll_per_token
     scores = {"perplexity": perplexity, "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
               "nll_per_token": nll, "nll_stderr": nll_stderr, "tokens": tokens, "windows": m, "documents": len(items),
               "window": window, "stride": stride}
