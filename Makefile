@@ -32,7 +32,7 @@ demo: $(STAMP)
 	@$(IN_VENV) $(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 --log_level error run_model.py --model smollm2-135m \
 		--cpu-offload --prompt-len 64 --gen-len 32 --batch-size 2
 
-# The tests start real runs in processes of their own: two at a time, one thread each.
+# The tests start real runs in processes of their own and often wait: three files at a time, one thread each.
 test: $(STAMP)
-	@echo "test: pytest, two files at a time"
-	@$(IN_VENV) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	@echo "test: pytest, three files at a time"
+	@$(IN_VENV) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
