@@ -75,10 +75,12 @@ def ways(feeder, model, device):
         return prepare
 
     def on_the_callers():
+        own = feeder.compute.stream
         feeder.compute.close()
 
         def undo():
             feeder.compute = ComputeStream(model, feeder.timeline.streams)
+            feeder.compute.stream = own  # and not the next one of torch's pool
 
         return undo
 

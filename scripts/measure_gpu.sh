@@ -68,7 +68,7 @@ for name in "${order[@]}"; do
   if [[ -n ${runs[$name]:-} ]]; then
     # the options come last, so that a case may lower the loops
     read -ra words <<<"${LAUNCH:-python3} run_model.py --dummy --gen-len 17 --loops 3 --warmup 1 --log-file RESULTS/$name.log ${runs[$name]} ${EXTRA:-}"
-    timeout "${CASE_S:-600}" "${words[@]//RESULTS/$results}" || { echo "$name failed ($?)" >&2; failed=1; }
+    timeout "${CASE_S:-600}" "${words[@]//RESULTS/"$results"}" || { echo "$name failed ($?)" >&2; failed=1; }
   elif [[ -n ${commands[$name]:-} ]]; then
     extension=txt
     [[ ${commands[$name]} == *"--format csv"* ]] && extension=csv
@@ -76,7 +76,7 @@ for name in "${order[@]}"; do
     declare -F "${commands[$name]}" >/dev/null && start=
     read -ra words <<<"$start ${commands[$name]}"
     # what an earlier start measured stays until there is something new
-    if "${words[@]//RESULTS/$results}" >"$results/$name.part"; then
+    if "${words[@]//RESULTS/"$results"}" >"$results/$name.part"; then
       mv "$results/$name.part" "$results/$name.$extension" && cat "$results/$name.$extension"
     else
       echo "$name failed ($?); what it printed is in $results/$name.part" >&2

@@ -17,7 +17,7 @@ BAD = {"a list": b"[1]", "no map": b"{}", "a map of another kind": b'{"weight_ma
 @pytest.mark.parametrize("name", BAD)
 def test_a_damaged_index_is_named(name, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_bytes(BAD[name])
-    with pytest.raises(RunError, match="model.safetensors.index.json: (damaged, or no index|names .*, which is no file of its folder)"):
+    with pytest.raises(RunError, match="model.safetensors.index.json: (damaged, or no index|names .*, which is not a file in its folder)"):
         checkpoint_files(tmp_path)
 
 
@@ -25,5 +25,5 @@ def test_a_damaged_index_is_named(name, tmp_path):
 def test_an_index_leads_to_its_own_folder_alone(name, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name, "b": "there"}}))
     (tmp_path / "there").touch()
-    with pytest.raises(RunError, match=f"names '{name}', which is no file of its folder"):
+    with pytest.raises(RunError, match=f"names '{name}', which is not a file in its folder"):
         checkpoint_files(tmp_path)

@@ -78,7 +78,7 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(run, folder):
     outside = shutil.copytree(folder, folder.parent / "other")
     (folder / INDEX).write_text(json.dumps({"weight_map": {key: str(outside / name) for key, name in index["weight_map"].items()}}))
     code, error, _ = run()
-    assert code == 1 and "which is no file of its folder" in error
+    assert code == 1 and "which is not a file in its folder" in error
 
 
 def test_of_two_tensors_of_one_name_the_indexed_one_is_read(run, folder, expected):
@@ -123,9 +123,9 @@ def test_whole_numbers_are_no_weights(run, folder, key):
     assert code == 1 and key in error and "--quant-bits" in error
 
 
-@pytest.mark.parametrize("make, word", [(lambda state: [1], "damaged"), (lambda state: state | {"epoch": 3}, "epoch is no tensor"),
-                                        (lambda state: {"state_dict": state}, "state_dict is no tensor"),
-                                        (lambda state: {1: torch.zeros(2)}, "1 is no tensor")], ids=["list", "epoch", "nested", "number"])
+@pytest.mark.parametrize("make, word", [(lambda state: [1], "damaged"), (lambda state: state | {"epoch": 3}, "epoch is not a named tensor"),
+                                        (lambda state: {"state_dict": state}, "state_dict is not a named tensor"),
+                                        (lambda state: {1: torch.zeros(2)}, "1 is not a named tensor")], ids=["list", "epoch", "nested", "number"])
 def test_a_bin_file_that_holds_something_else(run, folder, make, word):
     as_bin(folder, make(all_tensors(folder)))
     code, error, _ = run()

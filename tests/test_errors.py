@@ -95,12 +95,16 @@ def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
 def test_nor_are_the_items_of_quality_the_traces(tmp_path):
     one = str(tmp_path / "one.json")
     with pytest.raises(UsageError, match="--quality-items .* is the file of --trace too"):
-        refuse_shared_files(RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}), None)
+        refuse_shared_files(RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}), None, [])
+    with pytest.raises(UsageError, match="the log .* is read for --prompts"):
+        refuse_shared_files(RunConfig(model="m", prompts=str(tmp_path / "p.log")), RunLog.at(tmp_path / "p.log", {}), None, [])
+    with pytest.raises(UsageError, match="the record .* is read for --quality-data"):
+        refuse_shared_files(RunConfig(model="m"), RunLog.at(tmp_path / "mmlu.log", {}), None, [tmp_path / "mmlu.jsonl"])
 
 
 @pytest.mark.parametrize("option, name", [("--trace", "config.json"), ("--trace", "new/../model-00001-of-00004.safetensors"),
                                           ("--log-file", "config.json"), ("--trace", "link"), ("--log-file", "ds.json"),
-                                          ("--trace", "mine.jsonl"), ("--trace", "mine.txt")])
+                                          ("--trace", "mine.jsonl"), ("--trace", "mine.txt"), ("--trace", "prompts.jsonl")])
 def test_what_a_run_reads_or_others_measured_is_never_written_over(refused, tmp_path, checkpoints, option, name):
     """It was: a trace took the place of the weights, and of another run's record."""
     folder = tmp_path / "model"
@@ -110,8 +114,10 @@ def test_what_a_run_reads_or_others_measured_is_never_written_over(refused, tmp_
     (folder / "ds.json").write_text("{}")
     (folder / "mine.jsonl").write_text('{"schema_version": 1, "status": "ok"}\n')
     (folder / "mine.txt").write_text("model size: 1.000 GB\n")
+    (folder / name).touch()
     before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    config = ["--ds-config", folder / "ds.json"] if name == "ds.json" else ["--engine", "resident"]
+    config = {"ds.json": ["--ds-config", folder / name],
+              "prompts.jsonl": ["--prompts", folder / name]}.get(name, ["--engine", "resident"])
     message = refused("--model", folder, *config, option, folder / name)
     assert f"{name} {'is read for' if 'mine' not in name else 'cannot be written (it holds what runs have measured)'}" in message
     assert {file: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
@@ -277,7 +283,7 @@ def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
 
 def test_a_ds_config_that_is_no_file_is_not_waited_for(refused, checkpoints, tmp_path):
     os.mkfifo(tmp_path / "ds.json")
-    assert "no regular file" in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
+    assert "not a regular file" in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
 
 
 def test_a_prompt_ends_with_its_line(tmp_path):

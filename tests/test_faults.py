@@ -121,12 +121,21 @@ def stop_all(number: int) -> Callable[[Run], None]:
     return lambda run: os.killpg(run.processes[0].pid, number)
 
 
+def remove(name: str) -> Callable[[Run], None]:
+    return lambda run: shutil.rmtree(run.folder / name)
+
+
 def lock(name: str) -> Callable[[Run], None]:
     def hold(run: Run) -> None:
         run.held.append(open(run.folder / name, "ab"))
         fcntl.flock(run.held[-1], fcntl.LOCK_EX)
 
     return hold
+
+
+def folder(name: str) -> Callable[[Run], None]:
+    """Made before the run starts."""
+    return lambda run: (run.folder / name).mkdir()
 
 
 def full(name: str) -> Callable[[Run], None]:
@@ -182,6 +191,8 @@ FAULTS = (
     Fault("disk full at the record", "python", at_once, nothing, 1, "record was not written", None, True, full("run.jsonl"), SHORT),
     Fault("log locked for ever", "python", measuring, lock("run.log"), 1, "log was not written", "ok", True,
           options=("--loops", "40", "--gen-len", "100")),
+    Fault("folder of the trace removed", "torchrun", measuring, remove("traces"), 1, "trace was not written", "ok", True, folder("traces"),
+          ("--engine", "deepspeed", "--cpu-offload", "--loops", "20", "--gen-len", "40", "--trace", "{folder}/traces/trace.json")),
     Fault("reader of stdout leaves", "python", at_once, nothing, 141, "", "ok", options=SHORT,
           shell="{command} | true; exit ${{PIPESTATUS[0]}}"),
     Fault("stdout closed", "python", at_once, nothing, 0, "", "ok", options=SHORT, shell="exec {command} >&-"),
@@ -244,7 +255,7 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
 
 def start(run: Run, fault: Fault, model: Path) -> None:
     options = ["--model", str(model), "--engine", "stream", "--dtype", "float32", "--prompt-len", "8", "--log-file", str(run.log),
-               *fault.options]
+               *(option.format(folder=run.folder) for option in fault.options)]
     environment = without_gpus() if too_few_gpus(2) else {**os.environ}
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment["PATH"]
     if "--disk-offload" in options:

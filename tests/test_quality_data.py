@@ -201,7 +201,6 @@ REFUSED_BEHIND_LM_EVAL = [  # found only where lm-eval is installed, which is as
      "must be a number above 0"),
     (["--quality", "mmlu", "--quality-data", "PIPE"], "neither a file nor a folder"),
     (["--quality", "mmlu", "--quality-data", "a" * 5000], "no such file or folder"),
-    (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "FILE"], "the questions are read from it"),
     (["--quality", "mmlu", "--quality-data", "DATA", "--quality-limit", "0"], "--quality-limit 0"),
     (["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"],
      "would be left out"),

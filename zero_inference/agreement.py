@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
+from zero_inference.config import PATHS, RunConfig
 from zero_inference.distributed import Ranks
 from zero_inference.engines.ds_config import read_ds_config
 from zero_inference.environment import package_versions

@@ -80,7 +80,7 @@ def _load(say: Callable[[str], None]) -> str | None:
         with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
             (folder / "lock").unlink(missing_ok=True)
             library, mark = folder / f"{name}.so", folder / "complete"
-            if mark.exists() and library.exists() and mark.read_text() == _digest(library):
+            if mark.exists() and library.exists() and mark.read_bytes() == _digest(library):
                 torch.ops.load_library(str(library))
             else:  # also a file that lost its end, which would end the process when it is loaded
                 mark.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def _load(say: Callable[[str], None]) -> str | None:
                 _check_compiler()
                 say("compiling the CUDA kernels (once on this machine, about a minute) ...")
                 _build(name, folder, architectures)
-                mark.write_text(_digest(library))
+                mark.write_bytes(_digest(library))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
         reason = _in_one_line(error)
         say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
@@ -186,8 +186,8 @@ def _library_name(architectures: str) -> str:
     return f"zero_inference_{digest.hexdigest()[:16]}"
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _digest(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).hexdigest().encode()
 
 
 def trial_mark(*parts: str) -> Path:

@@ -15,7 +15,8 @@ MOST_S = 900.0  # DeepSpeed's slowest module takes about three minutes to compil
 
 @contextlib.contextmanager
 def held_lock(path: Path, most_s: float = MOST_S) -> Iterator[int]:
-    """Hold an exclusive lock on the file `path`, which is made if need be; gives its descriptor. It ends with its last holder.
+    """Hold an exclusive lock on the file `path`, which is made if need be; gives its descriptor. The lock
+    is released when the last process that has the descriptor ends.
 
     Raises OSError where the file cannot be opened, and TimeoutError, which is one, where another process, perhaps a stopped one,
     has kept the lock for `most_s` seconds.

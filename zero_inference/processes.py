@@ -64,8 +64,9 @@ _LEAD = "from zero_inference.processes import lead; lead(sys.argv[1:])"
 
 def lead(command: Sequence[str]) -> NoReturn:
     """Run `command` in a process group of its own and end as it does, but end the group where stdin ends, and at once on SIGTERM."""
+    process: subprocess.Popen | None = None
+    signal.signal(signal.SIGTERM, lambda *_: process is not None and _send(process, signal.SIGKILL))
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    signal.signal(signal.SIGTERM, lambda *_: _send(process, signal.SIGKILL))
 
     def end_with_parent() -> None:
         sys.stdin.read()
@@ -75,7 +76,8 @@ def lead(command: Sequence[str]) -> NoReturn:
     code = process.wait()
     _end_group(process)
     if code < 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)  # the thread may be reading
 

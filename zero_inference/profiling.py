@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.models.layers import decoder_layers
+from zero_inference.replace import replacing
 
 TRACED_TOKENS = 4
 
@@ -26,7 +27,7 @@ def trace_generation(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_
                      path: Path | None) -> dict[str, float] | None:
     """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
 
-    Every rank has to call it; `path` None traces without writing. Returns `link_use_in` of the trace, or None without a path.
+    Every rank has to call it, and generates also where the trace cannot be written; `path` None traces without writing. Returns `link_use_in` of the trace, or None without a path.
 
     Raises OSError where the trace cannot be written.
     """
@@ -42,11 +43,12 @@ def trace_generation(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_
             torch.cuda.synchronize(loaded.device)
     if path is None:
         return None
-    profiler.export_chrome_trace(str(path))
-    try:
-        return link_use_in(json.loads(path.read_text())["traceEvents"])
-    except ValueError as error:  # Kineto does not say that the disk is full
-        raise OSError(errno.EIO, "it is not whole; is the disk full?", str(path)) from error
+    with replacing(path) as part:
+        profiler.export_chrome_trace(str(part))
+        try:
+            return link_use_in(json.loads(part.read_text())["traceEvents"])
+        except ValueError as error:  # Kineto does not say that the disk is full
+            raise OSError(errno.EIO, "it is not whole; is the disk full?", str(path)) from error
 
 
 def link_use_in(events: list[dict]) -> dict[str, float] | None:

@@ -68,7 +68,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         _print_plan(config, spec, ranks)
         return
     files = RunLog.at(_log_path(config, ranks), _asked(config, spec, ranks, argv))
-    refuse_shared_files(config, files, spec.snapshot.folder if spec.snapshot else spec.folder)
+    refuse_shared_files(config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config))
     files.check()
 
     def record_failure(reason: str) -> str:
@@ -258,11 +258,12 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
 
 def _write_trace(config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache) -> dict[str, float] | None:
     """The last loop of an engine that watches itself; else a short generation more, under a profiler."""
-    with replacing(config.trace) if ranks.is_first else contextlib.nullcontext() as path:
-        if loaded.timeline is None:
-            return trace_generation(loaded, ids, config.gen_len, make_cache, path)
-        if path is not None:
-            loaded.timeline.write_chrome_trace(path)
+    path = Path(config.trace) if ranks.is_first else None
+    if loaded.timeline is None:
+        return trace_generation(loaded, ids, config.gen_len, make_cache, path)
+    if path is not None:
+        with replacing(path) as part:
+            loaded.timeline.write_chrome_trace(part)
     return None
 
 

@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
 from zero_inference.append import check_appendable
 from zero_inference.config import RunConfig
@@ -89,18 +89,18 @@ class RunLog:
         return list((values | {"peak_gpu_bytes": values["peak_gpu_bytes"] or 0}).values())
 
 
-def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None) -> None:
+def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None, questions: Iterable[str | Path]) -> None:
     """Raises UsageError where a file that the run writes is another one of it, or one that it reads: it would be replaced, or end in
     lines of a log.
 
     Args:
-        model: the checkpoint's folder; None without one.
+        model: the checkpoint's folder; None without one. Logs may lie there.
+        questions: the files that --quality-data stands for.
     """
-    taken: dict[Any, str] = {}
-    for option, path in (("--prompts", config.prompts), ("--ds-config", config.ds_config), ("--model", model)):
-        for file in _files_in(path) if path else ():
-            if file.suffix not in (".log", ".jsonl"):  # logs may lie with the checkpoint
-                taken[_identity(file)] = f"is read for {option}"
+    of_model = [file for file in model.iterdir() if file.suffix not in (".log", ".jsonl")] if model is not None else []
+    read = [("--prompts", config.prompts), ("--ds-config", config.ds_config), *(("--model", file) for file in of_model),
+            *(("--quality-data", file) for file in questions)]
+    taken = {_identity(path): f"is read for {option}" for option, path in read if path}
     for option, path in (("the log", files.log), ("the record", files.record), ("--trace", config.trace),
                          ("--quality-items", config.quality_items)):
         if path:
@@ -116,9 +116,3 @@ def _identity(path: str | Path) -> Any:
     except OSError:  # not there yet
         return os.path.realpath(path)
     return found.st_dev, found.st_ino
-
-
-def _files_in(path: str | Path) -> list[Path]:
-    """The file itself, or a folder's."""
-    path = Path(path)
-    return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]

@@ -226,4 +226,4 @@ def check_output_file(option: str, path: str | os.PathLike) -> None:
     try:
         check_replaceable(path)
     except OSError as error:
-        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name another file, in a folder that exists.") from error
+        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name another file, in a folder that can be written.") from error

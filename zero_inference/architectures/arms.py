@@ -63,7 +63,8 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
     stems = [arm.file_stem for arm in arms]
     for arm in arms:
         if stems.count(arm.file_stem) > 1:
-            raise UsageError(f"two arms are called {arm.name}, or so nearly that their files would be: give them names of their own with --arm \"NAME=--model ...\".")
+            raise UsageError(f"two arms are called {arm.name}, or their names differ too little for separate files: name them with "
+                             "--arm \"NAME=--model ...\".")
     return arms
 
 

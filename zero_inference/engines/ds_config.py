@@ -113,7 +113,7 @@ def build_ds_config(config: RunConfig, dtype: torch.dtype, sizes: LayerSizes, wo
                              f"in {str(dtype).removeprefix('torch.')}: take it out and use --dtype.")
     both = zero, merged["zero_optimization"]
     for made, found in (both, [part.get("offload_param", {}) for part in both]):
-        for key, value in made.items():  # DeepSpeed reads "5" as 5, and what is planned with it here would not
+        for key, value in made.items():  # DeepSpeed reads "5" as 5; our plan computes with it
             if type(value) is int and type(found[key]) not in (int, float):
                 raise UsageError(f"--ds-config {config.ds_config}: {key} is {found[key]!r}; a number is needed.")
     if merged["zero_optimization"].get("stage") != 3:
@@ -131,7 +131,7 @@ def read_ds_config(path: str | None) -> dict:
     if path is None:
         return {}
     if os.path.exists(path) and not os.path.isfile(path):  # opening a FIFO waits for ever
-        raise UsageError(f"--ds-config {path}: no regular file; name one that holds a JSON object.")
+        raise UsageError(f"--ds-config {path}: not a regular file; name one that holds a JSON object.")
     try:
         loaded = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

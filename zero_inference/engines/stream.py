@@ -114,7 +114,7 @@ class LayerFeeder:
             self.hooks += [layer.register_forward_pre_hook(self._before(index)), layer.register_forward_hook(self._after(index))]
         if self.ring is not None:
             self.ring.prime()
-        self.compute = ComputeStream(model, streams)  # behind the first all-gather, which makes NCCL's stream
+        self.compute = ComputeStream(model, streams)
 
     def close(self) -> None:
         """Let go of the layers; the model cannot run any more."""

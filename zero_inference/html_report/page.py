@@ -40,7 +40,7 @@ def write_page(path: Path, source: str, records: list[dict[str, Any]], table: Ta
         with replacing(path) as file:
             file.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--html {path} cannot be written ({error.strerror}); name a file in a folder that exists.") from error
+        raise UsageError(f"--html {path} cannot be written ({error.strerror}); name a file in a folder that can be written.") from error
 
 
 def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str:

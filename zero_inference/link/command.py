@@ -89,7 +89,8 @@ def main(args: argparse.Namespace) -> int:
         raise
     finally:
         watch.stop(failed)
-        stop_process_group()
+        if not failed or ranks.world_size == 1:  # to part could mean to wait for a rank that is gone
+            stop_process_group()
     if not ranks.is_first:
         return 0
     if args.json:

@@ -61,7 +61,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in Path(name).parts
         if not inside or len(name.encode(errors="replace")) > LONGEST_NAME:
-            raise RunError(f"{index}: names {str(name)[:100]!r}, which is no file of its folder; fetch it again.")
+            raise RunError(f"{index}: names {str(name)[:100]!r}, which is not a file in its folder; fetch it again.")
     return found
 
 

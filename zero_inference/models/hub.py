@@ -55,7 +55,7 @@ class Snapshot:
         return self.folder
 
     def fetch_weights(self) -> Path:
-        """The folder, with one complete set of weights: what the index of the first kind in `WEIGHT_FILES` names."""
+        """The folder, with one complete set of weights: of the first kind in `WEIGHT_FILES`, in one file or as its index names them."""
         try:
             checkpoint_files(self.folder)
             return self.folder  # a commit does not change
@@ -72,12 +72,12 @@ class Snapshot:
 
     def _weight_names(self) -> list[str]:
         for single, index in WEIGHT_FILES:
-            self._fetch([index])
-            if (self.folder / index).is_file():
-                return shards(self.folder / index)
             self._fetch([single])
             if (self.folder / single).is_file():
                 return [single]
+            self._fetch([index])
+            if (self.folder / index).is_file():
+                return shards(self.folder / index)
         names = " or ".join(single for single, _ in WEIGHT_FILES)
         raise UsageError(f"--model {self.asked}: {self.name} has no {names} (nor their index) on the hub; {ANOTHER}.")
 

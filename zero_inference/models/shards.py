@@ -89,7 +89,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         # torch before 1.6 wrote another format, which cannot be mapped and is read as a whole
         state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         if other := [str(key) for key, value in state.items() if not (isinstance(key, str) and torch.is_tensor(value))]:
-            raise RunError(f"{path}: {few(other)} is no tensor with a name; give the model's state_dict, and nothing beside it.")
+            raise RunError(f"{path}: {few(other)} is not a named tensor; give the model's state_dict, and nothing beside it.")
         return {key: partial(state.get, key) for key in state}
     except RunError:
         raise

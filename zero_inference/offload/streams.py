@@ -86,9 +86,7 @@ class DeviceStreams:
 class ComputeStream:
     """Makes every call of a module compute on a stream of its own, in order with what the caller asked before and asks after.
 
-    CUDA maps streams to hardware queues in the order in which they are made. On two H200s that copy at once, copies lost 4% wherever
-    kernels ran on the default stream, and nothing beside kernels on a stream made after those of the copies (docs/performance.md).
-    So make this one last.
+    On two H200s that copy at once, copies were 4% slower wherever kernels ran on the default stream (docs/performance.md).
     """
 
     def __init__(self, module: nn.Module, streams: DeviceStreams):

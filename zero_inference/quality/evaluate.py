@@ -74,15 +74,15 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
     Raises:
         UsageError: see the message.
     """
-    files = {task: data_file(task, config.quality_data) for task in config.quality}
-    read = {os.path.realpath(path) for path in files.values()}
-    for option, path in (("--quality-items", config.quality_items), ("--trace", config.trace), ("--log-file", config.log_file)):
-        if path and os.path.realpath(path) in read:
-            raise UsageError(f"{option} {path}: the questions are read from it, and it would be written over; choose another.")
-    items = {task: load_items(task, path, config.quality_limit) for task, path in files.items()}
+    items = {task: load_items(task, path, config.quality_limit) for task, path in zip(config.quality, data_files(config))}
     if "humaneval" in items:
         check_isolation()
     return items
+
+
+def data_files(config: RunConfig) -> list[Path]:
+    """Where the items of each task of `config` are read from. Raises UsageError as `data_file`."""
+    return [data_file(task, config.quality_data) for task in config.quality]
 
 
 def check_lengths(config: RunConfig, positions: int | None) -> None:
