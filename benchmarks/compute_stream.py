@@ -9,7 +9,6 @@ for each way GB/s (1e9 bytes) of weights over all ranks in a decode step: the me
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -18,25 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> int:
-    from zero_inference.cli import add_run_arguments
-    from zero_inference.config import FIELD_NAMES, RunConfig
-
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    add_run_arguments(parser)
-    args = parser.parse_args()
-    config = RunConfig(**{name: getattr(args, name) for name in FIELD_NAMES}).validate()
-
+    from benchmarks.common.engine_run import loaded_by_options
     from zero_inference import generation
-    from zero_inference.distributed import detect_ranks, start_process_group, stop_process_group
-    from zero_inference.engines import stream
+    from zero_inference.distributed import stop_process_group
     from zero_inference.limits import LinkRate
     from zero_inference.models.prompts import random_ids
-    from zero_inference.models.spec import resolve_model
 
-    ranks = detect_ranks(args.local_rank)
-    spec = resolve_model(config, ranks.device.type)
-    start_process_group(ranks)
-    loaded = stream.load(config, spec, ranks)
+    config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
     feeder = loaded.close.__self__
     ids = random_ids(config.seed, config.batch_size // ranks.world_size, config.prompt_len, spec.text_config.vocab_size)
     step_bytes = ranks.world_size * sum(feeder.store.share_bytes(layer) for layer in feeder.ring.order)

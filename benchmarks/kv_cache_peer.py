@@ -8,7 +8,6 @@ generated ids agree.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,27 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> int:
-    from zero_inference.cli import add_run_arguments
-    from zero_inference.config import FIELD_NAMES, RunConfig
-
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_run_arguments(parser)
-    args = parser.parse_args()
-    config = RunConfig(**{name: getattr(args, name) for name in FIELD_NAMES}).validate()
-
     from transformers.cache_utils import DynamicCache
 
+    from benchmarks.common.engine_run import loaded_by_options
     from zero_inference import generation
-    from zero_inference.distributed import detect_ranks, start_process_group, stop_process_group
-    from zero_inference.engines import engine_module
+    from zero_inference.distributed import stop_process_group
     from zero_inference.models.prompts import random_ids
-    from zero_inference.models.spec import resolve_model
     from zero_inference.offload.host_cache import HostKVCache
 
-    ranks = detect_ranks(args.local_rank)
-    spec = resolve_model(config, ranks.device.type)
-    start_process_group(ranks)
-    loaded = engine_module(config.engine).load(config, spec, ranks)
+    config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
     on_cuda = ranks.device.type == "cuda"
     ours = HostKVCache(spec.config, config.prompt_len + config.gen_len, on_cuda, on_cuda, loaded.transfers)
 
