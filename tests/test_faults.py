@@ -57,7 +57,7 @@ class Run:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob(f"*.{name}")))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600  # DeepSpeed's modules may have to be compiled first
         while not condition():
             assert any(process.poll() is None for process in self.processes) and time.monotonic() < deadline, self.text("err")
             time.sleep(0.05)

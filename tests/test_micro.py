@@ -413,7 +413,7 @@ def test_tables_of_the_command(tmp_path, capsys):
     (["layer", "--device", "cpu", "--blocks", "opt-66c"], "--blocks opt-66c: there is no such block"),
     (["layer", "--device", "cpu", "--blocks", "bert-large", "--seq", "1024"], "bert-large has 512 positions"),
     (["matmul", "--plot", "figure.svg"], "only PNG is drawn"),
-    (["matmul", "--plot", "no/such/folder/figure.png"], "name another file, in a folder that exists"),
+    (["matmul", "--plot", "no/such/folder/figure.png"], "name another file, in a folder that can be written"),
     (["matmul", "--sizes", "0"], "0 is less than 1"),
     (["elementwise", "--min-run-time", "-1"], "not a time above 0"),
     (["sort"], "invalid choice")])
