@@ -325,14 +325,13 @@ def test_loading_takes_little_more_than_the_weights(tmp_path):
     """
     program = tmp_path / "load.py"
     program.write_text(f"""
-import os, sys
+import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 from conftest import FAMILIES, build_model
 from test_stream import load
 FAMILIES["wide"] = dict(FAMILIES["llama"], hidden_size=512, intermediate_size=2048, num_hidden_layers=32, num_key_value_heads=8)
-if not os.path.exists("model"):
-    build_model("wide", "bfloat16").save_pretrained("model", max_shard_size="60MB")
+build_model("wide", "bfloat16").save_pretrained("model", max_shard_size="60MB")
 FAMILIES["tiny"] = FAMILIES["llama"]
 build_model("tiny", "bfloat16").save_pretrained("tiny")
 bits, group = int(sys.argv[1]), 64 if sys.argv[1] == "16" else 32
