@@ -190,9 +190,9 @@ TO_DISK = ("--engine", "deepspeed", "--dummy", "--disk-offload", "--gen-len", "2
 FAULTS = (
     Fault("disk full at the record", "python", at_once, nothing, 1, "record was not written", None, True, full("run.jsonl"), SHORT),
     Fault("log locked for ever", "python", measuring, lock("run.log"), 1, "log was not written", "ok", True,
-          options=("--loops", "40", "--gen-len", "100")),
+          options=("--loops", "12", "--gen-len", "100")),
     Fault("folder of the trace removed", "torchrun", measuring, remove("traces"), 1, "trace was not written", "ok", True, folder("traces"),
-          ("--engine", "deepspeed", "--cpu-offload", "--loops", "20", "--gen-len", "40", "--trace", "{folder}/traces/trace.json")),
+          ("--engine", "deepspeed", "--cpu-offload", "--loops", "6", "--gen-len", "40", "--trace", "{folder}/traces/trace.json")),
     Fault("reader of stdout leaves", "python", at_once, nothing, 141, "", "ok", options=SHORT,
           shell="{command} | true; exit ${{PIPESTATUS[0]}}"),
     Fault("stdout closed", "python", at_once, nothing, 0, "", "ok", options=SHORT, shell="exec {command} >&-"),
