@@ -18,8 +18,7 @@ from zero_inference.models.files import checkpoint_files
 from zero_inference.models.spec import ModelSpec
 
 # Names of files, which each node may have elsewhere; what is in them is compared where it matters. `verbose` is of one rank alone.
-OF_A_RANK = ("model", "prompts", "offload_dir", "ds_config", "quality_data", "quality_items", "trace", "log_file", "log_dir",
-             "verbose")
+OF_A_RANK = (*PATHS, "verbose")
 SAMPLE_BYTES = 1 << 16
 
 
@@ -29,11 +28,11 @@ def refuse_other_requests(config: RunConfig, spec: ModelSpec, ranks: Ranks, ques
     Raises:
         UsageError: on all ranks, where options, model, versions or devices differ.
     """
-    model = {key: value for key, value in spec.config.to_dict().items() if key != "_name_or_path"}
     _refuse_differences(ranks, lambda: {
         **{f"--{name.replace('_', '-')}": value for name, value in config.as_dict().items() if name not in OF_A_RANK},
         "--trace": bool(config.trace), "--ds-config": read_ds_config(config.ds_config), "the device": ranks.device.type,
-        "the dtype": str(spec.dtype), "the model's config": _digest(model), "--quality-data": _digest(questions),
+        "the dtype": str(spec.dtype), "the model's config": _digest(spec.config.to_dict() | {"_name_or_path": None}),
+        "--quality-data": _digest(questions),
         **package_versions()})
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import time
 from pathlib import Path
 from typing import Iterator
 
+from zero_inference.locks import lock
+
 LOCK_S = 10.0  # a lock is held for one write, so whoever holds it for longer does not come back
-LOCK_POLL_S = 0.01
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -56,22 +56,14 @@ class _Opened:
             os.close(self.fd)
             raise OSError(errno.EINVAL, "neither a file nor a device", str(path))
 
-    def lock(self, deadline: float) -> None:
+    def lock(self, since: float) -> None:
         """flock, where the file system has it; without it O_APPEND alone keeps writes apart."""
-        while True:
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.locked = True
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    why = f"another process has kept it locked for {LOCK_S:.0f} s"
-                    raise TimeoutError(errno.ETIMEDOUT, why, self.path) from None
-                time.sleep(LOCK_POLL_S)
-            except OSError as error:
-                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                    raise
-                return
+        try:
+            lock(self.fd, self.path, since, LOCK_S)
+            self.locked = True
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
 
     def is_still_there(self) -> bool:
         """Whether its name still leads to it: `check_appendable` of another process may have removed the empty file."""
@@ -92,11 +84,11 @@ def _open(path: str) -> tuple[int, bool]:
 
 @contextlib.contextmanager
 def _locked(path: str | os.PathLike) -> Iterator[_Opened]:
-    deadline = time.monotonic() + LOCK_S
+    since = time.monotonic()
     while True:
         opened = _Opened(path)
         try:
-            opened.lock(deadline)
+            opened.lock(since)
             if opened.is_still_there():
                 yield opened
                 return

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from zero_inference.errors import UsageError
-from zero_inference.utils import check_output_file
+from zero_inference.replace import check_output_file
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 DTYPES = ("auto", "float16", "bfloat16", "float32")

@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Iterator
 
+from zero_inference.errors import UsageError
+
 BEGINNINGS = (b'{"schema_version"', b"model size: ")  # of a record and of a log
 
 
@@ -43,6 +45,19 @@ def check_replaceable(path: str | os.PathLike) -> None:
         if there.read(max(map(len, BEGINNINGS))).startswith(BEGINNINGS):
             raise OSError(errno.EEXIST, "it holds what runs have measured", str(path))
     _new_file_beside(path)[0].unlink()
+
+
+def check_output_file(option: str, path: str | os.PathLike) -> None:
+    """Whether a run may write `path`, which is replaced if it is there: better known before than after it.
+
+    Raises:
+        UsageError: it cannot be written, or is there and not a regular file (a folder, a device) or the log or record of runs.
+    """
+    try:
+        check_replaceable(path)
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name another file, in a folder that can be "
+                         "written.") from error
 
 
 def _new_file_beside(path: str | os.PathLike) -> tuple[Path, Path]:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.errors import UsageError
 from zero_inference.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at, warn
+from zero_inference.replace import check_output_file
 from zero_inference.tables import FORMATS, decimals, gib, markdown, terminal_table
 from zero_inference.text import printable
-from zero_inference.utils import check_output_file
 
 if TYPE_CHECKING:
     import pandas

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from zero_inference.append import append_bytes
-from zero_inference.errors import UsageError
-from zero_inference.replace import check_replaceable
 
 KB = 1 << 10
 MB = 1 << 20
@@ -215,15 +213,3 @@ def _in_log_unit(value: float | None, unit: str) -> float:
     if value is None:
         return float("nan")
     return float(value) / GB if unit == "GB" else float(value)
-
-
-def check_output_file(option: str, path: str | os.PathLike) -> None:
-    """Whether a run may write `path`, which is replaced if it is there: better known before than after it.
-
-    Raises:
-        UsageError: it cannot be written, or is there and no regular file (a folder, a device) or the log or record of runs.
-    """
-    try:
-        check_replaceable(path)
-    except OSError as error:
-        raise UsageError(f"{option} {path} cannot be written ({error.strerror}); name another file, in a folder that can be written.") from error

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import RunError, UsageError
-from zero_inference.replace import replacing
+from zero_inference.replace import check_output_file, replacing
 from zero_inference.tables import FORMATS, Column, RowPrinter
-from zero_inference.utils import check_output_file
 
 if TYPE_CHECKING:
     import torch
