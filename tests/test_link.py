@@ -19,7 +19,7 @@ from conftest import ROOT, free_port
 
 from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError
-from zero_inference.link import command, compute, copy, system
+from zero_inference.link import caches, command, compute, copy, system
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.link.system import GpuLink, Host, warnings_for
 
@@ -36,13 +36,14 @@ GPU-66666666-7777-8888-9999-000000000000, 00000002:00:00.0, [N/A], [N/A], [Not S
 
 
 def own_copy_gbps() -> float:
-    """The best of five copies of 256 MiB by plain bytes, without torch."""
-    source, target = bytearray(b"\7") * copy.BLOCK_BYTES, bytearray(b"\1") * copy.BLOCK_BYTES
+    """The best of five copies by plain bytes, without torch."""
+    nbytes = copy.block_bytes(CPU)
+    source, target = bytearray(b"\7") * nbytes, bytearray(b"\1") * nbytes
     best = 0.0
     for _ in range(5):
         start = time.perf_counter()
         memoryview(target)[:] = source
-        best = max(best, copy.BLOCK_BYTES / (time.perf_counter() - start) / 1e9)
+        best = max(best, nbytes / (time.perf_counter() - start) / 1e9)
     return best
 
 
@@ -70,7 +71,7 @@ def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
 
 
 def test_two_copies_at_once_count_the_bytes_of_both(monkeypatch):
-    monkeypatch.setattr(copy, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
     lanes = [copy._lane(torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), value, dtype=torch.uint8)) for value in (3, 9)]
     moved, spent = copy._HostRound(lanes)()
     assert moved == 2 << 20 and spent > 0
@@ -78,22 +79,22 @@ def test_two_copies_at_once_count_the_bytes_of_both(monkeypatch):
 
 
 def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch):
-    monkeypatch.setattr(copy, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(caches, "block_bytes", lambda: 1000)
     monkeypatch.setattr(copy, "LEAST_BYTES", 300)
     layers = [torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 1000), (2, 2400), (3, 299), (4, 1200))]
-    blocks = copy.blocks_of(layers)
+    blocks = copy.blocks_of(layers, CPU)
     seen = [next(blocks) for _ in range(5)]
     assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)], "small ones are left out"
     assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), "around again, where they lie"
-    lane = copy._lane(torch.zeros(1000, dtype=torch.uint8), copy.blocks_of(layers[1:]))
+    lane = copy._lane(torch.zeros(1000, dtype=torch.uint8), copy.blocks_of(layers[1:], CPU))
     measure = copy._HostRound([lane])
     assert [measure()[0] for _ in range(4)] == [1000, 1000, 400, 1000], "the bytes that were copied"
     assert lane.target.eq(4).all()
-    assert copy.blocks_of(layers[2:3]) is None and copy.blocks_of([]) is None
+    assert copy.blocks_of(layers[2:3], CPU) is None and copy.blocks_of([], CPU) is None
 
 
 def test_rounds_copy_from_the_memory_that_is_given(monkeypatch):
-    monkeypatch.setattr(copy, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
     monkeypatch.setattr(copy, "LEAST_BYTES", 1 << 10)
     taken = []
 
@@ -103,8 +104,22 @@ def test_rounds_copy_from_the_memory_that_is_given(monkeypatch):
             yield block
 
     layers = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(3)]
-    rates = copy.host_to_device_rounds(CPU, pinned=True, seconds=0, sources=seen(copy.blocks_of(layers)))
+    rates = copy.host_to_device_rounds(CPU, pinned=True, seconds=0, sources=seen(copy.blocks_of(layers, CPU)))
     assert len(rates) >= 3 and set(taken) == {layer.data_ptr() for layer in layers}
+
+
+@pytest.mark.parametrize("threads, last_level, shared, expected", [
+    (1, "32768K", "0-7", 64), (8, "32768K", "0-7", 64), (9, "32768K", "0-7,64-71", 64), (32, "32768K", "0-7", 256),
+    (1, "1M", "0", 32), (16, "300M", "0-55", 256), (1, None, None, 256)])
+def test_blocks_are_larger_than_the_caches_of_the_cores_that_copy(threads, last_level, shared, expected, tmp_path, monkeypatch):
+    for number, (level, size, cores) in enumerate([(1, "48K", "0"), (2, "1024K", "0"), (3, last_level, shared)]):
+        if last_level:
+            (tmp_path / f"index{number}").mkdir()
+            for name, text in (("level", level), ("size", size), ("shared_cpu_list", cores)):
+                (tmp_path / f"index{number}" / name).write_text(f"{text}\n")
+    monkeypatch.setattr(caches, "CACHES", tmp_path)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert caches.block_bytes() == expected << 20
 
 
 def test_matmul_counts_two_operations_a_product():

@@ -54,7 +54,7 @@ class LinkRate:
 
     def __init__(self, ranks: Ranks, sources: Sequence[torch.Tensor] = ()):
         self.ranks = ranks
-        self.sources = blocks_of(sources)
+        self.sources = blocks_of(sources, ranks.device)
         self.rounds: list[float] = []
 
     def measure(self, seconds: float) -> None:

@@ -8,19 +8,22 @@ from collections.abc import Callable
 
 import torch
 
+from zero_inference.link import caches
+
 CUDA_BLOCK_BYTES = 1 << 30  # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
-CPU_BLOCK_BYTES = 512 << 20  # above the last-level cache of nearly every server
 SECONDS = 0.2
 
 
 def device_copy_gbps(device: torch.device, seconds: float = SECONDS) -> float:
     """Median GB/s (1e9 bytes) of copies inside the memory of `device`, bytes read and bytes written both counted.
 
-    Blocks are 1 GiB on CUDA (less where less than 4 GiB are free) and 512 MiB on a CPU, so that caches hold little of them.
+    Blocks are 1 GiB on CUDA (less where less than 4 GiB are free) and larger than the
+    caches on a CPU, so that these hold little of them.
     """
-    nbytes = CPU_BLOCK_BYTES
     if device.type == "cuda":
         nbytes = min(CUDA_BLOCK_BYTES, torch.cuda.mem_get_info(device)[0] // 4)
+    else:
+        nbytes = caches.block_bytes()
     source = torch.full((nbytes,), 3, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / _median_s(device, lambda: target.copy_(source), seconds) / 1e9

@@ -3,7 +3,7 @@
 Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies 2 GiB
 in blocks of up to 256 MiB, one behind the other, as an engine does that never lets its link wait: the start of a copy (0.3% of the
 time of a single block) is hidden behind the copy before it. On a CPU-only machine the 'device' is host memory too, and every rate here
-is that of a memory copy (`kind_of` has the words).
+is that of a memory copy (`kind_of` has the words), in blocks that are larger than the caches.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from zero_inference.link import caches
 from zero_inference.offload.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
@@ -36,9 +37,14 @@ class Rate(NamedTuple):
 class Lane(NamedTuple):
     """What is copied one behind the other; either side is on the measured device. All uint8."""
 
-    target: torch.Tensor  # [BLOCK_BYTES]
-    sources: Iterator[torch.Tensor]  # each of up to BLOCK_BYTES, without an end
+    target: torch.Tensor  # [block_bytes]
+    sources: Iterator[torch.Tensor]  # each of up to block_bytes, without an end
     device: torch.device  # the one that is measured
+
+
+def block_bytes(device: torch.device) -> int:
+    """The most that one copy moves in a measurement on `device`."""
+    return BLOCK_BYTES if device.type == "cuda" else caches.block_bytes()
 
 
 def kind_of(device: torch.device) -> str:
@@ -72,10 +78,10 @@ def host_to_device_rounds(device: torch.device, pinned: bool, seconds: float = 0
     return _rounds([_lane(_device_block(device), sources or _host_block(device, pinned))], seconds)
 
 
-def blocks_of(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor] | None:
-    """The bytes of `tensors` (uint8, one dimension) in blocks that a round can copy, again and again; None where they are so small
-    that starting the copies would be what is measured."""
-    blocks = [block for tensor in tensors for block in tensor.split(BLOCK_BYTES) if block.numel() >= LEAST_BYTES]
+def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
+    """The bytes of `tensors` (uint8, one dimension) in blocks that a round can copy to `device`, again and again; None where they are
+    so small that starting the copies would be what is measured."""
+    blocks = [block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= LEAST_BYTES]
     return itertools.cycle(blocks) if blocks else None
 
 
@@ -117,11 +123,11 @@ def while_copying(device: torch.device, read: Callable[[], T]) -> T:
 
 def _host_block(device: torch.device, pinned: bool) -> torch.Tensor:
     # filled, or all of it would be the kernel's one page of zeros
-    return host_empty((BLOCK_BYTES,), torch.uint8, pinned and device.type == "cuda").fill_(7)
+    return host_empty((block_bytes(device),), torch.uint8, pinned and device.type == "cuda").fill_(7)
 
 
 def _device_block(device: torch.device) -> torch.Tensor:
-    return torch.full((BLOCK_BYTES,), 3, dtype=torch.uint8, device=device)
+    return torch.full((block_bytes(device),), 3, dtype=torch.uint8, device=device)
 
 
 def _lane(target: torch.Tensor, source: torch.Tensor | Iterator[torch.Tensor]) -> Lane:
