@@ -42,14 +42,14 @@ distributed.stop_process_group()  # or a gloo thread that outlives Python's end 
 DISKS = PRELUDE + """
 measured = []
 
-def disk_read_gbps(folder):
-    measured.append(real(folder, file_bytes=64 << 20))
+def disk_read_gbps(folder, file_bytes):
+    measured.append(real(folder, file_bytes))
     return measured[-1]
 
 real, limits.disk_read_gbps = limits.disk_read_gbps, disk_read_gbps
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 distributed.start_process_group(ranks)
-rates = limits.measure_rates(config, resolve_model(config, "cpu"), ranks, limits.LinkRate(ranks))
+rates = limits.measure_rates(config, resolve_model(config, "cpu"), ranks, limits.LinkRate(ranks), 1)
 print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gbps}))
 distributed.stop_process_group()
 """

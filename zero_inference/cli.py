@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Sequence
 
+from zero_inference import garbage
 from zero_inference.config import DTYPES, ENGINES, FIELD_NAMES, NORM_KERNELS, QUALITY_TASKS, QUANT_BITS, RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.text import printable
@@ -121,9 +122,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     config = _validated(args)  # before torch is imported
-    from zero_inference.run import run
+    with garbage.postponed():
+        from zero_inference.run import run
 
-    run(config, argv, args.local_rank)
+        run(config, argv, args.local_rank)
     return 0
 
 

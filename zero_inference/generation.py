@@ -6,12 +6,10 @@ stopping criteria, so that timing adds no synchronisation to the step.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -19,6 +17,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from zero_inference.distributed import Ranks
 from zero_inference.engines.base import LoadedModel
 from zero_inference.finiteness import FirstLogits
+from zero_inference.garbage import short_collections
 from zero_inference.steadiness import relative_range
 
 SETTLED_LOOPS = 3
@@ -59,20 +58,6 @@ class Measurement:
 
     def median(self, name: str) -> float:
         return statistics.median(getattr(loop, name) for loop in self.loops)
-
-
-@contextlib.contextmanager
-def short_collections() -> Iterator[None]:
-    """Keep Python's garbage collector from looking at the objects that exist already, those of transformers and of the model.
-
-    A full collection looks at all of them, 0.1 to 0.2 s in which nothing is launched: more than a ring of layers bridges.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @short_collections()

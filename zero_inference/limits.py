@@ -13,7 +13,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gbps, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
-from zero_inference.link.disk import disk_read_gbps
+from zero_inference.link.disk import LEAST_BYTES, MOST_BYTES, disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
 
@@ -99,17 +99,20 @@ class AroundLoops:
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate) -> Rates:
-    """About a second, and more for a disk. All ranks copy at the same time, as they do while they run; so do all nodes read."""
+def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate, weight_bytes: int) -> Rates:
+    """About a second on a GPU, a quarter without one, and more for a disk.
+
+    All ranks copy at the same time, as they do while they run; so do all nodes read, each a file as large as all weights, within bounds.
+    """
     on_gpu = ranks.device.type == "cuda"
-    link.measure(seconds=0.4)
+    link.measure(seconds=0.4 if on_gpu else 0.1)
     rate = link.of_all()
     return Rates(link_gbps=rate.gb_per_s, link_spread=rate.spread_gb_per_s / rate.gb_per_s,
                  link_kind="host to device, pinned" if on_gpu else "host memory copy",
                  device_copy_gbps=(_if_there_is_room(lambda: device_copy_gbps(ranks.device)) if on_gpu
                                    else 2 * rate.gb_per_s / ranks.world_size),
-                 matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1)),
-                 disk_gbps=_disks_gbps(config, ranks) if config.disk_offload else None)
+                 matmul_tflops=_if_there_is_room(lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1 if on_gpu else 0.05)),
+                 disk_gbps=_disks_gbps(config, ranks, weight_bytes) if config.disk_offload else None)
 
 
 def with_link(rates: Rates, link: LinkRate) -> Rates:
@@ -118,11 +121,11 @@ def with_link(rates: Rates, link: LinkRate) -> Rates:
     return replace(rates, link_gbps=rate.gb_per_s, link_spread=rate.spread_gb_per_s / rate.gb_per_s)
 
 
-def _disks_gbps(config: RunConfig, ranks: Ranks) -> float | None:
+def _disks_gbps(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
     """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
     ranks.barrier()
     try:
-        mine = disk_read_gbps(config.offload_path) if ranks.local_rank == 0 else 0.0
+        mine = disk_read_gbps(config.offload_path, max(LEAST_BYTES, min(MOST_BYTES, weight_bytes))) if ranks.local_rank == 0 else 0.0
     except RunError:  # the run itself has what it needs
         mine = None
     unknown = ranks.maximum([float(mine is None)])[0]

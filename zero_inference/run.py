@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zero_inference import generation, limits, memory_plan, signals, steadiness
+from zero_inference import garbage, generation, limits, memory_plan, signals, steadiness
 from zero_inference.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
@@ -162,6 +162,7 @@ def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, fact
 def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, ids: torch.Tensor, progress: Progress,
                       questions: dict[str, list[dict]], tokenizer):
     """Load, time and score; fills `files.measured` on the way."""
+    garbage.look_from_here()
     measured = files.measured
     measured.update(load := steadiness.machine_load())  # before there is any of our own
     if warning := steadiness.load_warning(load):
@@ -181,7 +182,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: R
         if loaded.facts.get("not_quantized"):
             _warn_not_quantized(loaded, progress)
         link = limits.LinkRate(ranks, loaded.page_locked)
-        rates = limits.measure_rates(config, spec, ranks, link)
+        rates = limits.measure_rates(config, spec, ranks, link, loaded.weight_bytes)
         around = limits.AroundLoops(link)
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
         caches = _cache_maker(config, spec, loaded)

@@ -14,10 +14,12 @@ from zero_inference.errors import RunError
 
 CHUNK_BYTES = 8 << 20
 THREADS = 16
+LEAST_BYTES = THREADS * CHUNK_BYTES  # of a file to be read: a chunk for each thread
+MOST_BYTES = 1 << 30
 PASSES = 2  # the faster one counts: a limit that a run exceeds would be none
 
 
-def disk_read_gbps(folder: Path, file_bytes: int = 1 << 30) -> float:
+def disk_read_gbps(folder: Path, file_bytes: int = MOST_BYTES) -> float:
     """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads.
 
     The file has no name while it is there, so it goes with this process.
