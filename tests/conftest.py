@@ -9,10 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forks import LIBRARIES, PROGRAM, Forked, ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -170,13 +173,23 @@ class Finished:
     record: dict | None
 
 
+@pytest.fixture(scope="session")
+def fork_server():
+    """modules -> the process that has imported them, and starts copies of itself."""
+    servers: dict[tuple[str, ...], ForkServer] = {}
+    yield lambda modules: servers.setdefault(modules, ForkServer(modules))
+    for server in servers.values():
+        server.stop()
+
+
 @pytest.fixture
-def run_model(tmp_path):
-    """Start run_model.py as a real process: run_model(*options, launcher="python"|"deepspeed"|"torchrun", ranks=1).
+def run_model(tmp_path, fork_server):
+    """Start run_model.py as real processes: run_model(*options, launcher="python"|"by hand"|"deepspeed"|"torchrun", ranks=1).
 
     It runs on the CPU if `on_cpu`, by default where there are fewer GPUs than ranks. `memory_bytes` is the address space that it
     may take beyond what Python and its libraries have when they are loaded, which is much more where torch was built for CUDA.
-    `env` is added to the environment and wins over what is there.
+    `env` is added to the environment and wins over what is there. "By hand" are ranks without a launcher. These and "python" are
+    copies of a process that has imported the libraries, where there is no GPU.
     """
 
     def start(*options, launcher: str = "python", ranks: int = 1, on_cpu: bool | None = None, timeout: float = 240,
@@ -186,20 +199,56 @@ def run_model(tmp_path):
             program = tmp_path / "limited.py"
             program.write_text(LIMITED.format(root=str(ROOT), memory_bytes=memory_bytes))
         log_dir = tmp_path / "logs"
-        command = {
-            "python": [sys.executable],
-            "deepspeed": [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", free_port()],
-            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", free_port()],
+        server = fork_server(LIBRARIES if env else PROGRAM) if memory_bytes is None else None
+        port = free_port()
+        launch = {
+            "python": [], "by hand": [],
+            "deepspeed": [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", port],
+            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port],
         }[launcher]
-        path = str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
+        command = [program, *options, "--log-dir", log_dir]
         environment = without_gpus() if (too_few_gpus(ranks) if on_cpu is None else on_cpu) else {**os.environ}
-        done = subprocess.run([*command, str(program), *map(str, options), "--log-dir", str(log_dir)],
-                              capture_output=True, text=True, timeout=timeout, cwd=tmp_path,
-                              env=environment | {"PATH": path} | (env or {}))
+        environment |= {"PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]} | (env or {})
+        each = [rank_variables(rank, ranks, port) for rank in range(ranks)] if launcher == "by hand" else [{}]
+        with tempfile.TemporaryDirectory(dir=tmp_path) as kept:
+            out, err = Path(kept, "out"), Path(kept, "err")
+            started = [start_python(server, command, tmp_path, out, err, environment | own, launch) for own in each]
+            codes = wait_for_all(started, timeout)
+            stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
         lines = [line for file in sorted(log_dir.glob("*.jsonl")) for line in file.read_text().splitlines()] if log_dir.is_dir() else []
-        return Finished(done.returncode, done.stdout, done.stderr, json.loads(lines[-1]) if lines else None)
+        return Finished(next(filter(None, codes), 0), stdout, stderr, json.loads(lines[-1]) if lines else None)
 
     return start
+
+
+def start_python(server: ForkServer | None, command, cwd: Path, out: Path, err: Path, env: dict[str, str],
+                 launch: list[str] = []) -> Forked | subprocess.Popen:
+    """Start the Python file command[0], by `launch` if that names a launcher, and without one by `server` where there is no GPU.
+
+    What it prints is appended to `out` and `err`.
+    """
+    command = list(map(str, command))
+    if server is not None and not launch and too_few_gpus(1):
+        return server.start(command, env, cwd, out, err)
+    with out.open("ab") as stdout, err.open("ab") as stderr:
+        return subprocess.Popen([*(launch or [sys.executable]), *command], stdout=stdout, stderr=stderr, cwd=cwd, env=env)
+
+
+def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """What a launcher on this machine alone would set."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def wait_for_all(processes: list, timeout: float) -> list[int]:
+    """Their exit codes; where one does not end within `timeout` seconds, all are killed and subprocess.TimeoutExpired raised."""
+    deadline = time.monotonic() + timeout
+    try:
+        return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        raise
 
 
 def free_port() -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, rank_variables, start_python, wait_for_all, without_gpus
+from forks import PROGRAM
 
 PRELUDE = f"""
 import json, os, sys
@@ -55,23 +53,25 @@ distributed.stop_process_group()
 """
 
 
-def two_ranks(program: str, argument, per_node: int) -> list[dict]:
-    """The results of `program` in two gloo processes, `per_node` of which a launcher would have started on one node."""
-    common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE=str(per_node),
-                  CUDA_VISIBLE_DEVICES="", PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])
-    processes = [subprocess.Popen([sys.executable, "-c", program, str(argument)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                  text=True, env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank % per_node))) for rank in (0, 1)]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    lines = [line for out, _ in outputs for line in out.splitlines() if line.startswith("RESULT ")]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+@pytest.fixture
+def two_ranks(fork_server, tmp_path):
+    """program, argument, per_node -> what it prints in two gloo processes, `per_node` of which a launcher would have started on a node."""
+
+    def results(program: str, argument, per_node: int) -> list[dict]:
+        file, port = tmp_path / "program.py", free_port()
+        file.write_text(program)
+        outputs = [tmp_path / f"{rank}.out" for rank in (0, 1)]
+        ranks = [start_python(fork_server(PROGRAM), [file, argument], tmp_path, output, output, without_gpus() | rank_variables(rank, 2, port)
+                              | {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)})
+                 for rank, output in enumerate(outputs)]
+        assert wait_for_all(ranks, timeout=200) == [0, 0], [output.read_text() for output in outputs]
+        lines = [line for output in outputs for line in output.read_text().splitlines() if line.startswith("RESULT ")]
+        return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+    return results
 
 
-def test_ranks_with_different_free_memory_resolve_one_zero3_configuration(checkpoints):
+def test_ranks_with_different_free_memory_resolve_one_zero3_configuration(two_ranks, checkpoints):
     first, second = two_ranks(PREFETCH, checkpoints("llama"), per_node=2)
     assert (first["free"], second["free"]) == (1 << 34, 300_000)
     assert first["zero"] == second["zero"] and first["ids"] == second["ids"]
@@ -80,7 +80,7 @@ def test_ranks_with_different_free_memory_resolve_one_zero3_configuration(checkp
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_the_disk_rate_is_the_sum_of_the_nodes(per_node, tmp_path):
+def test_the_disk_rate_is_the_sum_of_the_nodes(two_ranks, per_node, tmp_path):
     first, second = two_ranks(DISKS, tmp_path, per_node)
     assert first["nodes"] == 2 // per_node
     assert (len(first["measured"]), len(second["measured"])) == (1, 1 if per_node == 1 else 0)
@@ -116,7 +116,7 @@ distributed.stop_process_group()
 """
 
 
-def test_ranks_that_differ_are_refused_on_each(checkpoints, tmp_path):
+def test_ranks_that_differ_are_refused_on_each(two_ranks, checkpoints, tmp_path):
     for name in ("one", "other"):
         shutil.copytree(checkpoints("llama"), tmp_path / name)
     last = max((tmp_path / "other").glob("*.safetensors"))
@@ -129,18 +129,17 @@ def test_ranks_that_differ_are_refused_on_each(checkpoints, tmp_path):
     assert "rank 0 has --quality-data" in data and "rank 0 has the prompts" in prompts and "rank 0 has the weights" in weights
 
 
-def test_ranks_that_were_started_with_different_lengths_end(checkpoints, tmp_path):
+def test_ranks_that_were_started_with_different_lengths_end(fork_server, checkpoints, tmp_path):
     """They waited for each other until somebody came, and the one with more to do for the one that had ended."""
-    common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, str(ROOT / "run_model.py"), "--model", str(checkpoints("llama")), "--engine", "stream", "--batch-size", "2",
-               "--prompt-len", "8", "--loops", "1", "--warmup", "0", "--log-dir", str(tmp_path / "logs")]
-    processes = [subprocess.Popen([*command, "--gen-len", str(4 + rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                  env=dict(common, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in (0, 1)]
+    command = [ROOT / "run_model.py", "--model", checkpoints("llama"), "--engine", "stream", "--batch-size", 2, "--prompt-len", 8,
+               "--loops", 1, "--warmup", 0, "--log-dir", tmp_path / "logs"]
+    port = free_port()
+    first, second = [start_python(fork_server(PROGRAM), [*command, "--gen-len", 4 + rank], tmp_path, tmp_path / "out", tmp_path / f"{rank}.err",
+                                  without_gpus() | rank_variables(rank, 2, port)) for rank in (0, 1)]
     try:
-        _, error = processes[0].communicate(timeout=100)
+        code = first.wait(timeout=100)
     finally:
-        for process in processes:  # the other one lets the first rank speak for 10 s
-            process.kill()
-            process.communicate()
-    assert processes[0].returncode == 2 and "error: rank 0 has --gen-len 4 and rank 1 has 5: " in error, error
+        second.kill()  # it lets the first rank speak for 10 s
+    error = (tmp_path / "0.err").read_text()
+    assert code == 2 and "error: rank 0 has --gen-len 4 and rank 1 has 5: " in error, error
     assert not list((tmp_path / "logs").iterdir())

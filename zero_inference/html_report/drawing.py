@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 import unicodedata
 import warnings
@@ -53,15 +55,15 @@ def text_width(text: str) -> float:
         return text_to_path.get_text_width_height_descent(known, FontProperties(size=STYLE["font.size"]), ismath=False)[0]
 
 
+@functools.lru_cache(10_000)  # a run has the same words in several drawings
 def fitting(text: str, room: float) -> str:
     """One line at most `room` points wide; what is left out is left out of the middle."""
     text = " ".join(text.split())
     if len(text) <= 200 and text_width(text) <= room:
         return text
-    letters = min(len(text) - 1, 200)
-    while letters > 1 and text_width(_without_middle(text, letters)) > room:
-        letters -= 1
-    return _without_middle(text, letters)
+    lengths = range(1, min(len(text) - 1, 200) + 1)
+    fit = bisect.bisect_right(lengths, room, key=lambda letters: text_width(_without_middle(text, letters)))
+    return _without_middle(text, max(1, fit))
 
 
 def _without_middle(text: str, letters: int) -> str:

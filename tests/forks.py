@@ -1,0 +1,141 @@
+"""Processes that start as copies of one that has imported the libraries: importing them is most of what a run of a small model takes.
+
+Each has arguments, environment, folder, output and exit code of its own, as if `python` had been called. Not for tests of the start
+itself, and not where there is a GPU, which a process must not have seen before it is copied.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# These read nothing of the environment that a test may change. The hub's libraries, which do, come in only where nothing is changed.
+LIBRARIES = ("numpy", "scipy.optimize", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "PIL.Image",
+             "asyncio", "filelock", "http.cookiejar", "jinja2", "psutil", "regex", "yaml")
+PROGRAM = (*LIBRARIES, "transformers.modeling_utils", "transformers.generation", "zero_inference.run", "zero_inference.engines.stream")
+
+
+class Forked:
+    """A process that was started; the one that copies itself waits for it."""
+
+    def __init__(self, told: int):
+        self.told = told
+        self.text = ""
+        self.returncode: int | None = None
+        self.pid = int(self._line(time.monotonic() + 60))
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, negative for a signal."""
+        if self.returncode is None:
+            try:
+                self.returncode = int(self._line(time.monotonic() + timeout))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout) from None
+            os.close(self.told)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait(timeout=60)
+
+    def _line(self, deadline: float) -> str:
+        while "\n" not in self.text:
+            if not select.select([self.told], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            more = os.read(self.told, 100).decode()
+            assert more, "the process that starts others has ended"
+            self.text += more
+        line, _, self.text = self.text.partition("\n")
+        return line
+
+
+class ForkServer:
+    """Copies of a process that has imported `modules`; it is started with the first."""
+
+    def __init__(self, modules: Sequence[str]):
+        self.modules = modules
+        self.process: subprocess.Popen | None = None
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path) -> Forked:
+        """Run the Python file argv[0] with the rest of `argv`, its output in the files `out` and `err`."""
+        if self.process is None:
+            self.process = subprocess.Popen([sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True)
+        with tempfile.TemporaryDirectory() as folder:
+            fifo = os.path.join(folder, "told")
+            os.mkfifo(fifo)
+            told = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+            request = dict(argv=[str(word) for word in argv], env=dict(env), cwd=str(cwd), out=str(out), err=str(err), told=fifo)
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            select.select([told], [], [], 60)  # a pipe that nobody has opened to write reads as if it had ended
+            return Forked(told)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
+def serve(modules: Sequence[str]) -> None:
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not come along"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    for line in sys.stdin:
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _keep(json.loads(line))
+
+
+def _keep(request: dict) -> None:
+    told = os.open(request["told"], os.O_WRONLY)
+    pid = os.fork()
+    if pid == 0:
+        os.close(told)
+        _become(request)
+    os.write(told, f"{pid}\n".encode())
+    status = os.waitpid(pid, 0)[1]
+    os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _become(request: dict) -> None:
+    for number, name in enumerate((os.devnull, request["out"], request["err"])):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = request["argv"]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    serve(sys.argv[1].split(","))
