@@ -177,7 +177,8 @@ class Finished:
 def fork_server():
     """modules -> the process that has imported them, and starts copies of itself."""
     servers: dict[tuple[str, ...], ForkServer] = {}
-    yield lambda modules: servers.setdefault(modules, ForkServer(modules))
+    environment = dict(os.environ)  # before a test changes it
+    yield lambda modules: servers.setdefault(modules, ForkServer(modules, environment))
     for server in servers.values():
         server.stop()
 

@@ -26,6 +26,8 @@ LIBRARIES = ("numpy", "scipy.optimize", "torch", "torch._dynamo", "torch.distrib
              "asyncio", "filelock", "http.cookiejar", "jinja2", "psutil", "regex", "yaml")
 PROGRAM = (*LIBRARIES, "transformers.modeling_utils", "transformers.generation", "zero_inference.run", "zero_inference.engines.stream")
 
+START_S = 300  # of the first copy, which the libraries are imported for
+
 
 class Forked:
     """A process that was started; the one that copies itself waits for it."""
@@ -34,7 +36,7 @@ class Forked:
         self.told = told
         self.text = ""
         self.returncode: int | None = None
-        self.pid = int(self._line(time.monotonic() + 60))
+        self.pid = int(self._line(time.monotonic() + START_S))
 
     def wait(self, timeout: float) -> int:
         """The exit code, negative for a signal."""
@@ -63,23 +65,24 @@ class Forked:
 
 
 class ForkServer:
-    """Copies of a process that has imported `modules`; it is started with the first."""
+    """Copies of a process that has imported `modules` in the environment `env`; it is started with the first."""
 
-    def __init__(self, modules: Sequence[str]):
-        self.modules = modules
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
+        self.modules, self.env = modules, env
         self.process: subprocess.Popen | None = None
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path) -> Forked:
         """Run the Python file argv[0] with the rest of `argv`, its output in the files `out` and `err`."""
         if self.process is None:
-            self.process = subprocess.Popen([sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen([sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True,
+                                            env=self.env)
         with tempfile.TemporaryDirectory() as folder:
             fifo = os.path.join(folder, "told")
             os.mkfifo(fifo)
             told = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
             request = dict(argv=[str(word) for word in argv], env=dict(env), cwd=str(cwd), out=str(out), err=str(err), told=fifo)
             print(json.dumps(request), file=self.process.stdin, flush=True)
-            select.select([told], [], [], 60)  # a pipe that nobody has opened to write reads as if it had ended
+            select.select([told], [], [], START_S)  # a pipe that nobody has opened to write reads as if it had ended
             return Forked(told)
 
     def stop(self) -> None:
