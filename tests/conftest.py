@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+Process = Forked | subprocess.Popen
 VOCAB = 320
 LIMITED = """
 import resource, sys
@@ -213,7 +215,7 @@ def run_model(tmp_path, fork_server):
         each = [rank_variables(rank, ranks, port) for rank in range(ranks)] if launcher == "by hand" else [{}]
         with tempfile.TemporaryDirectory(dir=tmp_path) as kept:
             out, err = Path(kept, "out"), Path(kept, "err")
-            started = [start_python(server, command, tmp_path, out, err, environment | own, launch) for own in each]
+            started = start_all(lambda own: start_python(server, command, tmp_path, out, err, environment | own, launch), each)
             codes = wait_for_all(started, timeout)
             stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
         lines = [line for file in sorted(log_dir.glob("*.jsonl")) for line in file.read_text().splitlines()] if log_dir.is_dir() else []
@@ -223,7 +225,7 @@ def run_model(tmp_path, fork_server):
 
 
 def start_python(server: ForkServer | None, command, cwd: Path, out: Path, err: Path, env: dict[str, str],
-                 launch: list[str] = []) -> Forked | subprocess.Popen:
+                 launch: Sequence[str] = ()) -> Process:
     """Start the Python file command[0], by `launch` if that names a launcher, and without one by `server` where there is no GPU.
 
     What it prints is appended to `out` and `err`.
@@ -241,15 +243,33 @@ def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def wait_for_all(processes: list, timeout: float) -> list[int]:
-    """Their exit codes; where one does not end within `timeout` seconds, all are killed and subprocess.TimeoutExpired raised."""
+def wait_for_all(processes: list[Process], timeout: float) -> list[int]:
+    """Their exit codes; where one does not end within `timeout` seconds, subprocess.TimeoutExpired. No process is left."""
     deadline = time.monotonic() + timeout
     try:
         return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            process.kill()
+    except BaseException:
+        kill_all(processes)
         raise
+
+
+def start_all(start: Callable[..., Process], arguments: Iterable) -> list[Process]:
+    """`start` of each of the `arguments`; where one cannot be started, those before it are killed."""
+    started: list[Process] = []
+    try:
+        for each in arguments:
+            started.append(start(each))
+    except BaseException:
+        kill_all(started)
+        raise
+    return started
+
+
+def kill_all(processes: list[Process]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(timeout=60)
 
 
 def free_port() -> str:

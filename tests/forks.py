@@ -1,11 +1,13 @@
 """Processes that start as copies of one that has imported the libraries: importing them is most of what a run of a small model takes.
 
-Each has arguments, environment, folder, output and exit code of its own, as if `python` had been called. Not for tests of the start
-itself, and not where there is a GPU, which a process must not have seen before it is copied.
+Each has arguments, environment, folder, output and exit code of its own. What Python or a library reads of the environment as it starts
+(PYTHONHASHSEED, OMP_NUM_THREADS) is that of the first process, so all copies order their sets alike. Not for tests of the start itself,
+and not where there is a GPU, which a process must not have seen before it is copied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -17,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,35 +31,41 @@ START_S = 300  # of the first copy, which the libraries are imported for
 
 
 class Forked:
-    """A process that was started; the one that copies itself waits for it."""
+    """A process that was started, with the methods of a Popen that tests need; the one that copies itself waits for it."""
 
-    def __init__(self, told: int):
-        self.told = told
+    def __init__(self, told: int, server: subprocess.Popen):
+        self.told, self.server = told, server
         self.text = ""
         self.returncode: int | None = None
-        self.pid = int(self._line(time.monotonic() + START_S))
+        self.pid = int(self._line(START_S))
 
     def wait(self, timeout: float) -> int:
         """The exit code, negative for a signal."""
         if self.returncode is None:
-            try:
-                self.returncode = int(self._line(time.monotonic() + timeout))
-            except TimeoutError:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout) from None
+            self.returncode = int(self._line(timeout))
             os.close(self.told)
         return self.returncode
 
     def kill(self) -> None:
-        if self.returncode is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=0)
+            return
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-            self.wait(timeout=60)
 
-    def _line(self, deadline: float) -> str:
+    def _line(self, timeout: float) -> str:
+        """The next line of the pipe, which reads as if it had ended until somebody opens it to write."""
+        deadline = time.monotonic() + timeout
         while "\n" not in self.text:
-            if not select.select([self.told], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError
+            if not select.select([self.told], [], [], max(0.0, min(1.0, deadline - time.monotonic())))[0]:
+                if self.server.poll() is not None:
+                    raise RuntimeError(f"the process to be copied ended with {self.server.returncode}; its stderr says why")
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired("a copied process", timeout)
+                continue
             more = os.read(self.told, 100).decode()
-            assert more, "the process that starts others has ended"
+            if not more:
+                raise RuntimeError("the process that waits for a copy has ended")
             self.text += more
         line, _, self.text = self.text.partition("\n")
         return line
@@ -68,26 +75,31 @@ class ForkServer:
     """Copies of a process that has imported `modules` in the environment `env`; it is started with the first."""
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
-        self.modules, self.env = modules, env
+        self.modules = modules
+        self.env = {**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process: subprocess.Popen | None = None
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path) -> Forked:
-        """Run the Python file argv[0] with the rest of `argv`, its output in the files `out` and `err`."""
+        """Run the Python file argv[0] with the rest of `argv`; what it prints is appended to the files `out` and `err`."""
         if self.process is None:
-            self.process = subprocess.Popen([sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True,
-                                            env=self.env)
+            self.process = subprocess.Popen([sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True, env=self.env)
         with tempfile.TemporaryDirectory() as folder:
             fifo = os.path.join(folder, "told")
             os.mkfifo(fifo)
             told = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
             request = dict(argv=[str(word) for word in argv], env=dict(env), cwd=str(cwd), out=str(out), err=str(err), told=fifo)
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-            select.select([told], [], [], START_S)  # a pipe that nobody has opened to write reads as if it had ended
-            return Forked(told)
+            try:
+                print(json.dumps(request), file=self.process.stdin, flush=True)
+                return Forked(told, self.process)
+            except BaseException:
+                os.close(told)
+                raise
 
     def stop(self) -> None:
         if self.process is not None:
-            self.process.communicate()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            self.process.wait()
 
 
 def serve(modules: Sequence[str]) -> None:
@@ -126,17 +138,8 @@ def _become(request: dict) -> None:
     os.chdir(request["cwd"])
     sys.argv = request["argv"]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    code = 0
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
 
 
 if __name__ == "__main__":

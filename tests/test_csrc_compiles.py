@@ -16,8 +16,8 @@ from zero_inference import extension
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
 GENERATIONS = ("80", "100")  # the oldest, A100, and the newest, B200: nothing in the sources asks for one between them
-# As far as machine code, which takes longest, and for the oldest, which knows the fewest instructions. Together they include every
-# line of assembly.
+# These are compiled as far as machine code, which takes longest, and for the oldest device, which knows the fewest instructions.
+# Together they include every line of assembly.
 ASSEMBLED = ("rms_norm.cu", "unpack.cu")
 
 
@@ -33,8 +33,9 @@ def find_nvcc() -> str | None:
 @pytest.mark.parametrize("source", CUDA_FILES, ids=lambda path: path.name)
 def test_compiles_without_a_warning(source, tmp_path):
     known = subprocess.run([find_nvcc(), "--list-gpu-code"], capture_output=True, text=True).stdout.split()
-    targets = [f"-gencode=arch=compute_{number},code={code}_{number}" for number, code in
-               zip(GENERATIONS, ("sm" if source.name in ASSEMBLED else "compute", "compute")) if f"sm_{number}" in known]
+    numbers = [number for number in GENERATIONS if f"sm_{number}" in known]
+    codes = ["sm" if source.name in ASSEMBLED and number == numbers[0] else "compute" for number in numbers]
+    targets = [f"-gencode=arch=compute_{number},code={code}_{number}" for number, code in zip(numbers, codes)]
     assert targets
     headers = [argument for folder in cpp_extension.include_paths() for argument in ("-isystem", folder)]
     done = subprocess.run([find_nvcc(), "-c", f"-std={OLDEST_STANDARD}", *UNOPTIMIZED, *cpp_extension.COMMON_NVCC_FLAGS,

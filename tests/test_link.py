@@ -108,18 +108,26 @@ def test_rounds_copy_from_the_memory_that_is_given(monkeypatch):
     assert len(rates) >= 3 and set(taken) == {layer.data_ptr() for layer in layers}
 
 
-@pytest.mark.parametrize("threads, last_level, shared, expected", [
-    (1, "32768K", "0-7", 64), (8, "32768K", "0-7", 64), (9, "32768K", "0-7,64-71", 64), (32, "32768K", "0-7", 256),
-    (1, "1M", "0", 32), (16, "300M", "0-55", 256), (1, None, None, 256)])
-def test_blocks_are_larger_than_the_caches_of_the_cores_that_copy(threads, last_level, shared, expected, tmp_path, monkeypatch):
-    for number, (level, size, cores) in enumerate([(1, "48K", "0"), (2, "1024K", "0"), (3, last_level, shared)]):
-        if last_level:
-            (tmp_path / f"index{number}").mkdir()
-            for name, text in (("level", level), ("size", size), ("shared_cpu_list", cores)):
-                (tmp_path / f"index{number}" / name).write_text(f"{text}\n")
-    monkeypatch.setattr(caches, "CACHES", tmp_path)
+CORES = {0: ("32768K", "0-3"), 1: ("32768K", "0-3"), 4: ("16M", "4-7"), 8: ("64M", "8-15")}  # a hybrid: its last-level caches by core
+
+
+@pytest.mark.parametrize("threads, cores, expected", [
+    (1, CORES, 128), (2, CORES, 192), (3, CORES, 224), (64, CORES, 224), (1, {0: ("1M", "0")}, 64), (1, {5: ("100M", "5")}, 200),
+    (2, {0: ("300M", "0-55"), 56: ("300M", "56-111")}, 512), (1, {}, 256), (1, {0: ("0K", "0")}, 256), (1, {0: ("unknown", "0")}, 256)])
+def test_blocks_are_made_for_the_caches_of_the_cores_that_copy(threads, cores, expected, tmp_path, monkeypatch):
+    for core, (size, shared) in cores.items():
+        for number, words in enumerate([("1", "48K", str(core)), ("2", "1024K", str(core)), ("3", size, shared)]):
+            index = tmp_path / f"cpu{core}" / "cache" / f"index{number}"
+            index.mkdir(parents=True)
+            for name, text in zip(("level", "size", "shared_cpu_list"), words):
+                (index / name).write_text(f"{text}\n")
+    monkeypatch.setattr(caches, "CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores) | {200})  # which tells nothing of its caches
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert caches.block_bytes() == expected << 20
+    for damaged in tmp_path.glob("*/cache/index2/level"):
+        damaged.unlink()
+        assert caches.block_bytes() == caches.UNKNOWN_BYTES
 
 
 def test_matmul_counts_two_operations_a_product():

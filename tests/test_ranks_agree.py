@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from conftest import ROOT, free_port, rank_variables, start_python, wait_for_all, without_gpus
+from conftest import ROOT, free_port, kill_all, rank_variables, start_all, start_python, wait_for_all, without_gpus
 from forks import PROGRAM
 
 PRELUDE = f"""
@@ -41,6 +41,7 @@ DISKS = PRELUDE + """
 measured = []
 
 def disk_read_gbps(folder, file_bytes):
+    assert file_bytes == 128 << 20, file_bytes  # at least, and the weights are said to be a byte
     measured.append(real(folder, file_bytes))
     return measured[-1]
 
@@ -61,9 +62,9 @@ def two_ranks(fork_server, tmp_path):
         file, port = tmp_path / "program.py", free_port()
         file.write_text(program)
         outputs = [tmp_path / f"{rank}.out" for rank in (0, 1)]
-        ranks = [start_python(fork_server(PROGRAM), [file, argument], tmp_path, output, output, without_gpus() | rank_variables(rank, 2, port)
-                              | {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)})
-                 for rank, output in enumerate(outputs)]
+        ranks = start_all(lambda rank: start_python(
+            fork_server(PROGRAM), [file, argument], tmp_path, outputs[rank], outputs[rank], without_gpus() | rank_variables(rank, 2, port)
+            | {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}), (0, 1))
         assert wait_for_all(ranks, timeout=200) == [0, 0], [output.read_text() for output in outputs]
         lines = [line for output in outputs for line in output.read_text().splitlines() if line.startswith("RESULT ")]
         return [json.loads(line.removeprefix("RESULT ")) for line in lines]
@@ -134,12 +135,13 @@ def test_ranks_that_were_started_with_different_lengths_end(fork_server, checkpo
     command = [ROOT / "run_model.py", "--model", checkpoints("llama"), "--engine", "stream", "--batch-size", 2, "--prompt-len", 8,
                "--loops", 1, "--warmup", 0, "--log-dir", tmp_path / "logs"]
     port = free_port()
-    first, second = [start_python(fork_server(PROGRAM), [*command, "--gen-len", 4 + rank], tmp_path, tmp_path / "out", tmp_path / f"{rank}.err",
-                                  without_gpus() | rank_variables(rank, 2, port)) for rank in (0, 1)]
+    ranks = start_all(lambda rank: start_python(
+        fork_server(PROGRAM), [*command, "--gen-len", 4 + rank], tmp_path, tmp_path / "out", tmp_path / f"{rank}.err",
+        without_gpus() | rank_variables(rank, 2, port)), (0, 1))
     try:
-        code = first.wait(timeout=100)
+        code = ranks[0].wait(timeout=100)
     finally:
-        second.kill()  # it lets the first rank speak for 10 s
+        kill_all(ranks)  # the other one lets the first rank speak for 10 s
     error = (tmp_path / "0.err").read_text()
     assert code == 2 and "error: rank 0 has --gen-len 4 and rank 1 has 5: " in error, error
     assert not list((tmp_path / "logs").iterdir())

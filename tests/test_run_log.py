@@ -17,7 +17,7 @@ from conftest import ROOT, small_disk
 from zero_inference import append, run_log
 from zero_inference.append import append_bytes, check_appendable
 from zero_inference.cli import main
-from zero_inference.records import parse_log, read_records
+from zero_inference.records import append_record, parse_log, read_records
 from zero_inference.replace import check_replaceable
 from zero_inference.utils import write_benchmark_log
 
@@ -182,16 +182,17 @@ def test_killed_writers_tear_no_line_but_their_own(tmp_path, capsys):
     finally:
         for writer in writers:
             writer.kill()
-    write_benchmark_log(tmp_path / "run.log", *range(10))  # begins a new line, whatever the last one left
-    records, blocks = read_records(tmp_path / "run.jsonl"), parse_log(tmp_path / "run.log")
-    capsys.readouterr()
+    before = (tmp_path / "run.jsonl").read_text().splitlines()
+    append_record(tmp_path / "run.jsonl", next(filter(None, map(json_or_none, before))))  # on a new line, whatever the last one left
+    write_benchmark_log(tmp_path / "run.log", *range(10))
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    torn = [line for line in lines if json_or_none(line) is None]
-    assert records and all(record == records[0] for record in records) and len(records) == len(lines) - len(torn)
-    assert all(json.dumps(records[0]).startswith(line[:10]) for line in torn)
-    log_lines = (tmp_path / "run.log").read_text().count("\n")
-    assert blocks and blocks[-1]["total_throughput"] == 9.0
-    assert len(torn) + (log_lines + 3) // 4 - len(blocks) <= len(writers)
+    whole, torn = max(lines, key=len), [line for line in lines[:-1] if json_or_none(line) is None]
+    assert len(lines) == len(before) + 1 and set(lines[:-1]) == {whole, *torn} and all(whole.startswith(line) for line in torn)
+    torn_blocks = ((tmp_path / "run.log").read_text().count("\n") + 3) // 4 - len(parse_log(tmp_path / "run.log"))
+    assert len(torn) + torn_blocks <= len(writers)
+    capsys.readouterr()
+    assert len(read_records(tmp_path / "run.jsonl")) == len(lines) - len(torn) and len(torn) + torn_blocks < len(lines)
+    assert bool(capsys.readouterr().err) == bool(torn)
 
 
 def json_or_none(line: str) -> dict | None:

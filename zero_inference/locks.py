@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Iterator
 
 POLL_S = 0.01
-MOST_S = 900.0  # DeepSpeed's slowest module takes two to three minutes on two cores
+MOST_S = 900.0  # DeepSpeed's modules take four minutes on two cores
 
 
 @contextlib.contextmanager

@@ -20,15 +20,16 @@ from zero_inference.errors import UsageError
 from zero_inference.locks import held_lock
 
 OURS = "zero-inference/extensions"
+FLAGS = ("-g0",)  # DeepSpeed compiles with -g, a quarter of the compiler's time: 436 instead of 577 s of a core for the modules of a CPU
 SHARED = Path("/dev/shm")
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
 
 def use_private_folder(device_type: str) -> None:
-    """One build folder an environment (a build names its paths) and kind of device (async_io is built otherwise for CUDA), unless
-    TORCH_EXTENSIONS_DIR says where."""
+    """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
+    unless TORCH_EXTENSIONS_DIR says where."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]}"
+    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{hashlib.sha256(' '.join([sys.prefix, *FLAGS]).encode()).hexdigest()[:8]}"
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair)))
 
 
@@ -74,17 +75,13 @@ def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -
             if OURS in str(folder):
                 for mark in folder.glob("*/lock"):
                     mark.unlink(missing_ok=True)
-                _without_debug_information(builder)
+                _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
             builder.load(verbose=False)
 
 
-def _without_debug_information(builder) -> None:
-    """DeepSpeed compiles with -g, which is a quarter of the compiler's time: 436 instead of 577 s of a core for the modules of a CPU.
-
-    Only in a folder that is ours: a change of flags compiles everything again, in a shared one at every turn.
-    """
-    flags = builder.cxx_args()
-    builder.cxx_args = lambda: [*flags, "-g0"]
+def _add_flags(builder) -> None:
+    plain = builder.cxx_args
+    builder.cxx_args = lambda: [*plain(), *FLAGS]
 
 
 def init_distributed(ranks: Ranks) -> None:

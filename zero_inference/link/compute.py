@@ -17,8 +17,7 @@ SECONDS = 0.2
 def device_copy_gbps(device: torch.device, seconds: float = SECONDS) -> float:
     """Median GB/s (1e9 bytes) of copies inside the memory of `device`, bytes read and bytes written both counted.
 
-    Blocks are 1 GiB on CUDA (less where less than 4 GiB are free) and larger than the
-    caches on a CPU, so that these hold little of them.
+    Caches hold little of the blocks: 1 GiB on CUDA (less where less than 4 GiB are free), and on a CPU what `link.caches` says.
     """
     if device.type == "cuda":
         nbytes = min(CUDA_BLOCK_BYTES, torch.cuda.mem_get_info(device)[0] // 4)

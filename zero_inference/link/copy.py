@@ -3,7 +3,7 @@
 Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies 2 GiB
 in blocks of up to 256 MiB, one behind the other, as an engine does that never lets its link wait: the start of a copy (0.3% of the
 time of a single block) is hidden behind the copy before it. On a CPU-only machine the 'device' is host memory too, and every rate here
-is that of a memory copy (`kind_of` has the words), in blocks that are larger than the caches.
+is that of a memory copy (`kind_of` has the words), in blocks made for its caches (`link.caches`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ PASSES = 2  # the faster one counts: a limit that a run exceeds would be none
 
 
 def disk_read_gbps(folder: Path, file_bytes: int = MOST_BYTES) -> float:
-    """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads.
+    """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads, all of which read as much.
+
+    Args:
+        file_bytes: rounded up to a whole number of chunks for each thread.
 
     The file has no name while it is there, so it goes with this process.
 
@@ -38,6 +41,7 @@ def disk_read_gbps(folder: Path, file_bytes: int = MOST_BYTES) -> float:
         raise RunError(f"no direct reads in {folder} ({error.strerror})") from error
     finally:
         os.unlink(name)
+    file_bytes = -(-file_bytes // LEAST_BYTES) * LEAST_BYTES
     try:
         if shutil.disk_usage(folder).free < file_bytes:
             raise RunError(f"{folder} has less than {file_bytes / 2**30:.2g} GiB free")
@@ -49,20 +53,21 @@ def disk_read_gbps(folder: Path, file_bytes: int = MOST_BYTES) -> float:
 
 
 def _write_and_read(file: int, file_bytes: int) -> float:
-    with mmap.mmap(-1, CHUNK_BYTES) as chunk:
-        chunk.write(os.urandom(CHUNK_BYTES))
-        for offset in range(0, file_bytes, CHUNK_BYTES):
-            os.pwritev(file, [chunk], offset)
+    chunk = os.urandom(CHUNK_BYTES)
+    buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(THREADS)]
+    for buffer in buffers:
+        buffer.write(chunk)  # touched before the clock starts: a first touch can take longer than the read
+    for offset in range(0, file_bytes, CHUNK_BYTES):
+        os.pwritev(file, [buffers[0]], offset)
     os.fsync(file)
     rates = []
     with ThreadPoolExecutor(THREADS) as pool:
         for _ in range(PASSES):
             start = time.perf_counter()
-            done = sum(pool.map(lambda first: _read_every(file, first, file_bytes), range(THREADS)))
+            done = sum(pool.map(lambda first: _read_every(file, first, file_bytes, buffers[first]), range(THREADS)))
             rates.append(done / (time.perf_counter() - start) / 1e9)
     return max(rates)
 
 
-def _read_every(file: int, first: int, file_bytes: int) -> int:
-    buffer = mmap.mmap(-1, CHUNK_BYTES)
+def _read_every(file: int, first: int, file_bytes: int, buffer: mmap.mmap) -> int:
     return sum(os.preadv(file, [buffer], offset) for offset in range(first * CHUNK_BYTES, file_bytes, THREADS * CHUNK_BYTES))
