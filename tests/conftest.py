@@ -10,20 +10,18 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forks import LIBRARIES, PROGRAM, Forked, ForkServer
+from forks import LIBRARIES, PROGRAM, ForkServer, Process, rank_variables, start_all, wait_for_all
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-Process = Forked | subprocess.Popen
 VOCAB = 320
 LIMITED = """
 import resource, sys
@@ -235,41 +233,6 @@ def start_python(server: ForkServer | None, command, cwd: Path, out: Path, err: 
         return server.start(command, env, cwd, out, err)
     with out.open("ab") as stdout, err.open("ab") as stderr:
         return subprocess.Popen([*(launch or [sys.executable]), *command], stdout=stdout, stderr=stderr, cwd=cwd, env=env)
-
-
-def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """What a launcher on this machine alone would set."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-
-def wait_for_all(processes: list[Process], timeout: float) -> list[int]:
-    """Their exit codes; where one does not end within `timeout` seconds, subprocess.TimeoutExpired. No process is left."""
-    deadline = time.monotonic() + timeout
-    try:
-        return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
-    except BaseException:
-        kill_all(processes)
-        raise
-
-
-def start_all(start: Callable[..., Process], arguments: Iterable) -> list[Process]:
-    """`start` of each of the `arguments`; where one cannot be started, those before it are killed."""
-    started: list[Process] = []
-    try:
-        for each in arguments:
-            started.append(start(each))
-    except BaseException:
-        kill_all(started)
-        raise
-    return started
-
-
-def kill_all(processes: list[Process]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait(timeout=60)
 
 
 def free_port() -> str:

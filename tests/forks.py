@@ -19,14 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 # These read nothing of the environment that a test may change. The hub's libraries, which do, come in only where nothing is changed.
 LIBRARIES = ("numpy", "scipy.optimize", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "PIL.Image",
              "asyncio", "filelock", "http.cookiejar", "jinja2", "psutil", "regex", "yaml")
 PROGRAM = (*LIBRARIES, "transformers.modeling_utils", "transformers.generation", "zero_inference.run", "zero_inference.engines.stream")
-
 START_S = 300  # of the first copy, which the libraries are imported for
 
 
@@ -100,6 +99,44 @@ class ForkServer:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
             self.process.wait()
+
+
+Process = Forked | subprocess.Popen
+
+
+def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """What a launcher on this machine alone would set."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def wait_for_all(processes: list[Process], timeout: float) -> list[int]:
+    """Their exit codes; where one does not end within `timeout` seconds, subprocess.TimeoutExpired. No process is left."""
+    deadline = time.monotonic() + timeout
+    try:
+        return [process.wait(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+    except BaseException:
+        kill_all(processes)
+        raise
+
+
+def start_all(start: Callable[..., Process], arguments: Iterable) -> list[Process]:
+    """`start` of each of the `arguments`; where one cannot be started, those before it are killed."""
+    started: list[Process] = []
+    try:
+        for each in arguments:
+            started.append(start(each))
+    except BaseException:
+        kill_all(started)
+        raise
+    return started
+
+
+def kill_all(processes: list[Process]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(timeout=60)
 
 
 def serve(modules: Sequence[str]) -> None:

@@ -54,7 +54,8 @@ def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, ru
     again = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
     unreachable = run_model("--model", "some/llama", *SHORT,
                             env=hub.environment(tmp_path / "cache", HF_ENDPOINT=f"http://127.0.0.1:{free_port()}"))
-    for run in (again, unreachable):
+    offline = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
+    for run in (again, offline, unreachable):
         assert run.code == 0, run.stderr
         assert run.record["output_ids_sha256"] == done.record["output_ids_sha256"]
     assert hub.files == []
@@ -150,7 +151,9 @@ def test_no_network_and_offline_mode(hub, run_model, tmp_path):
 
 @pytest.mark.parametrize("missing, cached", [
     ("config.json", ["tokenizer.json"]),
+    ("tokenizer", ["config.json"]),
     ("tokenizer", ["config.json", "weights"]),
+    ("weights", ["config.json", *sorted(TOKENIZER)]),
     ("weights", ["config.json", *sorted(TOKENIZER), "first shard"]),
 ])
 def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, tmp_path, missing, cached):

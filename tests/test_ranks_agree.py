@@ -6,8 +6,8 @@ import json
 import shutil
 
 import pytest
-from conftest import ROOT, free_port, kill_all, rank_variables, start_all, start_python, wait_for_all, without_gpus
-from forks import PROGRAM
+from conftest import ROOT, free_port, start_python, without_gpus
+from forks import PROGRAM, kill_all, rank_variables, start_all, wait_for_all
 
 PRELUDE = f"""
 import json, os, sys
@@ -41,7 +41,7 @@ DISKS = PRELUDE + """
 measured = []
 
 def disk_read_gbps(folder, file_bytes):
-    assert file_bytes == 128 << 20, file_bytes  # at least, and the weights are said to be a byte
+    assert file_bytes == 1, file_bytes  # what the weights are said to be
     measured.append(real(folder, file_bytes))
     return measured[-1]
 

@@ -87,7 +87,7 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
 
 
 @pytest.mark.parametrize("launcher, options", [
-    ("deepspeed", ["--disk-offload"]), ("torchrun", ["--cpu-offload", "--kv-offload"])],
+    ("deepspeed", ["--cpu-offload"]), ("deepspeed", ["--disk-offload"]), ("torchrun", ["--cpu-offload", "--kv-offload"])],
     ids=lambda value: value if isinstance(value, str) else "-".join(value))
 def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model, tmp_path):
     folder = checkpoints("mixtral")

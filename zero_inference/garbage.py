@@ -1,6 +1,6 @@
 """When Python's garbage collector looks for cycles: not while libraries are imported, and while steps are timed only at what is new.
 
-A full collection looks at every object there is, and those of torch and transformers alone take it 0.1 to 0.4 s.
+A full collection looks at every object there is, those of torch and transformers too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _postponed = False
 def postponed() -> Iterator[None]:
     """No collection until `look_from_here` or the end, which leaves the collector as it was before.
 
-    For the time in which libraries are imported: that makes many objects and hardly any garbage, and collections were a sixth of it
-    (4.8 instead of 5.8 s of a core up to a first model of transformers).
+    For the time in which libraries are imported: that makes many objects and hardly any garbage (docs/performance.md, "Start of a run").
     """
     global _postponed
     enabled = gc.isenabled()

@@ -13,7 +13,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gbps, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
-from zero_inference.link.disk import LEAST_BYTES, MOST_BYTES, disk_read_gbps
+from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
 
@@ -102,7 +102,8 @@ class AroundLoops:
 def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate, weight_bytes: int) -> Rates:
     """About a second on a GPU, a quarter without one, and more for a disk.
 
-    All ranks copy at the same time, as they do while they run; so do all nodes read, each a file as large as all weights, within bounds.
+    All ranks copy at the same time, as they do while they run; so do all nodes read, each a file as large as all weights
+    if `disk_read_gbps` takes one of that size.
     """
     on_gpu = ranks.device.type == "cuda"
     link.measure(seconds=0.4 if on_gpu else 0.1)
@@ -125,7 +126,7 @@ def _disks_gbps(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | N
     """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
     ranks.barrier()
     try:
-        mine = disk_read_gbps(config.offload_path, max(LEAST_BYTES, min(MOST_BYTES, weight_bytes))) if ranks.local_rank == 0 else 0.0
+        mine = disk_read_gbps(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
     except RunError:  # the run itself has what it needs
         mine = None
     unknown = ranks.maximum([float(mine is None)])[0]

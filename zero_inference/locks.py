@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Iterator
 
 POLL_S = 0.01
-MOST_S = 900.0  # DeepSpeed's modules take four minutes on two cores
+MOST_S = 900.0  # DeepSpeed's modules take minutes to compile
 
 
 @contextlib.contextmanager
 def held_lock(path: Path, most_s: float = MOST_S) -> Iterator[int]:
-    """Hold an exclusive lock on the file `path`, which is made if need be; gives its descriptor. The
-    lock is released when the last process that has the descriptor closes it or ends.
+    """Hold an exclusive lock on the file `path`, which is made if need be; gives its descriptor.
+
+    The lock is released when the last process that has the descriptor closes it or ends.
 
     Raises OSError where the file cannot be opened, and TimeoutError, which is one, where another process, perhaps a stopped one,
     has kept the lock for `most_s` seconds.

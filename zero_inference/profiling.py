@@ -27,7 +27,8 @@ def trace_generation(loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_
                      path: Path | None) -> dict[str, float] | None:
     """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
 
-    Every rank has to call it, and generates also where the trace cannot be written; `path` None traces without writing. Returns `link_use_in` of the trace, or None without a path.
+    Every rank has to call it, and generates also where the trace cannot be written; `path` None traces without writing.
+    Returns `link_use_in` of the trace, or None without a path.
 
     Raises OSError where the trace cannot be written.
     """

@@ -20,7 +20,7 @@ from zero_inference.errors import UsageError
 from zero_inference.locks import held_lock
 
 OURS = "zero-inference/extensions"
-FLAGS = ("-g0",)  # DeepSpeed compiles with -g, a quarter of the compiler's time: 436 instead of 577 s of a core for the modules of a CPU
+FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
 SHARED = Path("/dev/shm")
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
@@ -29,7 +29,8 @@ def use_private_folder(device_type: str) -> None:
     """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
     unless TORCH_EXTENSIONS_DIR says where."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{hashlib.sha256(' '.join([sys.prefix, *FLAGS]).encode()).hexdigest()[:8]}"
+    built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS]).encode()).hexdigest()[:8]
+    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair)))
 
 
@@ -69,7 +70,7 @@ def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -
         if builder is None or not builder.is_compatible(verbose=False):
             continue
         if speak and not list(folder.glob(f"{builder.name}/*.so")):
-            print(f"compiling DeepSpeed's {builder.name} module (once on this machine, one to four minutes) ...",
+            print(f"compiling DeepSpeed's {builder.name} module (once on this machine, some minutes) ...",
                   file=sys.stderr, flush=True)
         with held_lock(folder / "zero-inference.lock"), redirect_stdout(sys.stderr), _own_programs_first():
             if OURS in str(folder):

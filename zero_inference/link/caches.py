@@ -16,7 +16,7 @@ def block_bytes() -> int:
     """Bytes of a block for copies by the cores: twice what their last-level caches hold, so source and target are four times that.
 
     Not larger than it has to be, because touching memory for the first time takes longer than copying it, above all in a virtual
-    machine (0.3 to 1 GB/s); and never beyond MOST_BYTES, which a few processors' caches exceed. All of torch's threads copy, and
+    machine; and never beyond MOST_BYTES, which a few processors' caches exceed. All of torch's threads copy, and
     Linux spreads them over as many caches as there are.
     """
     try:

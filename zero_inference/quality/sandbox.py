@@ -250,7 +250,10 @@ def _package_folders() -> list[str]:
 
 @functools.cache
 def _binds() -> list[str]:
-    """What the program may read, outermost folders only, except what lies in a hidden home: never a home folder or what one lies in, wherever Python is installed."""
+    """What the program may read, outermost folders only, except what lies in a hidden home.
+
+    Never a home folder or what one lies in, wherever Python is installed.
+    """
     prefixes = {sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.dirname(_interpreter()))}  # the last without links
     libraries = [sysconfig.get_path(name, vars={"installed_base": prefix, "platbase": prefix})
                  for prefix in prefixes for name in ("stdlib", "platstdlib")]
