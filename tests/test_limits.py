@@ -106,3 +106,10 @@ def test_bounds_that_do_not_apply_are_left_out():
 def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart():
     assert limits.in_words(limit_of(), MOVED, on_gpu=True) == (
         "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit")
+
+
+def test_a_share_above_the_spread_says_that_the_link_changed():
+    said = "; the link was slower while it was measured, as on a host that others use too"
+    for decode_s, changed in ((0.0795, False), (0.0785, True)):  # 100.6% and 101.9% of 50 GB/s +- 1.7%
+        assert limits.in_words(limit_of(decode_s=decode_s), MOVED, on_gpu=True).endswith("of that limit" + said * changed)
+    assert said not in limits.in_words(limit_of(decode_s=0.001, moved=MOVED | {"host_to_device_bytes_per_step": 0}), MOVED, on_gpu=True)

@@ -157,6 +157,9 @@ class _NamedStreams(DeviceStreams):
     def current(self):
         return _NamedStream(self.at, self.order)
 
+    def sleeping_event(self):
+        return _OrderedEvent(self.order)
+
     def make_current(self, stream):
         self.at = stream.name
 
@@ -167,6 +170,17 @@ class _NamedStream:
 
     def wait_stream(self, stream):
         self.order.append(f"{self.name} waits for {stream.name}")
+
+
+class _OrderedEvent:
+    def __init__(self, order):
+        self.order = order
+
+    def record(self, stream):
+        self.behind = stream.name
+
+    def synchronize(self):
+        self.order.append(f"the host waits for {self.behind}")
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
@@ -184,7 +198,8 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off)
     compute = ComputeStream(model, streams)
     with pytest.raises(RuntimeError, match="full device") if breaks_off else contextlib.nullcontext():
         model(torch.zeros(1))
-    assert streams.order == ["own waits for caller's", "computes on the own", "caller's waits for own"] and streams.at == "caller's"
+    assert streams.order == ["own waits for caller's", "computes on the own", "caller's waits for own", "the host waits for own"]
+    assert streams.at == "caller's"
     compute.close()
     streams.order.clear()
     with pytest.raises(RuntimeError) if breaks_off else contextlib.nullcontext():
@@ -193,11 +208,13 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
-def test_on_a_gpu_no_layer_computes_on_the_default_stream(checkpoints):
+def test_on_a_gpu_layers_compute_on_a_stream_of_their_own_and_the_host_waits_for_it(checkpoints):
     loaded, _, ranks = load(checkpoints("llama"))
     seen = set()
     loaded.model.model.layers[1].register_forward_pre_hook(lambda *args: seen.add(torch.cuda.current_stream().cuda_stream))
+    loaded.model.lm_head.register_forward_hook(lambda *args: torch.cuda._sleep(1 << 28))  # 0.15 s at 1.8 GHz
     loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device))
+    assert loaded.close.__self__.compute.stream.query(), "a token could be asked for before it is there"
     assert seen and torch.cuda.default_stream().cuda_stream not in seen
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     loaded.close()

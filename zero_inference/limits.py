@@ -190,7 +190,10 @@ def in_words(limit: dict[str, Any], moved: dict[str, int | None], on_gpu: bool) 
             "disk": lambda: f"reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB a step from disk ({limit['disk_gbps']:.2f} GB/s)",
             "device_memory": lambda: f"is bound by {memory} (copies at {limit['device_copy_gbps']:.1f} GB/s)",
             "matmul": lambda: f"is bound by matrix products ({limit['matmul_tflops']:.2f} TFLOP/s)"}[limit["bound_by"]]()
-    return f"decode {what} and runs at {limit['fraction_of_limit']:.1%} of that limit"
+    share = limit["fraction_of_limit"]
+    changed = limit["bound_by"] == "link" and share > 1 + limit["link_spread"] / 2
+    return (f"decode {what} and runs at {share:.1%} of that limit"
+            + ("; the link was slower while it was measured, as on a host that others use too" if changed else ""))
 
 
 def idle_in_words(link_use: dict[str, float]) -> str | None:

@@ -1,8 +1,8 @@
 """Bandwidth between host and device, measured in this process.
 
 Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies 2 GiB
-in blocks of up to 256 MiB, one behind the other, as an engine does that never lets its link wait: the start of a copy (0.3% of the
-time of a single block) is hidden behind the copy before it. On a CPU-only machine the 'device' is host memory too, and every rate here
+in blocks of up to 256 MiB, and each copy is asked for before the one before it ends, as an engine does that never lets its link wait:
+rounds that began on an idle link gave 0.1 to 0.3% less (benchmarks/results/h200/link_rounds.txt). On a CPU-only machine the 'device' is host memory too, and every rate here
 is that of a memory copy (`kind_of` has the words), in blocks made for its caches (`link.caches`).
 """
 
@@ -144,6 +144,7 @@ def _rounds(lanes: list[Lane], seconds: float) -> list[float]:
     while len(rates) < 3 or time.perf_counter() < stop:
         moved, spent = measure()
         rates.append(moved / spent / 1e9)
+    measure.close()
     return rates
 
 
@@ -155,33 +156,52 @@ def _copy_next(lane: Lane) -> int:
 
 
 class _CudaRound:
-    """A call copies in every lane on a stream of its own and gives (bytes, seconds of the slowest stream)."""
+    """A call copies in every lane on a stream of its own and gives (bytes, seconds of the slowest stream).
+
+    It asks for the next round before it waits for its own, so no stream ever runs dry: that is how an engine's ring copies.
+    """
 
     def __init__(self, lanes: list[Lane]):
-        self.lanes = [(lane, torch.cuda.Stream(lane.device), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                      for lane in lanes]
+        self.lanes = lanes
+        self.streams = [torch.cuda.Stream(lane.device) for lane in lanes]
         for device in {lane.device for lane in lanes}:  # the blocks are filled on other streams
             torch.cuda.synchronize(device)
+        self.ends = self._events()
+        self.asked = self._ask()
 
     def __call__(self) -> tuple[int, float]:
-        for _, stream, start, _ in self.lanes:
-            start.record(stream)
+        (moved, ends), self.asked = self.asked, self._ask()
+        spent_s = []
+        for start, end in zip(self.ends, ends):
+            end.synchronize()
+            spent_s.append(start.elapsed_time(end) / 1e3)
+        self.ends = ends
+        return moved, max(spent_s)
+
+    def close(self) -> None:
+        """Wait for what was asked for."""
+        for end in self.asked[1]:
+            end.synchronize()
+
+    def _ask(self) -> tuple[int, list[torch.cuda.Event]]:
         moved = 0
         left = [BLOCKS * BLOCK_BYTES] * len(self.lanes)
         while any(count > 0 for count in left):  # in turns, so that all lanes start at once
-            for index, (lane, stream, _, _) in enumerate(self.lanes):
+            for index, (lane, stream) in enumerate(zip(self.lanes, self.streams)):
                 if left[index] > 0:
                     with torch.cuda.stream(stream):
                         copied = _copy_next(lane)
                     moved += copied
                     left[index] -= copied
-        for _, stream, _, end in self.lanes:
-            end.record(stream)
-        spent_s = []
-        for _, _, start, end in self.lanes:
-            end.synchronize()
-            spent_s.append(start.elapsed_time(end) / 1e3)
-        return moved, max(spent_s)
+        return moved, self._events()
+
+    def _events(self) -> list[torch.cuda.Event]:
+        """One of each stream, behind what it was asked."""
+        events = []
+        for stream in self.streams:
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record(stream)
+        return events
 
 
 class _HostRound:
@@ -190,6 +210,9 @@ class _HostRound:
     def __init__(self, lanes: list[Lane]):
         self.lanes = lanes
         self.pool = ThreadPoolExecutor(len(lanes)) if len(lanes) > 1 else None
+
+    def close(self) -> None:
+        """Nothing is under way."""
 
     def __call__(self) -> tuple[int, float]:
         start = time.perf_counter()

@@ -1,0 +1,77 @@
+"""Generations of the stream engine whose host waits for the layers or not, on one stream or another: what slows the copies.
+
+    torchrun --nproc-per-node 2 benchmarks/host_wait.py --model facebook/opt-6.7b --dummy --engine stream --gpu-memory 0 \\
+        --batch-size 8 --prompt-len 128 --gen-len 17 --loops 4
+
+Takes the options of run_model.py; --loops is how often the turn goes around, in one process. Prints the link's rate as the engine
+measures it, and for each way GB/s (1e9 bytes) of weights over all ranks in a decode step: the median and the range, without the first step.
+Those are set beside the link in the last lines.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main() -> int:
+    from benchmarks.common.engine_run import loaded_by_options
+    from zero_inference import generation
+    from zero_inference.distributed import stop_process_group
+    from zero_inference.models.prompts import random_ids
+
+    config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
+    feeder = loaded.close.__self__
+    ids = random_ids(config.seed, config.batch_size // ranks.world_size, config.prompt_len, spec.text_config.vocab_size)
+    step_bytes = ranks.world_size * sum(feeder.store.share_bytes(layer) for layer in feeder.ring.order)
+
+    def say(line: str) -> None:
+        if ranks.is_first:
+            print(line, flush=True)
+
+    shares: dict[str, list[float]] = {}
+    for _ in range(config.loops):
+        measured = []
+        before = link_gb_per_s(ranks, loaded)
+        for name, changes in ways(feeder):
+            kept = {attribute: getattr(feeder.compute, attribute) for attribute in changes}
+            vars(feeder.compute).update(changes)
+            (loop,) = generation.measure(loaded, ids, config.gen_len, 1, 0, ranks).loops
+            vars(feeder.compute).update(kept)
+            measured.append((name, sorted(step_bytes / step_s / 1e9 for step_s in loop.step_s[1:])))
+        link = (before + link_gb_per_s(ranks, loaded)) / 2
+        say(f"link {link:.1f} GB/s")
+        for name, rates in measured:
+            shares.setdefault(name, []).append(100 * statistics.median(rates) / link)
+            say(f"  {name:44s} median {statistics.median(rates):6.2f} GB/s, {rates[0]:6.2f} to {rates[-1]:6.2f}")
+    for name, percent in shares.items():
+        say(f"{name:46s} {statistics.median(percent):5.1f}% of the link, {min(percent):.1f} to {max(percent):.1f}%")
+    loaded.close()
+    stop_process_group()
+    return 0
+
+
+def link_gb_per_s(ranks, loaded) -> float:
+    from zero_inference.limits import LinkRate
+
+    link = LinkRate(ranks, loaded.page_locked)
+    link.measure(seconds=0.3)
+    return link.of_all().gb_per_s
+
+
+def ways(feeder):
+    """(name, attributes of the engine's ComputeStream that make it so)."""
+    from zero_inference.offload.streams import HostEvent
+
+    callers = feeder.timeline.streams.current()
+    yield "as it is: own stream, the host waits", {}
+    yield "own stream, the host reads at once", {"done": HostEvent()}
+    yield "caller's stream, the host waits", {"stream": callers}
+    yield "caller's stream, the host reads at once", {"stream": callers, "done": HostEvent()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
