@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Sequence
 
@@ -16,15 +17,16 @@ from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rat
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
+from zero_inference.offload.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Rates:
     """Measured in this process. `link_gbps` adds up all ranks at once, `disk_gbps` all nodes; the others are one device's.
 
-    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far the
-    link's rounds lay apart, as a share of `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no
-    memory left to measure it.
+    GB/s of 1e9 bytes, TFLOP/s of 1e12; `link_gbps` is that of rounds of copies, or of the loops' own copies where these were faster;
+    `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far the link's rounds lay apart, as a share of
+    `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no memory left to measure it.
     """
 
     link_gbps: float
@@ -79,22 +81,27 @@ class LinkRate:
 
 
 class AroundLoops:
-    """Called before each measured loop and behind the last: the link is measured there, in the minutes in which the loops run, and
-    the peak of device memory is read, which that measurement must not raise.
+    """Called before each measured loop and behind the last: the link is measured there, in the minutes in which the loops run, the
+    rate of the loop's own copies is read, and the peak of device memory, which that measurement must not raise.
 
     Attributes:
         peak_gpu_bytes: most device memory of this rank during the loops; None without a device.
+        reached: GB/s of this rank's copies in each loop, while there was one under way; empty for an engine that does not watch them.
     """
 
-    def __init__(self, link: LinkRate):
-        self.link, self.device = link, link.ranks.device
+    def __init__(self, link: LinkRate, timeline: Timeline | None = None):
+        self.link, self.device, self.timeline = link, link.ranks.device, timeline
         self.peak_gpu_bytes: int | None = None
+        self.reached: list[float] = []
 
     def __call__(self) -> None:
         if self.device.type != "cuda":
             return  # there is no link
         first = self.peak_gpu_bytes is None
         self.peak_gpu_bytes = 0 if first else max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
+        use = self.timeline.link_use() if self.timeline is not None and not first else None
+        if use is not None and use.gbps_while_busy:
+            self.reached.append(use.gbps_while_busy)
         self.link.measure(seconds=0.2)
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -116,10 +123,17 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRa
                  disk_gbps=_disks_gbps(config, ranks, weight_bytes) if config.disk_offload else None)
 
 
-def with_link(rates: Rates, link: LinkRate) -> Rates:
-    """`rates` with the link's rate of all rounds so far. All ranks call it together."""
+def with_link(rates: Rates, link: LinkRate, reached: Sequence[float] = ()) -> Rates:
+    """`rates` with the link's rate of all rounds so far. All ranks call it together.
+
+    Args:
+        reached: GB/s of this rank's own copies in each loop. Where their median is more than that of the rounds, the link can do
+            that: others may use the host in just the moments between the loops.
+    """
     rate = link.of_all()
-    return replace(rates, link_gbps=rate.gb_per_s, link_spread=rate.spread_gb_per_s / rate.gb_per_s)
+    in_loops = link.ranks.total(int(statistics.median(reached or [0.0]) * 1e6)) / 1e6
+    fastest = max(rate.gb_per_s, in_loops)
+    return replace(rates, link_gbps=fastest, link_spread=rate.spread_gb_per_s / fastest)
 
 
 def _disks_gbps(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
@@ -190,10 +204,7 @@ def in_words(limit: dict[str, Any], moved: dict[str, int | None], on_gpu: bool) 
             "disk": lambda: f"reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB a step from disk ({limit['disk_gbps']:.2f} GB/s)",
             "device_memory": lambda: f"is bound by {memory} (copies at {limit['device_copy_gbps']:.1f} GB/s)",
             "matmul": lambda: f"is bound by matrix products ({limit['matmul_tflops']:.2f} TFLOP/s)"}[limit["bound_by"]]()
-    share = limit["fraction_of_limit"]
-    changed = limit["bound_by"] == "link" and share > 1 + limit["link_spread"] / 2
-    return (f"decode {what} and runs at {share:.1%} of that limit"
-            + ("; the link was slower while it was measured, as on a host that others use too" if changed else ""))
+    return f"decode {what} and runs at {limit['fraction_of_limit']:.1%} of that limit"
 
 
 def idle_in_words(link_use: dict[str, float]) -> str | None:
@@ -213,7 +224,7 @@ def idle_in_words(link_use: dict[str, float]) -> str | None:
 
 def link_use_of(loaded: LoadedModel) -> dict[str, float] | None:
     use = loaded.timeline.link_use() if loaded.timeline is not None else None
-    return None if use is None else vars(use) | {"gbps_while_busy": use.copied_bytes / use.busy_s / 1e9 if use.busy_s else None}
+    return None if use is None else vars(use) | {"gbps_while_busy": use.gbps_while_busy}
 
 
 def _idle_parameters(model, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:

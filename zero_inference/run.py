@@ -182,7 +182,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: R
             _warn_not_quantized(loaded, progress)
         link = limits.LinkRate(ranks, loaded.page_locked)
         rates = limits.measure_rates(config, spec, ranks, link, loaded.weight_bytes)
-        around = limits.AroundLoops(link)
+        around = limits.AroundLoops(link, loaded.timeline)
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
         caches = _cache_maker(config, spec, loaded)
         measurement = generation.measure(
@@ -191,7 +191,7 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: R
         if measurement.warmed_up is False:
             progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
                          f"{config.warmup_spread:.0%}")
-        rates = limits.with_link(rates, link)
+        rates = limits.with_link(rates, link, around.reached)
         measured.update(_results(config, spec, ranks, loaded, measurement, rates, around.peak_gpu_bytes), model_bytes=full_bytes, load_s=load_s)
         if warning := steadiness.warning_of(measured):
             progress.say(warning)

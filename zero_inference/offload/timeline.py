@@ -66,6 +66,11 @@ class LinkUse:
     copied_bytes: int
     ahead_bytes: int
 
+    @property
+    def gbps_while_busy(self) -> float | None:
+        """GB/s of 1e9 bytes."""
+        return self.copied_bytes / self.busy_s / 1e9 if self.busy_s else None
+
 
 def within(most: float, value: float) -> float:
     return min(most, max(0.0, value))
