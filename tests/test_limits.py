@@ -12,8 +12,9 @@ import torch
 from zero_inference import limits
 from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError
-from zero_inference.limits import LeastWork, LinkRate, Rates
+from zero_inference.limits import AroundLoops, LeastWork, LinkRate, Rates
 from zero_inference.link.copy import rate_of
+from zero_inference.offload.timeline import LinkUse
 
 CPU = torch.device("cpu")
 ONE = Ranks(0, 1, 0, 1, CPU)
@@ -60,9 +61,32 @@ def test_a_link_is_as_fast_as_the_loops_own_copies():
     link = LinkRate(Three(0, 1, 0, 1, CPU))
     link.rounds = [40.0, 40.0, 49.0, 50.0]  # somebody else used the host between the loops
     assert limits.with_link(RATES, link).link_gbps == pytest.approx(3 * 44.5)
-    faster = limits.with_link(RATES, link, reached=[55.2, 30.0, 55.4])
+    faster = limits.with_link(RATES, link, reached_gb_per_s=55.2)
     assert faster.link_gbps == pytest.approx(3 * 55.2) and faster.link_spread == pytest.approx(9.7 / 55.2)
-    assert limits.with_link(RATES, link, reached=[44.0]) == limits.with_link(RATES, link)
+    assert limits.with_link(RATES, link, reached_gb_per_s=44.0) == limits.with_link(RATES, link)
+
+
+class Uses:
+    """A timeline of loops whose last one had more copied before its first step, as behind a slow prefill."""
+
+    def __init__(self, *uses):
+        self.uses = list(uses)
+
+    def link_use(self):
+        return self.uses.pop(0)
+
+
+def test_what_the_link_did_is_the_median_of_the_measured_loops():
+    loops = [LinkUse(4, 2.0, 0.0, 0.0, 0.0, copied, ahead) for copied, ahead in ((110 * 10**9, 5), (100 * 10**9, 7), (112 * 10**9, 1000))]
+    around = AroundLoops(LinkRate(ONE), Uses(*loops))
+    assert (around.reached_gb_per_s, around.ahead_bytes) == (0.0, 0), "nothing was measured yet"
+    for _ in range(4):  # before each of three loops and behind the last
+        around()
+    assert around.uses == loops and (around.reached_gb_per_s, around.ahead_bytes) == (55.0, 7)
+    short = AroundLoops(LinkRate(ONE), Uses(None, None))
+    for _ in range(3):
+        short()
+    assert (short.reached_gb_per_s, short.ahead_bytes, short.peak_gpu_bytes) == (0.0, 0, None)
 
 
 @pytest.mark.parametrize("failure", [RunError("could not be page-locked"), torch.OutOfMemoryError("out of memory")], ids=type)

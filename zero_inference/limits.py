@@ -17,7 +17,7 @@ from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rat
 from zero_inference.link.disk import disk_read_gbps
 from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
-from zero_inference.offload.timeline import Timeline
+from zero_inference.offload.timeline import LinkUse, Timeline
 
 
 @dataclass(frozen=True)
@@ -86,24 +86,40 @@ class AroundLoops:
 
     Attributes:
         peak_gpu_bytes: most device memory of this rank during the loops; None without a device.
-        reached: GB/s of this rank's copies in each loop, while there was one under way; empty for an engine that does not watch them.
+        uses: what this rank's link did in each loop; empty for an engine that does not watch it, and for loops of fewer than two decode steps.
     """
 
     def __init__(self, link: LinkRate, timeline: Timeline | None = None):
         self.link, self.device, self.timeline = link, link.ranks.device, timeline
-        self.peak_gpu_bytes: int | None = None
-        self.reached: list[float] = []
+        self.on_gpu = self.device.type == "cuda"
+        self.peak_gpu_bytes = 0 if self.on_gpu else None
+        self.uses: list[LinkUse] = []
+        self.begun = False
 
     def __call__(self) -> None:
-        if self.device.type != "cuda":
-            return  # there is no link
-        first = self.peak_gpu_bytes is None
-        self.peak_gpu_bytes = 0 if first else max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
-        use = self.timeline.link_use() if self.timeline is not None and not first else None
-        if use is not None and use.gbps_while_busy:
-            self.reached.append(use.gbps_while_busy)
-        self.link.measure(seconds=0.2)
-        torch.cuda.reset_peak_memory_stats(self.device)
+        if self.begun:
+            self._look_back()
+        self.begun = True
+        if self.on_gpu:
+            self.link.measure(seconds=0.2)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    @property
+    def reached_gb_per_s(self) -> float:
+        """GB/s (1e9 bytes) of this rank's own copies while there was one under way, the median of the loops; 0 where nobody watched."""
+        return statistics.median([use.gbps_while_busy for use in self.uses if use.gbps_while_busy] or [0.0])
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What this rank had copied of a loop's decode steps before the first of them, the median of the loops."""
+        return int(statistics.median([use.ahead_bytes for use in self.uses] or [0]))
+
+    def _look_back(self) -> None:
+        use = self.timeline.link_use() if self.timeline is not None else None
+        if use is not None:
+            self.uses.append(use)
+        if self.on_gpu:
+            self.peak_gpu_bytes = max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
 
 
 def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate, weight_bytes: int) -> Rates:
@@ -123,15 +139,15 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRa
                  disk_gbps=_disks_gbps(config, ranks, weight_bytes) if config.disk_offload else None)
 
 
-def with_link(rates: Rates, link: LinkRate, reached: Sequence[float] = ()) -> Rates:
+def with_link(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Rates:
     """`rates` with the link's rate of all rounds so far. All ranks call it together.
 
     Args:
-        reached: GB/s of this rank's own copies in each loop. Where their median is more than that of the rounds, the link can do
-            that: others may use the host in just the moments between the loops.
+        reached_gb_per_s: that of this rank's own copies in the loops. Where all ranks' together are more than that of the rounds, the link
+            can do that: others may use the host in just the moments between the loops.
     """
     rate = link.of_all()
-    in_loops = link.ranks.total(int(statistics.median(reached or [0.0]) * 1e6)) / 1e6
+    in_loops = link.ranks.total(int(reached_gb_per_s * 1e6)) / 1e6
     fastest = max(rate.gb_per_s, in_loops)
     return replace(rates, link_gbps=fastest, link_spread=rate.spread_gb_per_s / fastest)
 

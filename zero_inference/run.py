@@ -191,8 +191,8 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: R
         if measurement.warmed_up is False:
             progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
                          f"{config.warmup_spread:.0%}")
-        rates = limits.with_link(rates, link, around.reached)
-        measured.update(_results(config, spec, ranks, loaded, measurement, rates, around.peak_gpu_bytes), model_bytes=full_bytes, load_s=load_s)
+        rates = limits.with_link(rates, link, around.reached_gb_per_s)
+        measured.update(_results(config, spec, ranks, loaded, measurement, rates, around), model_bytes=full_bytes, load_s=load_s)
         if warning := steadiness.warning_of(measured):
             progress.say(warning)
         if config.trace:
@@ -219,16 +219,15 @@ def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, files: RunLog
 
 
 def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
-             rates: limits.Rates, peak_gpu: int | None) -> dict[str, Any]:
+             rates: limits.Rates, around: limits.AroundLoops) -> dict[str, Any]:
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     last = measurement.loops[-1]
     moved = {name: None if getattr(last, name) is None else ranks.total(int(getattr(last, name)))
              for name in ("host_to_device_bytes_per_step", "device_to_host_bytes_per_step", "disk_read_bytes_per_step")}
     work = limits.least_work(config, spec, ranks, loaded.weight_bytes)
-    link_use = limits.link_use_of(loaded)
-    ahead = ranks.total(link_use["ahead_bytes"] if link_use else 0)
-    peaks = ranks.maximum([float(peak_gpu or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
+    ahead = ranks.total(around.ahead_bytes)
+    peaks = ranks.maximum([float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
     return {
         "cache_bytes": cache_bytes(spec.config, batch, config.prompt_len + config.gen_len),
         "hidden_bytes": hidden_bytes(spec.config, batch, config.prompt_len + config.gen_len),
@@ -245,13 +244,13 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "decode_throughput": batch * steps / decode_s if steps else None,
         "total_latency_s": total_s,
         "total_throughput": batch * config.gen_len / total_s,
-        "peak_gpu_bytes": int(peaks[0]) if peak_gpu is not None else None,
+        "peak_gpu_bytes": int(peaks[0]) if around.peak_gpu_bytes is not None else None,
         "peak_host_bytes": int(peaks[1]),
         "output_ids_sha256": output_ids_sha256(measurement.output_ids),
         "transfers": moved,
         "decode_weights_gbps": loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
         "limit": limits.decode_limits(rates, moved, ahead, work, ranks.device.type == "cuda", steps, decode_s),
-        "link_use": link_use,
+        "link_use": limits.link_use_of(loaded),
         "device": str(ranks.device.type),
     }
 
