@@ -5,7 +5,7 @@
 
 Takes the options of run_model.py; --loops is how often the turn goes around, in one process. Prints the link's rate as the engine
 measures it, and for each way GB/s (1e9 bytes) of weights over all ranks in a decode step: the median and the range, without the first step.
-Those are set beside the link in the last lines.
+Every second turn goes through the ways backwards. The last lines give each way's rate as a share of the link's.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main() -> int:
             print(line, flush=True)
 
     shares: dict[str, list[float]] = {}
-    for _ in range(config.loops):
+    for turn in range(config.loops):
         measured = []
         before = link_gb_per_s(ranks, loaded)
-        for name, changes in ways(feeder):
+        for name, changes in reversed(ways(feeder)) if turn % 2 else ways(feeder):
             kept = {attribute: getattr(feeder.compute, attribute) for attribute in changes}
             vars(feeder.compute).update(changes)
             (loop,) = generation.measure(loaded, ids, config.gen_len, 1, 0, ranks).loops
@@ -46,9 +46,9 @@ def main() -> int:
         say(f"link {link:.1f} GB/s")
         for name, rates in measured:
             shares.setdefault(name, []).append(100 * statistics.median(rates) / link)
-            say(f"  {name:44s} median {statistics.median(rates):6.2f} GB/s, {rates[0]:6.2f} to {rates[-1]:6.2f}")
+            say(f"  {name:40s} median {statistics.median(rates):6.2f} GB/s, {rates[0]:6.2f} to {rates[-1]:6.2f}")
     for name, percent in shares.items():
-        say(f"{name:46s} {statistics.median(percent):5.1f}% of the link, {min(percent):.1f} to {max(percent):.1f}%")
+        say(f"{name:42s} {statistics.median(percent):5.1f}% of the link, {min(percent):.1f} to {max(percent):.1f}%")
     loaded.close()
     stop_process_group()
     return 0
@@ -62,15 +62,12 @@ def link_gb_per_s(ranks, loaded) -> float:
     return link.of_all().gb_per_s
 
 
-def ways(feeder):
+def ways(feeder) -> list[tuple[str, dict]]:
     """(name, attributes of the engine's ComputeStream that make it so)."""
-    from zero_inference.offload.streams import HostEvent
-
-    callers = feeder.timeline.streams.current()
-    yield "as it is: own stream, the host waits", {}
-    yield "own stream, the host reads at once", {"done": HostEvent()}
-    yield "caller's stream, the host waits", {"stream": callers}
-    yield "caller's stream, the host reads at once", {"stream": callers, "done": HostEvent()}
+    own, callers, waits = feeder.compute.stream, feeder.timeline.streams.current(), feeder.timeline.streams.sleeping_event()
+    return [("own stream, the host waits", {"stream": own, "done": waits}), ("own stream, the host reads at once", {"stream": own, "done": None}),
+            ("caller's stream, the host waits", {"stream": callers, "done": waits}),
+            ("caller's stream, the host reads at once", {"stream": callers, "done": None})]
 
 
 if __name__ == "__main__":

@@ -60,10 +60,26 @@ def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
 def test_a_link_is_as_fast_as_the_loops_own_copies():
     link = LinkRate(Three(0, 1, 0, 1, CPU))
     link.rounds = [40.0, 40.0, 49.0, 50.0]  # somebody else used the host between the loops
-    assert limits.with_link(RATES, link).link_gbps == pytest.approx(3 * 44.5)
+    rounds = limits.with_link(RATES, link)
+    assert rounds.link_gbps == pytest.approx(3 * 44.5) and rounds.link_from == "rounds"
     faster = limits.with_link(RATES, link, reached_gb_per_s=55.2)
-    assert faster.link_gbps == pytest.approx(3 * 55.2) and faster.link_spread == pytest.approx(9.7 / 55.2)
+    assert faster.link_gbps == pytest.approx(3 * 55.2) and faster.link_spread == pytest.approx(9.7 / 55.2) and faster.link_from == "loops"
+    assert "(host to device, pinned: 165.6 GB/s in the loops themselves)" in limits.in_words(limit_of(rates=faster), MOVED, on_gpu=True)
     assert limits.with_link(RATES, link, reached_gb_per_s=44.0) == limits.with_link(RATES, link)
+
+
+def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
+    class OneIdle(Three):
+        def maximum(self, values):
+            return [1.0 for _ in values]  # a peer's link was idle, and so its rate unknown
+
+    link = LinkRate(OneIdle(0, 1, 0, 1, CPU))
+    link.rounds = [40.0, 40.0]
+    assert limits.with_link(RATES, link, reached_gb_per_s=55.2).link_gbps == pytest.approx(120.0)
+    often_idle = AroundLoops(LinkRate(ONE), Uses(LinkUse(4, 2.0, 0.0, 0.1, 0.0, 110 * 10**9, 5)))
+    often_idle()
+    often_idle()
+    assert (often_idle.reached_gb_per_s, often_idle.ahead_bytes) == (0.0, 5)
 
 
 class Uses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -87,6 +88,56 @@ def test_rounds_copy_from_the_memory_that_is_given(monkeypatch):
     layers = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(3)]
     rates = copy.host_to_device_rounds(CPU, pinned=True, seconds=0, sources=seen(copy.blocks_of(layers, CPU)))
     assert len(rates) >= 3 and set(taken) == {layer.data_ptr() for layer in layers}
+
+
+class Clocks:
+    """GPUs whose copies take the time that their rate says, and 0.1 ms more where they begin on an idle link."""
+
+    START_S = 1e-4
+
+    def __init__(self, monkeypatch, gb_per_s: list[float]):
+        self.now_s, self.current, self.streams = 0.0, None, []
+        clocks = self
+
+        class Stream:
+            def __init__(self, device):
+                self.done_s, self.gb_per_s = 0.0, gb_per_s[device.index]
+                clocks.streams.append(self)
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.at_s = max(stream.done_s, clocks.now_s)
+
+            def elapsed_time(self, later):
+                return (later.at_s - self.at_s) * 1e3
+
+            def synchronize(self):
+                clocks.now_s = max(clocks.now_s, self.at_s)
+
+        @contextlib.contextmanager
+        def stream(which):
+            self.current = which
+            yield
+
+        for name, stand_in in (("Stream", Stream), ("Event", Event), ("stream", stream), ("synchronize", lambda device: None)):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(copy, "_copy_next", self.copy_next)
+
+    def copy_next(self, lane) -> int:
+        begin_s = max(self.current.done_s, self.now_s + self.START_S)
+        self.current.done_s = begin_s + copy.BLOCK_BYTES / self.current.gb_per_s / 1e9
+        return copy.BLOCK_BYTES
+
+
+@pytest.mark.parametrize("gb_per_s, together", [([55.0], 55.0), ([55.0, 20.0], 40.0)])
+def test_a_link_is_never_idle_while_it_is_measured(monkeypatch, gb_per_s, together):
+    clocks = Clocks(monkeypatch, gb_per_s)
+    lanes = [copy.Lane(torch.empty(0), iter(()), torch.device("cuda", index)) for index in range(len(gb_per_s))]
+    assert copy._rounds(lanes, seconds=0) == pytest.approx([together] * 3, rel=1e-9)
+    assert clocks.now_s == max(stream.done_s for stream in clocks.streams), "copies are still under way"
 
 
 CORES = {0: ("32768K", "0-3"), 1: ("32768K", "0-3"), 4: ("16M", "4-7"), 8: ("64M", "8-15")}  # a hybrid: its last-level caches by core

@@ -183,8 +183,9 @@ class _OrderedEvent:
         self.order.append(f"the host waits for {self.behind}")
 
 
+@pytest.mark.parametrize("host_waits", [False, True])
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off):
+def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off, host_waits):
     streams = _NamedStreams()
     model = torch.nn.Identity()
 
@@ -195,10 +196,11 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off)
         return values
 
     model.forward = forward
-    compute = ComputeStream(model, streams)
+    compute = ComputeStream(model, streams, host_waits)
     with pytest.raises(RuntimeError, match="full device") if breaks_off else contextlib.nullcontext():
         model(torch.zeros(1))
-    assert streams.order == ["own waits for caller's", "computes on the own", "caller's waits for own", "the host waits for own"]
+    assert streams.order == ["own waits for caller's", "computes on the own", "caller's waits for own",
+                             *["the host waits for own"] * host_waits]
     assert streams.at == "caller's"
     compute.close()
     streams.order.clear()
@@ -208,16 +210,25 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
-def test_on_a_gpu_layers_compute_on_a_stream_of_their_own_and_the_host_waits_for_it(checkpoints):
+def test_on_a_gpu_no_layer_computes_on_the_default_stream(checkpoints):
     loaded, _, ranks = load(checkpoints("llama"))
     seen = set()
     loaded.model.model.layers[1].register_forward_pre_hook(lambda *args: seen.add(torch.cuda.current_stream().cuda_stream))
-    loaded.model.lm_head.register_forward_hook(lambda *args: torch.cuda._sleep(1 << 28))  # 0.15 s at 1.8 GHz
     loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device))
-    assert loaded.close.__self__.compute.stream.query(), "a token could be asked for before it is there"
     assert seen and torch.cuda.default_stream().cuda_stream not in seen
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     loaded.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
+@pytest.mark.parametrize("host_waits", [False, True])
+def test_on_a_gpu_the_host_waits_for_the_layers_where_it_shall(host_waits):
+    model = torch.nn.Identity()
+    model.forward = lambda values: torch.cuda._sleep(1 << 28)  # 0.15 s at 1.8 GHz
+    compute = ComputeStream(model, DeviceStreams(torch.device("cuda", 0)), host_waits)
+    model(torch.zeros(1))
+    assert compute.stream.query() == host_waits
+    torch.cuda.synchronize()
 
 
 def test_loops_run_without_long_collections(checkpoints):

@@ -24,9 +24,10 @@ from zero_inference.offload.timeline import LinkUse, Timeline
 class Rates:
     """Measured in this process. `link_gbps` adds up all ranks at once, `disk_gbps` all nodes; the others are one device's.
 
-    GB/s of 1e9 bytes, TFLOP/s of 1e12; `link_gbps` is that of rounds of copies, or of the loops' own copies where these were faster;
-    `device_copy_gbps` counts bytes read and bytes written. `link_spread` is how far the link's rounds lay apart, as a share of
-    `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no memory left to measure it.
+    GB/s of 1e9 bytes, TFLOP/s of 1e12; `device_copy_gbps` counts bytes read and bytes written. `link_from` says whether `link_gbps` is that
+    of "rounds" of copies made for the purpose, or of the "loops"' own copies, which were faster then. `link_spread` is how far the
+    rounds lay apart, as a share of `link_gbps` (see `link.copy.Rate`). None: does not apply, or the device had no memory left to
+    measure it.
     """
 
     link_gbps: float
@@ -35,6 +36,7 @@ class Rates:
     device_copy_gbps: float | None
     matmul_tflops: float | None
     disk_gbps: float | None
+    link_from: str = "rounds"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class LeastWork:
 
     device_bytes: int
     flops: int
+
+
+LEAST_BUSY = 0.98  # of the time, for a link that is hardly ever idle
 
 
 class LinkRate:
@@ -106,8 +111,9 @@ class AroundLoops:
 
     @property
     def reached_gb_per_s(self) -> float:
-        """GB/s (1e9 bytes) of this rank's own copies while there was one under way, the median of the loops; 0 where nobody watched."""
-        return statistics.median([use.gbps_while_busy for use in self.uses if use.gbps_while_busy] or [0.0])
+        """GB/s (1e9 bytes) of this rank's own copies, the median of the loops in which its link was hardly ever idle, as the links of all ranks
+        have to be for their sum to be what all can do at once; 0 where there is none."""
+        return statistics.median([use.gbps_while_busy for use in self.uses if use.busy_share > LEAST_BUSY] or [0.0])
 
     @property
     def ahead_bytes(self) -> int:
@@ -143,13 +149,14 @@ def with_link(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Ra
     """`rates` with the link's rate of all rounds so far. All ranks call it together.
 
     Args:
-        reached_gb_per_s: that of this rank's own copies in the loops. Where all ranks' together are more than that of the rounds, the link
-            can do that: others may use the host in just the moments between the loops.
+        reached_gb_per_s: that of this rank's own copies in the loops, 0 if it is not known. Where all ranks' together are more than that of the
+            rounds, the link can do that: others may use the host in just the moments between the loops.
     """
     rate = link.of_all()
-    in_loops = link.ranks.total(int(reached_gb_per_s * 1e6)) / 1e6
-    fastest = max(rate.gb_per_s, in_loops)
-    return replace(rates, link_gbps=fastest, link_spread=rate.spread_gb_per_s / fastest)
+    unknown = link.ranks.maximum([float(not reached_gb_per_s)])[0]
+    in_loops = 0.0 if unknown else link.ranks.total(int(reached_gb_per_s * 1e6)) / 1e6
+    faster, came_from = max((rate.gb_per_s, "rounds"), (in_loops, "loops"))
+    return replace(rates, link_gbps=faster, link_from=came_from, link_spread=rate.spread_gb_per_s / faster)
 
 
 def _disks_gbps(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
@@ -215,8 +222,9 @@ def decode_limits(rates: Rates, moved: dict[str, int | None], ahead_bytes: int, 
 def in_words(limit: dict[str, Any], moved: dict[str, int | None], on_gpu: bool) -> str:
     """One line: what bounds a decode step here, and how near the run came."""
     memory = "device memory" if on_gpu else "this machine's memory"
+    spread = " in the loops themselves" if limit["link_from"] == "loops" else f" +- {limit['link_spread'] / 2:.1%}"
     what = {"link": lambda: f"moves {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB to the device a step ({limit['link_kind']}: "
-                            f"{limit['link_gbps']:.1f} GB/s +- {limit['link_spread'] / 2:.1%})",
+                            f"{limit['link_gbps']:.1f} GB/s{spread})",
             "disk": lambda: f"reads {moved['disk_read_bytes_per_step'] / 1e9:.3f} GB a step from disk ({limit['disk_gbps']:.2f} GB/s)",
             "device_memory": lambda: f"is bound by {memory} (copies at {limit['device_copy_gbps']:.1f} GB/s)",
             "matmul": lambda: f"is bound by matrix products ({limit['matmul_tflops']:.2f} TFLOP/s)"}[limit["bound_by"]]()

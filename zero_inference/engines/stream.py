@@ -114,7 +114,7 @@ class LayerFeeder:
             self.hooks += [layer.register_forward_pre_hook(self._before(index)), layer.register_forward_hook(self._after(index))]
         if self.ring is not None:
             self.ring.prime()
-        self.compute = ComputeStream(model, streams)
+        self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)
 
     def close(self) -> None:
         """Let go of the layers; the model cannot run any more."""

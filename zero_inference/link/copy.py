@@ -1,8 +1,8 @@
 """Bandwidth between host and device, measured in this process.
 
 Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies 2 GiB
-in blocks of up to 256 MiB, and each copy is asked for before the one before it ends, as an engine does that never lets its link wait:
-rounds that began on an idle link gave 0.1 to 0.3% less (benchmarks/results/h200/link_rounds.txt). On a CPU-only machine the 'device' is host memory too, and every rate here
+in blocks of up to 256 MiB, and each copy is asked for before the one before it ends, as an engine does that never lets its link wait;
+rounds that begin on an idle link give less (benchmarks/link_rounds.py). On a CPU-only machine the 'device' is host memory too, and every rate here
 is that of a memory copy (`kind_of` has the words), in blocks made for its caches (`link.caches`).
 """
 
@@ -138,13 +138,15 @@ def _lane(target: torch.Tensor, source: torch.Tensor | Iterator[torch.Tensor]) -
 
 def _rounds(lanes: list[Lane], seconds: float) -> list[float]:
     measure = _CudaRound(lanes) if lanes[0].device.type == "cuda" else _HostRound(lanes)
-    measure()
     rates: list[float] = []
-    stop = time.perf_counter() + seconds
-    while len(rates) < 3 or time.perf_counter() < stop:
-        moved, spent = measure()
-        rates.append(moved / spent / 1e9)
-    measure.close()
+    try:
+        measure()
+        stop = time.perf_counter() + seconds
+        while len(rates) < 3 or time.perf_counter() < stop:
+            moved, spent = measure()
+            rates.append(moved / spent / 1e9)
+    finally:
+        measure.close()
     return rates
 
 
@@ -158,7 +160,8 @@ def _copy_next(lane: Lane) -> int:
 class _CudaRound:
     """A call copies in every lane on a stream of its own and gives (bytes, seconds of the slowest stream).
 
-    It asks for the next round before it waits for its own, so no stream ever runs dry: that is how an engine's ring copies.
+    It asks for the next round before it waits for its own, so a stream of page-locked copies never runs dry, of several the slowest one:
+    that is how an engine's ring copies.
     """
 
     def __init__(self, lanes: list[Lane]):
@@ -212,7 +215,9 @@ class _HostRound:
         self.pool = ThreadPoolExecutor(len(lanes)) if len(lanes) > 1 else None
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """End the threads."""
+        if self.pool is not None:
+            self.pool.shutdown()
 
     def __call__(self) -> tuple[int, float]:
         start = time.perf_counter()

@@ -88,15 +88,19 @@ class DeviceStreams:
 
 
 class ComputeStream:
-    """Makes every call of a module compute on a stream of its own, and return when that is done.
+    """Makes every call of a module compute on a stream of its own, in order with what the caller asked before and asks after.
 
-    What a caller does next with the output of a language model is to choose a token and read it. A read asked for before the output is
-    there waits in a copy engine of the GPU, and copies to the device are slower meanwhile: on two H200s by 4% (docs/performance.md).
-    So the host waits here, before anything can be asked.
+    On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a result before it
+    is there: what a caller does with the output of a language model is to choose a token and read it, and the read waits in a copy engine of the
+    GPU. Only both together help, which is measured and not explained (docs/performance.md). One GPU alone loses nothing.
+
+    Args:
+        host_waits: a call returns, to the host too, when its layers are done.
     """
 
-    def __init__(self, module: nn.Module, streams: DeviceStreams):
-        self.streams, self.stream, self.done = streams, streams.stream(), streams.sleeping_event()
+    def __init__(self, module: nn.Module, streams: DeviceStreams, host_waits: bool):
+        self.streams, self.stream = streams, streams.stream()
+        self.done = streams.sleeping_event() if host_waits else None
         self.callers: Any = None  # while a call is under way
         self.hooks = [module.register_forward_pre_hook(self._begin), module.register_forward_hook(self._end, always_call=True)]
 
@@ -115,5 +119,6 @@ class ComputeStream:
         self.callers.wait_stream(self.stream)
         self.streams.make_current(self.callers)
         self.callers = None
-        self.done.record(self.stream)
-        self.done.synchronize()
+        if self.done is not None:
+            self.done.record(self.stream)
+            self.done.synchronize()

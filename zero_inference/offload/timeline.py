@@ -71,6 +71,12 @@ class LinkUse:
         """GB/s of 1e9 bytes."""
         return self.copied_bytes / self.busy_s / 1e9 if self.busy_s else None
 
+    @property
+    def busy_share(self) -> float:
+        """Of the time from the first to the last copy, 0 to 1."""
+        total = self.busy_s + self.slot_wait_s + self.step_start_s + self.host_late_s
+        return self.busy_s / total if total else 0.0
+
 
 def within(most: float, value: float) -> float:
     return min(most, max(0.0, value))
