@@ -85,9 +85,10 @@ FIELDS = (
     Field("output_ids_sha256", "", "fingerprint of the generated ids, see output_ids_sha256"),
     Field("transfers", "byte", "bytes moved per decode step, counted",
           parts=("host_to_device_bytes_per_step", "disk_read_bytes_per_step")),
-    Field("limit", "", "what the machine allows: measured rates (GB/s of 1e9, TFLOP/s; `link_from`: the link's is that of rounds of copies between "
-          "the loops, or of the loops' own copies), the least time of a step by each, which one binds, the decode time it bounds, the share reached; beside it `link_use` (seconds: what the first rank's link "
-          "did in the decode steps) where the engine observes it",
+    Field("limit", "", "what the machine allows: measured rates (GB/s of 1e9, TFLOP/s; `link_from`: the link's is that of rounds of "
+          "copies between the loops, or of the loops' own copies), the least time of a step by each, which one binds, the decode time it "
+          "bounds, the share reached; beside it `link_use` (seconds: what the first rank's link did in the decode steps) where the engine "
+          "observes it",
           parts=("link_gbps", "floor_decode_s", "fraction_of_limit")),
     Field("ds_config", "", "DeepSpeed's config as resolved; null for other engines"),
     Field("environment", "", "machine and versions, see environment.describe_environment"),

@@ -1,9 +1,9 @@
 """Bandwidth between host and device, measured in this process.
 
 Rates are GB/s of 1e9 bytes: bytes copied, counted once, over time. Each is the median of rounds. On CUDA a round copies 2 GiB
-in blocks of up to 256 MiB, and each copy is asked for before the one before it ends, as an engine does that never lets its link wait;
-rounds that begin on an idle link give less (benchmarks/link_rounds.py). On a CPU-only machine the 'device' is host memory too, and every rate here
-is that of a memory copy (`kind_of` has the words), in blocks made for its caches (`link.caches`).
+in blocks of up to 256 MiB, and each copy is asked for before the one before it ends, as an engine does that never lets its link
+wait; rounds that begin on an idle link give less (benchmarks/link_rounds.py). On a CPU-only machine the 'device' is host memory
+too, and every rate here is that of a memory copy (`kind_of` has the words), in blocks made for its caches (`link.caches`).
 """
 
 from __future__ import annotations
