@@ -99,10 +99,11 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
     for _ in range(4):  # before each of three loops and behind the last
         around()
     assert around.uses == loops and (around.reached_gb_per_s, around.ahead_bytes) == (55.0, 7)
+    assert around.last_use == vars(loops[-1]) | {"gbps_while_busy": 56.0}
     short = AroundLoops(LinkRate(ONE), Uses(None, None))
     for _ in range(3):
         short()
-    assert (short.reached_gb_per_s, short.ahead_bytes, short.peak_gpu_bytes) == (0.0, 0, None)
+    assert (short.reached_gb_per_s, short.ahead_bytes, short.last_use, short.peak_gpu_bytes) == (0.0, 0, None, None)
 
 
 @pytest.mark.parametrize("failure", [RunError("could not be page-locked"), torch.OutOfMemoryError("out of memory")], ids=type)

@@ -10,7 +10,6 @@ import torch
 
 from zero_inference.config import RunConfig
 from zero_inference.distributed import Ranks
-from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gbps, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
@@ -119,6 +118,11 @@ class AroundLoops:
     def ahead_bytes(self) -> int:
         """What this rank had copied of a loop's decode steps before the first of them, the median of the loops."""
         return int(statistics.median([use.ahead_bytes for use in self.uses] or [0]))
+
+    @property
+    def last_use(self) -> dict[str, float] | None:
+        """The record's `link_use`: what this rank's link did in the last loop; None where nobody watched."""
+        return vars(self.uses[-1]) | {"gbps_while_busy": self.uses[-1].gbps_while_busy} if self.uses else None
 
     def _look_back(self) -> None:
         use = self.timeline.link_use() if self.timeline is not None else None
@@ -244,11 +248,6 @@ def idle_in_words(link_use: dict[str, float]) -> str | None:
     if not total or link_use[worst] < 0.02 * total:
         return None
     return f"the link stood idle {1 - link_use['busy_s'] / total:.1%} of the time, mostly {causes[worst]}"
-
-
-def link_use_of(loaded: LoadedModel) -> dict[str, float] | None:
-    use = loaded.timeline.link_use() if loaded.timeline is not None else None
-    return None if use is None else vars(use) | {"gbps_while_busy": use.gbps_while_busy}
 
 
 def _idle_parameters(model, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:

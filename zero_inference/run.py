@@ -250,7 +250,7 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "transfers": moved,
         "decode_weights_gbps": loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
         "limit": limits.decode_limits(rates, moved, ahead, work, ranks.device.type == "cuda", steps, decode_s),
-        "link_use": limits.link_use_of(loaded),
+        "link_use": around.last_use,
         "device": str(ranks.device.type),
     }
 
