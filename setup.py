@@ -43,7 +43,7 @@ class BuildWithKernels(build_py):
             return
         # -I: pip builds in an environment of its own, and the torch that counts is the one beside it
         folder = Path(self.build_lib).absolute() / "zero_inference" / "prebuilt"
-        code = str(Path("zero_inference/extension.py").absolute())
+        code = str(Path("zero_inference/runtime/extension.py").absolute())
         done = subprocess.run([sys.executable, "-I", "-c", BUILD, code, str(folder)], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
@@ -57,7 +57,9 @@ class WheelOfThisPlatform(bdist_wheel):
 
     def run(self):
         self.run_command("build_py")
-        self.root_is_pure = not any((Path(self.get_finalized_command("build_py").build_lib) / "zero_inference").rglob("*.so"))
+        self.root_is_pure = not any(
+            (Path(self.get_finalized_command("build_py").build_lib) / "zero_inference").rglob("*.so")
+        )
         super().run()
 
     def get_tag(self):
@@ -71,7 +73,10 @@ setup(
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfThisPlatform},
     packages=find_packages(include=["zero_inference", "zero_inference.*"]) + list(OF_FOLDERS),
     package_dir=OF_FOLDERS,
-    package_data={"zero_inference.models": ["presets/*.json"], "zero_inference.micro": ["*.json"],
-                  "zero_inference.html_report": ["page.html", "page.css", "page.js"],
-                  **{package: ["*.cu", "*.cuh", "*.h"] for package in OF_FOLDERS}},
+    package_data={
+        "zero_inference.models": ["presets/*.json"],
+        "zero_inference.micro": ["*.json"],
+        "zero_inference.report.html": ["page.html", "page.css", "page.js"],
+        **{package: ["*.cu", "*.cuh", "*.h"] for package in OF_FOLDERS},
+    },
 )

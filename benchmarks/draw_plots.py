@@ -55,8 +55,12 @@ def draw(rates: dict[str, dict[str, float]], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(11, 5))
     for number, provider in enumerate(providers):
         having = [(place, case[provider]) for place, case in enumerate(rates.values()) if provider in case]
-        bars = axes.bar([place + number * width for place, _ in having], [rate for _, rate in having], width,
-                        label="Cuda (ours)" if provider == "Cuda" else provider)
+        bars = axes.bar(
+            [place + number * width for place, _ in having],
+            [rate for _, rate in having],
+            width,
+            label="Cuda (ours)" if provider == "Cuda" else provider,
+        )
         axes.bar_label(bars, fmt="%.0f", fontsize=6, rotation=90, padding=2)
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(rates))], list(rates))
     axes.set(ylabel="GB/s over the bytes that have to move", title=title)

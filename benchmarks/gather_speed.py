@@ -23,16 +23,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from zero_inference.offload.host_memory import host_empty
+from zero_inference.runtime.host_memory import host_empty
 
 SLOTS = 8
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--share-mb", type=int, nargs="+", default=[88, 315], metavar="MB", help="bytes a rank copies of a layer, in 1e6")
-    parser.add_argument("--host-gb", type=float, nargs="+", default=[1, 12], metavar="GB",
-                        help="host memory of a rank that the copies go around, in 1e9 bytes")
+    parser.add_argument(
+        "--share-mb",
+        type=int,
+        nargs="+",
+        default=[88, 315],
+        metavar="MB",
+        help="bytes a rank copies of a layer, in 1e6",
+    )
+    parser.add_argument(
+        "--host-gb",
+        type=float,
+        nargs="+",
+        default=[1, 12],
+        metavar="GB",
+        help="host memory of a rank that the copies go around, in 1e9 bytes",
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurements as JSON")
     args = parser.parse_args()
@@ -48,16 +61,35 @@ def main() -> int:
         for name, gather in variants(copies):
             row = copies.measure(gather, args.seconds)
             alone = alone or row["gb_per_s"]
-            row = {"share_mb": megabytes, "host_gb": gigabytes, "variant": name, **row, "of_alone": row["gb_per_s"] / alone}
+            row = {
+                "share_mb": megabytes,
+                "host_gb": gigabytes,
+                "variant": name,
+                **row,
+                "of_alone": row["gb_per_s"] / alone,
+            }
             rows.append(row)
             if rank == 0:
-                print(f"{megabytes:5d} MB of {gigabytes:4g} GB  {name:30s} {row['gb_per_s']:6.2f} GB/s a rank ({row['of_alone']:.1%}), all "
-                      f"{row['all_gb_per_s']:6.1f} GB/s, gather {row['gather_ms']:.2f} ms", flush=True)
+                print(
+                    f"{megabytes:5d} MB of {gigabytes:4g} GB  {name:30s} {row['gb_per_s']:6.2f} GB/s a rank ({row['of_alone']:.1%}), all "
+                    f"{row['all_gb_per_s']:6.1f} GB/s, gather {row['gather_ms']:.2f} ms",
+                    flush=True,
+                )
         del copies
         torch.cuda.empty_cache()
     if args.out and rank == 0:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "world_size": dist.get_world_size(),
-                                        "nccl": torch.cuda.nccl.version(), "rows": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {
+                    "device": torch.cuda.get_device_name(),
+                    "world_size": dist.get_world_size(),
+                    "nccl": torch.cuda.nccl.version(),
+                    "rows": rows,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
     dist.destroy_process_group()
     return 0
 
@@ -110,10 +142,14 @@ class Copies:
         try:
             import torch.distributed._symmetric_memory as symmetric
 
-            slots = [symmetric.empty(self.share * self.ranks, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+            slots = [
+                symmetric.empty(self.share * self.ranks, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
+            ]
             handles = [symmetric.rendezvous(slot, dist.group.WORLD) for slot in slots]
-            views = [[handle.get_buffer(peer, (self.share * self.ranks,), torch.uint8) for peer in range(self.ranks)]
-                     for handle in handles]
+            views = [
+                [handle.get_buffer(peer, (self.share * self.ranks,), torch.uint8) for peer in range(self.ranks)]
+                for handle in handles
+            ]
         except Exception as error:
             if self.rank == 0:
                 print(f"no symmetric memory: {type(error).__name__}: {str(error).splitlines()[0][:160]}")
@@ -140,9 +176,14 @@ class Copies:
         torch.cuda.synchronize()
         wall = time.perf_counter() - begin
         rates = [self.share / start.elapsed_time(end) / 1e6 for start, end in copies[SLOTS:]]
-        mine = torch.tensor([statistics.median(rates), count * self.share / wall / 1e9,
-                             -statistics.median(start.elapsed_time(end) for start, end in gathers[SLOTS:]) if gathers else 0.0],
-                            device=self.device)
+        mine = torch.tensor(
+            [
+                statistics.median(rates),
+                count * self.share / wall / 1e9,
+                -statistics.median(start.elapsed_time(end) for start, end in gathers[SLOTS:]) if gathers else 0.0,
+            ],
+            device=self.device,
+        )
         dist.all_reduce(mine, op=dist.ReduceOp.MIN)
         return {"gb_per_s": float(mine[0]), "all_gb_per_s": float(mine[1]) * self.ranks, "gather_ms": -float(mine[2])}
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def main() -> int:
     from benchmarks.common.engine_run import loaded_by_options
-    from zero_inference import generation
-    from zero_inference.distributed import stop_process_group
+    from zero_inference.measure import generation
     from zero_inference.models.prompts import random_ids
+    from zero_inference.runtime.distributed import stop_process_group
 
     config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
     feeder = loaded.close.__self__
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def link_gb_per_s(ranks, loaded) -> float:
-    from zero_inference.limits import LinkRate
+    from zero_inference.measure.limits import LinkRate
 
     link = LinkRate(ranks, loaded.page_locked)
     link.measure(seconds=0.3)
@@ -64,10 +64,17 @@ def link_gb_per_s(ranks, loaded) -> float:
 
 def ways(feeder) -> list[tuple[str, dict]]:
     """(name, attributes of the engine's ComputeStream that make it so)."""
-    own, callers, waits = feeder.compute.stream, feeder.timeline.streams.current(), feeder.timeline.streams.sleeping_event()
-    return [("own stream, the host waits", {"stream": own, "done": waits}), ("own stream, the host reads at once", {"stream": own, "done": None}),
-            ("caller's stream, the host waits", {"stream": callers, "done": waits}),
-            ("caller's stream, the host reads at once", {"stream": callers, "done": None})]
+    own, callers, waits = (
+        feeder.compute.stream,
+        feeder.timeline.streams.current(),
+        feeder.timeline.streams.sleeping_event(),
+    )
+    return [
+        ("own stream, the host waits", {"stream": own, "done": waits}),
+        ("own stream, the host reads at once", {"stream": own, "done": None}),
+        ("caller's stream, the host waits", {"stream": callers, "done": waits}),
+        ("caller's stream, the host reads at once", {"stream": callers, "done": None}),
+    ]
 
 
 if __name__ == "__main__":

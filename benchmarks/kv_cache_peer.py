@@ -20,10 +20,10 @@ def main() -> int:
     from transformers.cache_utils import DynamicCache
 
     from benchmarks.common.engine_run import loaded_by_options
-    from zero_inference import generation
-    from zero_inference.distributed import stop_process_group
+    from zero_inference.kv_cache.host import HostKVCache
+    from zero_inference.measure import generation
     from zero_inference.models.prompts import random_ids
-    from zero_inference.offload.host_cache import HostKVCache
+    from zero_inference.runtime.distributed import stop_process_group
 
     config, spec, ranks, loaded = loaded_by_options(__doc__.split("\n")[0])
     on_cuda = ranks.device.type == "cuda"
@@ -36,13 +36,29 @@ def main() -> int:
     ids = random_ids(config.seed, config.batch_size, config.prompt_len, spec.text_config.vocab_size)
     outputs = {}
     try:
-        for name, make_cache in (("ours", fresh), ("transformers", lambda: DynamicCache(config=spec.config, offloading=on_cuda))):
+        for name, make_cache in (
+            ("ours", fresh),
+            ("transformers", lambda: DynamicCache(config=spec.config, offloading=on_cuda)),
+        ):
             measured = generation.measure(loaded, ids, config.gen_len, config.loops, config.warmup, ranks, make_cache)
             steps = [step for loop in measured.loops for step in loop.step_s]
             outputs[name] = measured.output_ids
-            print(json.dumps({"cache": name, "model": config.model, "batch_size": config.batch_size, "prompt_len": config.prompt_len,
-                              "gen_len": config.gen_len, "step_median_s": statistics.median(steps), "step_min_s": min(steps),
-                              "step_max_s": max(steps), "ids_agree": bool((measured.output_ids == outputs["ours"]).all())}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "cache": name,
+                        "model": config.model,
+                        "batch_size": config.batch_size,
+                        "prompt_len": config.prompt_len,
+                        "gen_len": config.gen_len,
+                        "step_median_s": statistics.median(steps),
+                        "step_min_s": min(steps),
+                        "step_max_s": max(steps),
+                        "ids_agree": bool((measured.output_ids == outputs["ours"]).all()),
+                    }
+                ),
+                flush=True,
+            )
     finally:
         loaded.close()
         stop_process_group()

@@ -19,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from zero_inference.link import copy
-from zero_inference.offload.host_memory import host_empty
+from zero_inference.runtime.host_memory import host_empty
 
 HOST_BYTES, DEVICE_BYTES = 4_000_000_000, 3_300_000_000
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tensor-mib", type=int, nargs="+", default=[109, 327, 629], metavar="MIB", help="size of a tensor")
+    parser.add_argument(
+        "--tensor-mib", type=int, nargs="+", default=[109, 327, 629], metavar="MIB", help="size of a tensor"
+    )
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
     args = parser.parse_args()
@@ -36,21 +38,32 @@ def main() -> int:
     device = torch.device("cuda", 0)
     print("MiB a tensor | ring | from idle | behind each other | ring")
     for size in args.tensor_mib:
-        sources = [host_empty((size << 20,), torch.uint8, True).fill_(7) for _ in range(HOST_BYTES // (size << 20) or 1)]
-        buffers = [torch.empty(size << 20, dtype=torch.uint8, device=device) for _ in range(DEVICE_BYTES // (size << 20) or 1)]
+        sources = [
+            host_empty((size << 20,), torch.uint8, True).fill_(7) for _ in range(HOST_BYTES // (size << 20) or 1)
+        ]
+        buffers = [
+            torch.empty(size << 20, dtype=torch.uint8, device=device) for _ in range(DEVICE_BYTES // (size << 20) or 1)
+        ]
         for _ in range(args.turns):
             before = ring_gb_per_s(device, sources, buffers, args.seconds)
             idle = copy.rate_of(rounds_from_idle(device, sources, args.seconds))
-            behind = copy.rate_of(copy.host_to_device_rounds(device, True, args.seconds, copy.blocks_of(sources, device)))
+            behind = copy.rate_of(
+                copy.host_to_device_rounds(device, True, args.seconds, copy.blocks_of(sources, device))
+            )
             after = ring_gb_per_s(device, sources, buffers, args.seconds)
-            print(f"{size} | {before:.2f} | {idle.gb_per_s:.2f} ({idle.spread_gb_per_s:.2f}) | "
-                  f"{behind.gb_per_s:.2f} ({behind.spread_gb_per_s:.2f}) | {after:.2f}", flush=True)
+            print(
+                f"{size} | {before:.2f} | {idle.gb_per_s:.2f} ({idle.spread_gb_per_s:.2f}) | "
+                f"{behind.gb_per_s:.2f} ({behind.spread_gb_per_s:.2f}) | {after:.2f}",
+                flush=True,
+            )
         del sources, buffers
         torch.cuda.empty_cache()
     return 0
 
 
-def ring_gb_per_s(device: torch.device, sources: list[torch.Tensor], buffers: list[torch.Tensor], seconds: float) -> float:
+def ring_gb_per_s(
+    device: torch.device, sources: list[torch.Tensor], buffers: list[torch.Tensor], seconds: float
+) -> float:
     """Copies end to end, each behind the event that frees its buffer; without those that find their buffer empty."""
     copies, compute = torch.cuda.Stream(device), torch.cuda.Stream(device)
     count = len(buffers) + max(2, int(seconds * 55e9 / sources[0].numel()))

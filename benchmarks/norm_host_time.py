@@ -58,11 +58,20 @@ def measure(name: str) -> list[tuple]:
                 with torch.set_grad_enabled(gradient):
                     us = sorted(round_us(lambda: case.forward(run, inputs)) for _ in range(ROUNDS))
             except Exception as error:  # libraries raise classes of their own
-                print(f"note: no time of {provider}, {name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}",
-                      file=sys.stderr)
+                print(
+                    f"note: no time of {provider}, {name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}",
+                    file=sys.stderr,
+                )
                 continue
             low, high = (us[round(share * (ROUNDS - 1))] for share in (0.2, 0.8))
-            rows.append((name, "yes" if gradient else "no", provider, *(f"{value:.2f}" for value in (statistics.median(us), low, high))))
+            rows.append(
+                (
+                    name,
+                    "yes" if gradient else "no",
+                    provider,
+                    *(f"{value:.2f}" for value in (statistics.median(us), low, high)),
+                )
+            )
     return rows
 
 

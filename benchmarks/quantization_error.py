@@ -1,6 +1,6 @@
 """Relative error of the logits of int8 and int4 weights, against the same weights in float32.
 
-    python benchmarks/quantization_error.py [MODEL]        (default smollm2-135m; four prompts of 64 tokens)
+python benchmarks/quantization_error.py [MODEL]        (default smollm2-135m; four prompts of 64 tokens)
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ def main() -> None:
     import torch
 
     from zero_inference.config import RunConfig
-    from zero_inference.distributed import detect_ranks, start_process_group
     from zero_inference.engines import engine_module
     from zero_inference.models.prompts import read_prompts, text_ids
     from zero_inference.models.spec import load_tokenizer, resolve_model
+    from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
     ranks = detect_ranks()
@@ -38,7 +38,9 @@ def main() -> None:
     print("bits\tgroup\trelative error")
     for bits in (8, 4):
         for group in (32, 64):
-            found = logits(RunConfig(model=name, dtype="float32", cpu_offload=True, quant_bits=bits, quant_group_size=group))
+            found = logits(
+                RunConfig(model=name, dtype="float32", cpu_offload=True, quant_bits=bits, quant_group_size=group)
+            )
             print(f"{bits}\t{group}\t{float((found - exact).norm() / exact.norm()):.4f}")
 
 

@@ -33,13 +33,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--case", required=True, choices=NAMES)
     parser.add_argument("--dtype", default="bf16", choices=(*DTYPES, "all"))
-    parser.add_argument("--save-path", type=Path, default=Path("./configs/"), metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--peers", action="store_true", help="also time torch's own kernel, Liger and quack, where installed")
-    parser.add_argument("--hidden", type=int, nargs="+", metavar="N", help="other hidden sizes (wide ones: 8192 12288 16384)")
+    parser.add_argument(
+        "--save-path", type=Path, default=Path("./configs/"), metavar="DIR", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="also time torch's own kernel, Liger and quack, where installed"
+    )
+    parser.add_argument(
+        "--hidden", type=int, nargs="+", metavar="N", help="other hidden sizes (wide ones: 8192 12288 16384)"
+    )
     parser.add_argument("--plot", action="store_true", help="batch 1 over the sequence: an image of the speedups")
-    parser.add_argument("--warmup-ms", type=_positive, default=5.0, metavar="MS", help="before each time (default: %(default)s)")
-    parser.add_argument("--rep-ms", type=_positive, default=25.0, metavar="MS",
-                        help="launches and clearing of the L2 cache behind each time, 10 launches at least (default: %(default)s)")
+    parser.add_argument(
+        "--warmup-ms", type=_positive, default=5.0, metavar="MS", help="before each time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rep-ms",
+        type=_positive,
+        default=25.0,
+        metavar="MS",
+        help="launches and clearing of the L2 cache behind each time, 10 launches at least (default: %(default)s)",
+    )
     parser.add_argument("--profile", action="store_true", help="also Chrome traces")
     args = parser.parse_args(argv)
     reason = why_not_here()
@@ -52,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     from common.graph_times import make_workers
 
     case = CASES[args.case]
-    workers = [] if args.plot else make_workers(max(1, min(6, (os.cpu_count() or 2) // 2)))  # they start while this one checks
+    workers = (
+        [] if args.plot else make_workers(max(1, min(6, (os.cpu_count() or 2) // 2)))
+    )  # they start while this one checks
     try:
         for name in DTYPES if args.dtype == "all" else (args.dtype,):
             dtype = getattr(torch, DTYPES[name])
@@ -87,7 +102,7 @@ def why_not_here() -> str | None:
         import triton.testing  # noqa: F401
     except ImportError:
         return "triton is not installed, whose do_bench takes the times; pip install triton."
-    from zero_inference.extension import load_extension, why_unavailable
+    from zero_inference.runtime.extension import load_extension, why_unavailable
 
     return None if load_extension() else f"the CUDA kernels are not there: {why_unavailable()}"
 
@@ -99,8 +114,10 @@ def check(case, dtype, device: str = "cuda", sizes=CHECKED) -> None:
     for batch, length, hidden in sizes:
         errors = calculate_diff(case, bs=batch, sl=length, hidden_size=hidden, dtype=dtype, eps=EPS, device=device)
         worst = max(errors, key=errors.get)
-        say(f"{case.name} {dtype_name(dtype)} at {batch} x {length} x {hidden}: right, "
-              f"largest error {errors[worst]:.1e} ({worst})")
+        say(
+            f"{case.name} {dtype_name(dtype)} at {batch} x {length} x {hidden}: right, "
+            f"largest error {errors[worst]:.1e} ({worst})"
+        )
 
 
 def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, int]]:
@@ -109,7 +126,9 @@ def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, i
         return [(hidden, 1, tokens) for hidden in hiddens or (GROUPED_HIDDEN,) for tokens in GROUPED_TOKENS]
     if plot:
         return [((hiddens or [PLOT_HIDDEN])[0], 1, length) for length in LENGTHS]
-    return [(hidden, batch, length) for hidden, batch, length in itertools.product(hiddens or HIDDENS, BATCHES, LENGTHS)]
+    return [
+        (hidden, batch, length) for hidden, batch, length in itertools.product(hiddens or HIDDENS, BATCHES, LENGTHS)
+    ]
 
 
 def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> None:
@@ -120,29 +139,48 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
     folder = args.save_path / case.name / name
     folder.mkdir(parents=True, exist_ok=True)
     configs = sizes(case, args.plot, args.hidden)
-    makers = {"fwd": (bench.make_fwd_benchmark_for_case, bench.make_fwd_benchmark_plot_for_case),
-              "bwd": (bench.make_bwd_benchmark_for_case, bench.make_bwd_benchmark_plot_for_case)}
+    makers = {
+        "fwd": (bench.make_fwd_benchmark_for_case, bench.make_fwd_benchmark_plot_for_case),
+        "bwd": (bench.make_bwd_benchmark_for_case, bench.make_bwd_benchmark_plot_for_case),
+    }
     tables = {}
     for direction, (table, plot) in makers.items():
         file = f"{case.name}-{name}-{direction}-{'plot' if args.plot else 'perf'}"
         make = plot if args.plot else table
-        benchmark = make(case=case, configs=configs, plot_name=file, dtype=dtype, eps=EPS, peers=args.peers,
-                         warmup_ms=args.warmup_ms, rep_ms=args.rep_ms)
+        benchmark = make(
+            case=case,
+            configs=configs,
+            plot_name=file,
+            dtype=dtype,
+            eps=EPS,
+            peers=args.peers,
+            warmup_ms=args.warmup_ms,
+            rep_ms=args.rep_ms,
+        )
         times, path = benchmark.times, folder / f"{file}.csv"
 
         def done(config: tuple[int, int, int]) -> None:
-            say(f"{times.title} {' x '.join(map(str, config))}: "
-                + ", ".join(f"{provider} {times.of(config, provider):.1f} us" for provider in times.providers))
+            say(
+                f"{times.title} {' x '.join(map(str, config))}: "
+                + ", ".join(f"{provider} {times.of(config, provider):.1f} us" for provider in times.providers)
+            )
             if not args.plot:
                 bench.write_table(path, times)
 
         times.on_size = done
         if args.plot:
             benchmark.run(print_data=True, save_path=str(folder))
-            for left_over in (folder / f"{file}.png", folder / "results.html"):  # perf_report's own drawing knows one size only
+            for left_over in (
+                folder / f"{file}.png",
+                folder / "results.html",
+            ):  # perf_report's own drawing knows one size only
                 left_over.unlink(missing_ok=True)
-            bench.draw_speedups([config[2] for config in configs], bench.speedups_of(times, configs),
-                                f"{case.name}, {name}, {direction}", folder / f"{file}.png")
+            bench.draw_speedups(
+                [config[2] for config in configs],
+                bench.speedups_of(times, configs),
+                f"{case.name}, {name}, {direction}",
+                folder / f"{file}.png",
+            )
         else:
             if direction == "fwd":
                 graph_times.compile_ahead(times, configs, workers)

@@ -20,8 +20,17 @@ from pathlib import Path
 
 ROUNDS = 5
 ENGINES = {"resident": ["--engine", "resident"], "stream": ["--engine", "stream"], "deepspeed": ["--cpu-offload"]}
-MODEL = dict(architectures=["OPTForCausalLM"], model_type="opt", hidden_size=64, ffn_dim=256, num_hidden_layers=3, num_attention_heads=4,
-             word_embed_proj_dim=64, max_position_embeddings=128, vocab_size=320)
+MODEL = dict(
+    architectures=["OPTForCausalLM"],
+    model_type="opt",
+    hidden_size=64,
+    ffn_dim=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    word_embed_proj_dim=64,
+    max_position_embeddings=128,
+    vocab_size=320,
+)
 SHORT = ["--dummy", "--dtype", "float32", "--prompt-len", "8", "--gen-len", "3", "--loops", "1", "--warmup", "0"]
 IMPORTS = "import torch, transformers.generation, transformers.modeling_utils, transformers.models.opt.modeling_opt"
 
@@ -30,22 +39,44 @@ def main(checkouts: list[Path]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL))
         for name, options in ENGINES.items():
-            commands = {f"{name}, {checkout.name}": [str(checkout / "run_model.py"), "--model", folder, *options, *SHORT, "--log-dir", folder]
-                        for checkout in checkouts}
+            commands = {
+                f"{name}, {checkout.name}": [
+                    str(checkout / "run_model.py"),
+                    "--model",
+                    folder,
+                    *options,
+                    *SHORT,
+                    "--log-dir",
+                    folder,
+                ]
+                for checkout in checkouts
+            }
             for command in commands.values():  # compiles what is missing
                 seconds(command)
             in_turn(commands)
-    in_turn({"imports": ["-c", IMPORTS], "imports, no garbage collection": ["-c", f"import gc; gc.disable(); {IMPORTS}"]})
+    in_turn(
+        {"imports": ["-c", IMPORTS], "imports, no garbage collection": ["-c", f"import gc; gc.disable(); {IMPORTS}"]}
+    )
     own_s = Counter()
     for line in seconds(["-X", "importtime", "-c", IMPORTS])[1].splitlines():
-        own, _, module = line.removeprefix("import time:").split("|") if line.startswith("import time:") else ("", "", "")
+        own, _, module = (
+            line.removeprefix("import time:").split("|") if line.startswith("import time:") else ("", "", "")
+        )
         if own.strip().isdigit():
             own_s[module.strip().partition(".")[0]] += int(own) / 1e6
-    print("of the imports (with the cost of timing them): " + ", ".join(f"{name} {own:.2f}" for name, own in own_s.most_common(6)))
-    touch = ("import mmap, time; page = bytes(1 << 20); memory = mmap.mmap(-1, 256 << 20); start = time.perf_counter()\n"
-             "for _ in range(256): memory.write(page)\n"
-             "print((256 << 20) / (time.perf_counter() - start) / 1e9)")
-    touched = [float(subprocess.run([sys.executable, "-c", touch], capture_output=True, text=True).stdout) for _ in range(ROUNDS)]
+    print(
+        "of the imports (with the cost of timing them): "
+        + ", ".join(f"{name} {own:.2f}" for name, own in own_s.most_common(6))
+    )
+    touch = (
+        "import mmap, time; page = bytes(1 << 20); memory = mmap.mmap(-1, 256 << 20); start = time.perf_counter()\n"
+        "for _ in range(256): memory.write(page)\n"
+        "print((256 << 20) / (time.perf_counter() - start) / 1e9)"
+    )
+    touched = [
+        float(subprocess.run([sys.executable, "-c", touch], capture_output=True, text=True).stdout)
+        for _ in range(ROUNDS)
+    ]
     print(f"first touch of memory: {min(touched):.2f} to {max(touched):.2f} GB/s")
     return 0
 
@@ -62,7 +93,13 @@ def in_turn(commands: dict[str, list[str]]) -> None:
 def seconds(command: list[str]) -> tuple[float, str]:
     """Wall time of Python with `command`, and its stderr."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return time.perf_counter() - start, done.stderr
 
 

@@ -19,9 +19,9 @@ def main(parts: set[str], argv: list[str]) -> int:
     from zero_inference import run
     from zero_inference.cli import main as run_model
     from zero_inference.engines import stream
+    from zero_inference.engines.stream import ring
     from zero_inference.models.layers import decoder_layers
-    from zero_inference.offload import ring
-    from zero_inference.watch import PeerWatch
+    from zero_inference.runtime.watch import PeerWatch
 
     if unknown := parts - {"none", "nogather", "nocompute", "nowatch", "pin"}:
         print(f"error: no part {', '.join(sorted(unknown))}; see the first lines of this file.", file=sys.stderr)
@@ -39,6 +39,7 @@ def main(parts: set[str], argv: list[str]) -> int:
 
         stream.load = load_without_layers
     if "nowatch" in parts:
+
         class NoWatch(PeerWatch):
             def start(self) -> None:
                 pass
@@ -46,7 +47,7 @@ def main(parts: set[str], argv: list[str]) -> int:
         run.PeerWatch = NoWatch
     if "pin" in parts:
         cores, ranks = sorted(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
-        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])::ranks])
+        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])
     return run_model(["run_model.py", *argv])
 
 

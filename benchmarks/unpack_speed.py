@@ -29,7 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     import torch
 
-    from zero_inference.extension import load_extension, why_unavailable
+    from zero_inference.runtime.extension import load_extension, why_unavailable
 
     if not load_extension():
         print(f"no unpack kernel: {why_unavailable()}", file=sys.stderr)
@@ -40,14 +40,22 @@ def main() -> int:
     print(f"{checked - len(wrong)} of {checked} cases bit-equal with the reference")
     if wrong:
         return 1
-    record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE, "repeats": REPEATS,
-              "checked": checked, "cases": measure()}
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "shape": SHAPE,
+        "repeats": REPEATS,
+        "checked": checked,
+        "cases": measure(),
+    }
     print(f"{record['device']}, weights {SHAPE[0]} x {SHAPE[1]}\n")
     print("| dtype | bits | group | median ms | GB/s | of a copy's | PyTorch ms |")
     print("|---|---|---|---|---|---|---|")
     for case in record["cases"]:
-        print(f"| {case['dtype']} | {case['bits']} | {case['group_size']} | {case['median_ms']:.4f} | {case['gbps']:.0f} "
-              f"| {case['gbps'] / case['copy_gbps']:.1%} | {case['reference_ms']:.3f} |")
+        print(
+            f"| {case['dtype']} | {case['bits']} | {case['group_size']} | {case['median_ms']:.4f} | {case['gbps']:.0f} "
+            f"| {case['gbps'] / case['copy_gbps']:.1%} | {case['reference_ms']:.3f} |"
+        )
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
@@ -57,7 +65,7 @@ def check() -> tuple[int, list[str]]:
     """(cases, those that differ) over dtypes, bits, group sizes, odd numbers of groups, and unaligned tensors."""
     import torch
 
-    from zero_inference.offload.quantization import dequantize_reference
+    from zero_inference.quantization.groups import dequantize_reference
 
     generator = torch.Generator("cuda").manual_seed(5)
     checked, wrong = 0, []
@@ -67,17 +75,20 @@ def check() -> tuple[int, list[str]]:
             for groups in CHECKED_ROWS:
                 for offset in OFFSETS:
                     numel = groups * group_size
-                    codes = torch.randint(0, 256, (numel * bits // 8 + offset,), dtype=torch.uint8, device="cuda",
-                                          generator=generator)[offset:]
+                    codes = torch.randint(
+                        0, 256, (numel * bits // 8 + offset,), dtype=torch.uint8, device="cuda", generator=generator
+                    )[offset:]
                     scale = (torch.rand(groups, device="cuda", generator=generator) * 0.01).to(dtype)
                     minimum = torch.randn(groups, device="cuda", generator=generator).to(dtype)
                     memory = torch.full((numel + offset + 8,), 7.0, dtype=dtype, device="cuda")
                     expected = torch.empty(numel, dtype=dtype, device="cuda")
-                    torch.ops.zero_inference.unpack_groups(codes, scale, minimum, bits, group_size, memory[offset:offset + numel])
+                    torch.ops.zero_inference.unpack_groups(
+                        codes, scale, minimum, bits, group_size, memory[offset : offset + numel]
+                    )
                     dequantize_reference(codes, scale, minimum, bits, group_size, expected)
-                    around = torch.cat([memory[:offset], memory[offset + numel:]])
+                    around = torch.cat([memory[:offset], memory[offset + numel :]])
                     checked += 1
-                    if not torch.equal(memory[offset:offset + numel], expected) or not bool((around == 7).all()):
+                    if not torch.equal(memory[offset : offset + numel], expected) or not bool((around == 7).all()):
                         wrong.append(f"{dtype} {bits} bits, group size {group_size}, {groups} groups, offset {offset}")
     return checked, wrong
 
@@ -86,7 +97,7 @@ def measure() -> list[dict]:
     """One record a case: median_ms and gbps of the kernel, copy_gbps of a copy of the weights, reference_ms of PyTorch."""
     import torch
 
-    from zero_inference.offload.quantization import GroupQuantization, dequantize_reference, quantize
+    from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
 
     cases = []
     for dtype in (torch.float16, torch.bfloat16):
@@ -100,9 +111,17 @@ def measure() -> list[dict]:
                 moved = scheme.stored_bytes(weight.numel(), dtype) + out.nbytes
                 median = median_ms(lambda: torch.ops.zero_inference.unpack_groups(*packed, bits, group_size, out))
                 reference = median_ms(lambda: dequantize_reference(*packed, bits, group_size, out), repeats=5)
-                cases.append({"dtype": str(dtype).removeprefix("torch."), "bits": bits, "group_size": group_size,
-                              "median_ms": median, "gbps": moved / median / 1e6, "copy_gbps": 2 * out.nbytes / copy_ms / 1e6,
-                              "reference_ms": reference})
+                cases.append(
+                    {
+                        "dtype": str(dtype).removeprefix("torch."),
+                        "bits": bits,
+                        "group_size": group_size,
+                        "median_ms": median,
+                        "gbps": moved / median / 1e6,
+                        "copy_gbps": 2 * out.nbytes / copy_ms / 1e6,
+                        "reference_ms": reference,
+                    }
+                )
     return cases
 
 

@@ -21,7 +21,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
-HEAD = ("case", "batch x prompt", "tokens x loops", "decode token/s", "s a step", "GB/s of weights", "of the limit", "peak GPU GiB", "record")
+HEAD = (
+    "case",
+    "batch x prompt",
+    "tokens x loops",
+    "decode token/s",
+    "s a step",
+    "GB/s of weights",
+    "of the limit",
+    "peak GPU GiB",
+    "record",
+)
 BITS = {16: "", 8: "int8", 4: "int4"}
 
 
@@ -45,7 +55,7 @@ def replaced(text: str, new: str) -> str:
 
 def table() -> str:
     """Markdown, without a line break at its end."""
-    from zero_inference.records import STATUS_OK
+    from zero_inference.records.records import STATUS_OK
 
     rows = []
     for folder in FOLDERS:
@@ -53,7 +63,15 @@ def table() -> str:
         for path in sorted((RESULTS / folder).glob("*.jsonl")):
             record = json.loads(path.read_text().splitlines()[-1])
             if record["status"] == STATUS_OK and record["gen_len"] > FEWEST_TOKENS:
-                found.append((record["model"], record["quant_bits"] != 16, -record["quant_bits"], record["engine"], row(record, path)))
+                found.append(
+                    (
+                        record["model"],
+                        record["quant_bits"] != 16,
+                        -record["quant_bits"],
+                        record["engine"],
+                        row(record, path),
+                    )
+                )
         rows += [each[-1] for each in sorted(found)]
     lines = [HEAD, ("---",) * len(HEAD), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -64,11 +82,17 @@ def row(record: dict, path: Path) -> tuple[str, ...]:
     bound_by_link = record["limit"].get("bound_by") == "link"
     steps = record["gen_len"] - 1
     return (
-        label(record), f"{record['batch_size']} x {record['prompt_len']}", f"{record['gen_len']} x {len(record['loops'])}",
+        label(record),
+        f"{record['batch_size']} x {record['prompt_len']}",
+        f"{record['gen_len']} x {len(record['loops'])}",
         f"{record['decode_throughput']:.1f}",
-        f"{record['decode_latency_s'] / steps:.4f}", f"{record['decode_weights_gbps']:.1f}",
-        "-" if share is None else f"{share:.1%}" + (f" +- {spread / 2:.1%}" if spread is not None and bound_by_link else ""),
-        f"{record['peak_gpu_bytes'] / 2**30:.1f}", f"{path.parent.name}/{path.stem}",
+        f"{record['decode_latency_s'] / steps:.4f}",
+        f"{record['decode_weights_gbps']:.1f}",
+        "-"
+        if share is None
+        else f"{share:.1%}" + (f" +- {spread / 2:.1%}" if spread is not None and bound_by_link else ""),
+        f"{record['peak_gpu_bytes'] / 2**30:.1f}",
+        f"{path.parent.name}/{path.stem}",
     )
 
 
@@ -77,13 +101,18 @@ def label(record: dict) -> str:
     name = record["model"].split("/")[-1]
     width = BITS[record["quant_bits"]] or {"float16": "fp16", "bfloat16": "bf16"}.get(record["dtype"], record["dtype"])
     options = [record["engine"]]
-    options += [f"--{name.replace('_', '-')}" for name in ("cpu_offload", "disk_offload", "kv_offload")
-                if record[name] and (record["engine"], name) != ("stream", "cpu_offload")]
+    options += [
+        f"--{name.replace('_', '-')}"
+        for name in ("cpu_offload", "disk_offload", "kv_offload")
+        if record[name] and (record["engine"], name) != ("stream", "cpu_offload")
+    ]
     if record.get("pin_memory") is False and record["engine"] == "deepspeed" and record["cpu_offload"]:
         options.append("--pin-memory 0")
     stream = record.get("stream") or {}
     if stream.get("resident_layers"):
-        options.append(f"{stream['resident_layers']} of {stream['resident_layers'] + stream['streamed_layers']} layers on the GPU")
+        options.append(
+            f"{stream['resident_layers']} of {stream['resident_layers'] + stream['streamed_layers']} layers on the GPU"
+        )
     if record["norm_kernels"] != "auto":
         options.append(f"--norm-kernels {record['norm_kernels']}")
     gpus = f", {record['world_size']} GPUs" if record["world_size"] > 1 else ""

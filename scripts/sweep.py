@@ -26,11 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_inference import report  # noqa: E402
-from zero_inference.processes import run_with_group  # noqa: E402
-from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records, value_at  # noqa: E402
-from zero_inference.signals import exit_on_stop  # noqa: E402
-from zero_inference.text import file_stem, printable  # noqa: E402
+from zero_inference.records.records import STATUS_FAILED, STATUS_OK, read_records, value_at  # noqa: E402
+from zero_inference.report import runs as report  # noqa: E402
+from zero_inference.runtime.processes import run_with_group  # noqa: E402
+from zero_inference.runtime.signals import exit_on_stop  # noqa: E402
+from zero_inference.runtime.text import file_stem, printable  # noqa: E402
 
 # Options that change where a run writes, not what it measures.
 UNMEASURED = {"log-dir", "log-file", "verbose", "local-rank"}

@@ -33,22 +33,77 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + {memory_bytes},) * 2)
 sys.exit(main())
 """
 # Files that take longest, first: two workers take whole files, and a long one at the end would leave one of them idle.
-LONGEST = ("test_stream.py", "test_hub.py", "test_faults.py", "test_tokens.py", "test_architectures.py", "test_workspace.py", "test_quality.py",
-           "test_csrc_compiles.py", "test_mixed_dtypes.py", "test_quantized_checkpoints.py", "test_run.py", "test_errors.py",
-           "test_norms_patch.py", "test_html_report.py", "test_humaneval.py")
+LONGEST = (
+    "test_stream.py",
+    "test_hub.py",
+    "test_faults.py",
+    "test_tokens.py",
+    "test_architectures.py",
+    "test_workspace.py",
+    "test_quality.py",
+    "test_csrc_compiles.py",
+    "test_mixed_dtypes.py",
+    "test_quantized_checkpoints.py",
+    "test_run.py",
+    "test_errors.py",
+    "test_norms_patch.py",
+    "test_html_report.py",
+    "test_humaneval.py",
+)
 FAMILIES = {
-    "opt": dict(model_type="opt", hidden_size=64, ffn_dim=256, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=64,
-                max_position_embeddings=128, do_layer_norm_before=True),
+    "opt": dict(
+        model_type="opt",
+        hidden_size=64,
+        ffn_dim=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        word_embed_proj_dim=64,
+        max_position_embeddings=128,
+        do_layer_norm_before=True,
+    ),
     "bloom": dict(model_type="bloom", hidden_size=64, n_layer=3, n_head=4),
-    "llama": dict(model_type="llama", hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=8,
-                  num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False),
-    "mixtral": dict(model_type="mixtral", hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-                    num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
-                    tie_word_embeddings=False),
-    "qwen3": dict(model_type="qwen3", hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
-                  num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=False),
-    "gpt_neox": dict(model_type="gpt_neox", hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-                     max_position_embeddings=128, tie_word_embeddings=False),
+    "llama": dict(
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ),
+    "mixtral": dict(
+        model_type="mixtral",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ),
+    "qwen3": dict(
+        model_type="qwen3",
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ),
+    "gpt_neox": dict(
+        model_type="gpt_neox",
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -103,7 +158,7 @@ def plain_ids(folder: Path, ids, gen_len: int):
     model.generation_config = GenerationConfig()
     settings = GenerationConfig(max_new_tokens=gen_len, do_sample=False, pad_token_id=0)
     with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, ids.shape[1]:]
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, ids.shape[1] :]
 
 
 @pytest.fixture(scope="session")
@@ -147,8 +202,12 @@ def without_gpus() -> dict[str, str]:
     deepspeed's launcher gives its ranks a CUDA_VISIBLE_DEVICES of its own making, so tests/no_gpu empties it again as each
     Python process starts. What this process chose for DeepSpeed on a GPU is not handed on.
     """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
-                   "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "no_gpu"), os.environ.get("PYTHONPATH")]))}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests" / "no_gpu"), os.environ.get("PYTHONPATH")])),
+    }
     if not too_few_gpus(1):
         environment.pop("TORCH_EXTENSIONS_DIR", None)
     return environment
@@ -193,8 +252,15 @@ def run_model(tmp_path, fork_server):
     copies of a process that has imported the libraries, where there is no GPU.
     """
 
-    def start(*options, launcher: str = "python", ranks: int = 1, on_cpu: bool | None = None, timeout: float = 240,
-              memory_bytes: int | None = None, env: dict[str, str] | None = None) -> Finished:
+    def start(
+        *options,
+        launcher: str = "python",
+        ranks: int = 1,
+        on_cpu: bool | None = None,
+        timeout: float = 240,
+        memory_bytes: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Finished:
         program = ROOT / "run_model.py"
         if memory_bytes is not None:
             program = tmp_path / "limited.py"
@@ -203,9 +269,24 @@ def run_model(tmp_path, fork_server):
         server = fork_server(LIBRARIES if env else PROGRAM) if memory_bytes is None else None
         port = free_port()
         launch = {
-            "python": [], "by hand": [],
-            "deepspeed": [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks), "--master_port", port],
-            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port],
+            "python": [],
+            "by hand": [],
+            "deepspeed": [
+                str(Path(sys.executable).parent / "deepspeed"),
+                "--num_accelerators",
+                str(ranks),
+                "--master_port",
+                port,
+            ],
+            "torchrun": [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(ranks),
+                "--master-port",
+                port,
+            ],
         }[launcher]
         command = [program, *options, "--log-dir", log_dir]
         environment = without_gpus() if (too_few_gpus(ranks) if on_cpu is None else on_cpu) else {**os.environ}
@@ -213,17 +294,24 @@ def run_model(tmp_path, fork_server):
         each = [rank_variables(rank, ranks, port) for rank in range(ranks)] if launcher == "by hand" else [{}]
         with tempfile.TemporaryDirectory(dir=tmp_path) as kept:
             out, err = Path(kept, "out"), Path(kept, "err")
-            started = start_all(lambda own: start_python(server, command, tmp_path, out, err, environment | own, launch), each)
+            started = start_all(
+                lambda own: start_python(server, command, tmp_path, out, err, environment | own, launch), each
+            )
             codes = wait_for_all(started, timeout)
             stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
-        lines = [line for file in sorted(log_dir.glob("*.jsonl")) for line in file.read_text().splitlines()] if log_dir.is_dir() else []
+        lines = (
+            [line for file in sorted(log_dir.glob("*.jsonl")) for line in file.read_text().splitlines()]
+            if log_dir.is_dir()
+            else []
+        )
         return Finished(next(filter(None, codes), 0), stdout, stderr, json.loads(lines[-1]) if lines else None)
 
     return start
 
 
-def start_python(server: ForkServer | None, command, cwd: Path, out: Path, err: Path, env: dict[str, str],
-                 launch: Sequence[str] = ()) -> Process:
+def start_python(
+    server: ForkServer | None, command, cwd: Path, out: Path, err: Path, env: dict[str, str], launch: Sequence[str] = ()
+) -> Process:
     """Start the Python file command[0], by `launch` if that names a launcher, and without one by `server` where there is no GPU.
 
     What it prints is appended to `out` and `err`.
@@ -232,7 +320,9 @@ def start_python(server: ForkServer | None, command, cwd: Path, out: Path, err: 
     if server is not None and not launch and too_few_gpus(1):
         return server.start(command, env, cwd, out, err)
     with out.open("ab") as stdout, err.open("ab") as stderr:
-        return subprocess.Popen([*(launch or [sys.executable]), *command], stdout=stdout, stderr=stderr, cwd=cwd, env=env)
+        return subprocess.Popen(
+            [*(launch or [sys.executable]), *command], stdout=stdout, stderr=stderr, cwd=cwd, env=env
+        )
 
 
 def free_port() -> str:

@@ -23,9 +23,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 # These read nothing of the environment that a test may change. The hub's libraries, which do, come in only where nothing is changed.
-LIBRARIES = ("numpy", "scipy.optimize", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "PIL.Image",
-             "asyncio", "filelock", "http.cookiejar", "jinja2", "psutil", "regex", "yaml")
-PROGRAM = (*LIBRARIES, "transformers.modeling_utils", "transformers.generation", "zero_inference.run", "zero_inference.engines.stream")
+LIBRARIES = (
+    "numpy",
+    "scipy.optimize",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "PIL.Image",
+    "asyncio",
+    "filelock",
+    "http.cookiejar",
+    "jinja2",
+    "psutil",
+    "regex",
+    "yaml",
+)
+PROGRAM = (
+    *LIBRARIES,
+    "transformers.modeling_utils",
+    "transformers.generation",
+    "zero_inference.run",
+    "zero_inference.engines.stream.engine",
+)
 START_S = 300  # of the first copy, which the libraries are imported for
 
 
@@ -58,7 +78,9 @@ class Forked:
         while "\n" not in self.text:
             if not select.select([self.told], [], [], max(0.0, min(1.0, deadline - time.monotonic())))[0]:
                 if self.server.poll() is not None:
-                    raise RuntimeError(f"the process to be copied ended with {self.server.returncode}; its stderr says why")
+                    raise RuntimeError(
+                        f"the process to be copied ended with {self.server.returncode}; its stderr says why"
+                    )
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired("a copied process", timeout)
                 continue
@@ -81,12 +103,16 @@ class ForkServer:
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path) -> Forked:
         """Run the Python file argv[0] with the rest of `argv`; what it prints is appended to the files `out` and `err`."""
         if self.process is None:
-            self.process = subprocess.Popen([sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True, env=self.env)
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True, env=self.env
+            )
         with tempfile.TemporaryDirectory() as folder:
             fifo = os.path.join(folder, "told")
             os.mkfifo(fifo)
             told = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-            request = dict(argv=[str(word) for word in argv], env=dict(env), cwd=str(cwd), out=str(out), err=str(err), told=fifo)
+            request = dict(
+                argv=[str(word) for word in argv], env=dict(env), cwd=str(cwd), out=str(out), err=str(err), told=fifo
+            )
             try:
                 print(json.dumps(request), file=self.process.stdin, flush=True)
                 return Forked(told, self.process)
@@ -106,8 +132,14 @@ Process = Forked | subprocess.Popen
 
 def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
     """What a launcher on this machine alone would set."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
 
 
 def wait_for_all(processes: list[Process], timeout: float) -> list[int]:

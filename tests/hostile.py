@@ -15,10 +15,14 @@ from zero_inference.quality.sandbox import Limits, Outcome, run_program
 from zero_inference.quality.system_calls import ARCHITECTURES
 
 KEY = b"zero-inference-test"
-_NUMBERS = {"x86_64": {"add_key": 248, "keyctl": 250, "clone": 56, "ptrace": 101, "userfaultfd": 323},
-            "aarch64": {"add_key": 217, "keyctl": 219, "clone": 220, "ptrace": 117, "userfaultfd": 282}}
-_C = ("import ctypes, os, resource, socket, time\nlibc = ctypes.CDLL(None)\n"
-      "def call(number, *args): return libc.syscall(ctypes.c_long(number), *args)\n")
+_NUMBERS = {
+    "x86_64": {"add_key": 248, "keyctl": 250, "clone": 56, "ptrace": 101, "userfaultfd": 323},
+    "aarch64": {"add_key": 217, "keyctl": 219, "clone": 220, "ptrace": 117, "userfaultfd": 282},
+}
+_C = (
+    "import ctypes, os, resource, socket, time\nlibc = ctypes.CDLL(None)\n"
+    "def call(number, *args): return libc.syscall(ctypes.c_long(number), *args)\n"
+)
 
 
 def _call(name: str, *arguments: str) -> str:
@@ -35,8 +39,8 @@ HOSTILE = {
     "says that it passed": "import sys; print('passed'); sys.exit(1)",
     "signals its group": "import os; os.kill(0, 9)",
     "signals process 1": "import os, signal\nfor pid in (1, os.getppid(), -1):\n  for number in signal.valid_signals() - {19}:\n"
-                         "    if pid != -1 or number == 0:\n      try: os.kill(pid, number)\n      except OSError: pass\n"
-                         "raise RuntimeError('still here')",
+    "    if pid != -1 or number == 0:\n      try: os.kill(pid, number)\n      except OSError: pass\n"
+    "raise RuntimeError('still here')",
     "dumps core": "import os; os.abort()",
     "lets core dumps be handled": "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
     "limits process 1": "import resource; resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))",
@@ -44,7 +48,7 @@ HOSTILE = {
     "floods stdout": "while True: print('x' * 4096)",
     "floods stderr": "import os\nwhile True: os.write(2, b'x' * 4096)",
     "writes to every descriptor": "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'y' * 32)\n"
-                                  "    except OSError: pass",
+    "    except OSError: pass",
     "forges the result": "import os; os.write(3, b'0' * 32); os._exit(0)",
     "fork bomb": "import os\nwhile True: os.fork()",
     "starts a program": "import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 100 &'], check=True)",
@@ -73,7 +77,7 @@ HOSTILE = {
     "opens a socket of the virtual machine": "import socket; socket.socket(40, socket.SOCK_STREAM)",
     "opens a socket of the kernel": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
     "sends to a socket with a name": "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-                                     "try: a.sendto(b'x', '/nowhere')\nexcept FileNotFoundError: pass",
+    "try: a.sendto(b'x', '/nowhere')\nexcept FileNotFoundError: pass",
     "reads the environment": "import os; assert os.environ, 'nothing there'",
     "reads about processes": "import os; assert os.listdir('/proc')",
     "reads what is none of its business": "open('{private}').read()",
@@ -86,9 +90,9 @@ HOSTILE = {
     "is born into namespaces": _C + f"assert {_call('clone', hex(0x10000000 | 17), '0', '0', '0', '0')} >= 0",
     "changes its root": "import os; os.mkdir('/tmp/root'); os.chroot('/tmp/root')",
     "calls the kernel as i386 does": "import ctypes, mmap, os\npage = mmap.mmap(-1, 4096, prot=7)\n"
-                                     "page.write(bytes([0xB8, 20, 0, 0, 0, 0xCD, 0x80, 0xC3]))  # getpid\n"
-                                     "code = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))\n"
-                                     "assert code() == os.getpid()",
+    "page.write(bytes([0xB8, 20, 0, 0, 0, 0xCD, 0x80, 0xC3]))  # getpid\n"
+    "code = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))\n"
+    "assert code() == os.getpid()",
     "calls the kernel as x32 does": _C + "assert call(0x40000000 + 39) == os.getpid()",
     "recursion without end": "def f(): return f()\nf()",
     "half a character": "x = '\ud800'",
@@ -104,7 +108,7 @@ ENDLESS = {
     "computes for ever": "while True: pass",
     "ignores signals": "import signal, time\nfor n in (1, 2, 3, 15): signal.signal(n, signal.SIG_IGN)\ntime.sleep(1000)",
     "computes for ever and ignores signals": "import signal\nfor n in signal.valid_signals() - {9, 19, 32, 33}:\n"
-                                             "    signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+    "    signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
 }
 LIMITS = dict.fromkeys(HOSTILE, Limits(wall_s=30.0)) | dict.fromkeys(ENDLESS, Limits(wall_s=2.0, cpu_s=1))
 
@@ -114,8 +118,11 @@ def namespaces_refused() -> str | None:
     if os.uname().machine not in ARCHITECTURES:
         return f"{os.uname().machine} has no filter of system calls"
     try:
-        done = subprocess.run(["unshare", *"--user --map-root-user --mount --net --pid --ipc --uts --fork true".split()],
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            ["unshare", *"--user --map-root-user --mount --net --pid --ipc --uts --fork true".split()],
+            capture_output=True,
+            text=True,
+        )
     except OSError as error:
         return str(error)
     return done.stderr or None
@@ -127,8 +134,10 @@ def run_hostile(port: int, private: Path) -> dict[str, Outcome]:
     numbers = _NUMBERS[os.uname().machine]
     libc.syscall(ctypes.c_long(numbers["keyctl"]), 1, None)  # a session keyring of this thread and those that it starts
     libc.syscall(ctypes.c_long(numbers["add_key"]), b"user", KEY, b"secret", ctypes.c_size_t(6), -3)
-    programs = {name: source.replace("{port}", str(port)).replace("{private}", str(private))
-                for name, source in (ENDLESS | HOSTILE).items()}
+    programs = {
+        name: source.replace("{port}", str(port)).replace("{private}", str(private))
+        for name, source in (ENDLESS | HOSTILE).items()
+    }
 
     def end_of(name: str) -> Outcome:
         try:
@@ -141,4 +150,8 @@ def run_hostile(port: int, private: Path) -> dict[str, Outcome]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: asdict(outcome) for name, outcome in run_hostile(int(sys.argv[1]), Path(sys.argv[2])).items()}))
+    print(
+        json.dumps(
+            {name: asdict(outcome) for name, outcome in run_hostile(int(sys.argv[1]), Path(sys.argv[2])).items()}
+        )
+    )

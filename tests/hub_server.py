@@ -59,11 +59,19 @@ def _handler(hub: Hub):
             if name.startswith("broken/"):
                 return self.send(501, b"")
             if not folder.is_dir():
-                return self.send(404 if with_token else 401, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+                return self.send(
+                    404 if with_token else 401,
+                    b"",
+                    {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+                )
             if asks_api:
                 return self.list_files(folder, rest)
             if name.startswith("locked/") and not (name.endswith("/weights") and rest[-1] == "config.json"):
-                return self.send(403 if with_token else 401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+                return self.send(
+                    403 if with_token else 401,
+                    b"",
+                    {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"},
+                )
             file = "/".join(rest[2:])
             if not (folder / file).is_file():
                 return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": hub.commit})
@@ -75,10 +83,21 @@ def _handler(hub: Hub):
         def list_files(self, folder: Path, rest: list[str]) -> None:
             paths = sorted(path for path in folder.rglob("*") if path.is_file())
             if rest[:1] == ["tree"]:
-                answer = [{"type": "file", "path": str(path.relative_to(folder)), "size": path.stat().st_size,
-                           "oid": hashlib.sha1(path.read_bytes()).hexdigest()} for path in paths]
+                answer = [
+                    {
+                        "type": "file",
+                        "path": str(path.relative_to(folder)),
+                        "size": path.stat().st_size,
+                        "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
+                    }
+                    for path in paths
+                ]
             else:
-                answer = {"id": folder.name, "sha": hub.commit, "siblings": [{"rfilename": str(path.relative_to(folder))} for path in paths]}
+                answer = {
+                    "id": folder.name,
+                    "sha": hub.commit,
+                    "siblings": [{"rfilename": str(path.relative_to(folder))} for path in paths],
+                }
             self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
         def send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:

@@ -8,11 +8,21 @@ from zero_inference.norms import ops, reference
 
 EPS = 1e-5
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
-NAMES = ("rms_norm", "fused_add_rms_norm", "layer_norm", "fused_add_layer_norm", "poly_norm", "fused_mul_poly_norm",
-         "fused_mul_grouped_poly_norm")
-OFFSETS = {"mixed": lambda rows: [rows // 4, rows // 4, rows // 2, rows - rows // 8, rows - rows // 8],  # empty ones, padding
-           "all in one": lambda rows: [0, 0, rows, rows, rows], "all padding": lambda rows: [0] * 5,
-           "no padding": lambda rows: [rows // 3, rows // 2, rows // 2, rows, rows]}
+NAMES = (
+    "rms_norm",
+    "fused_add_rms_norm",
+    "layer_norm",
+    "fused_add_layer_norm",
+    "poly_norm",
+    "fused_mul_poly_norm",
+    "fused_mul_grouped_poly_norm",
+)
+OFFSETS = {
+    "mixed": lambda rows: [rows // 4, rows // 4, rows // 2, rows - rows // 8, rows - rows // 8],  # empty ones, padding
+    "all in one": lambda rows: [0, 0, rows, rows, rows],
+    "all padding": lambda rows: [0] * 5,
+    "no padding": lambda rows: [rows // 3, rows // 2, rows // 2, rows, rows],
+}
 
 
 def operator(name: str):
@@ -23,8 +33,16 @@ def plain(name: str):
     return getattr(reference, f"{name}_ref")
 
 
-def arguments(name: str, rows: int, dim: int, dtype=torch.float32, device="cpu", scale: float = 1.0, offsets: str = "mixed",
-              seed: int = 0) -> list:
+def arguments(
+    name: str,
+    rows: int,
+    dim: int,
+    dtype=torch.float32,
+    device="cpu",
+    scale: float = 1.0,
+    offsets: str = "mixed",
+    seed: int = 0,
+) -> list:
     """Random tensors that require gradients, offsets, and eps, in the order of `name`'s signature; x is [rows, dim]."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,8 +60,14 @@ def arguments(name: str, rows: int, dim: int, dtype=torch.float32, device="cpu",
 
 
 def widened(values: list) -> list:
-    return [value.detach().double().cpu().requires_grad_() if isinstance(value, torch.Tensor) and value.is_floating_point()
-            else value.cpu() if isinstance(value, torch.Tensor) else value for value in values]
+    return [
+        value.detach().double().cpu().requires_grad_()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value.cpu()
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    ]
 
 
 def run(function, values: list, grads: list[torch.Tensor] | None = None, seed: int = 1):

@@ -21,17 +21,19 @@ import pytest
 import torch
 from conftest import ROOT, VOCAB, build_model, need_lm_eval, without_gpus
 
-from zero_inference import generation
 from zero_inference.architectures import ArchitectureBenchmark, BenchmarkConfig, compare_architectures, summarize
 from zero_inference.architectures import statistics as stats
 from zero_inference.architectures.arms import last_words, read_arms, speed_only
 from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
 from zero_inference.cli import add_run_arguments, console_main, run_config
 from zero_inference.errors import UsageError
+from zero_inference.measure import generation
 from zero_inference.utils import GB
 
 
-def runs_of(rng: np.random.Generator, speeds: list[float], rounds: int, noise: str, steps: int = 60) -> list[list[float]]:
+def runs_of(
+    rng: np.random.Generator, speeds: list[float], rounds: int, noise: str, steps: int = 60
+) -> list[list[float]]:
     """Throughput of each run of each arm, from step times as machines give them: arm i needs 1 / speeds[i] a step.
 
     Every step time is the arm's, times a slow drift of the machine over all runs, a level of the run, autocorrelated noise
@@ -99,7 +101,9 @@ def test_the_interval_is_the_bootstrap_of_the_median_with_wider_tails():
     assert stats.speedup([3.0] * 8, [3.0] * 8).verdict == stats.NO_DIFFERENCE
 
 
-@pytest.mark.parametrize("candidate, baseline", [([1.0, 2.0], [1.0]), ([], []), ([1.0, 0.0], [1.0, 1.0]), ([math.nan], [1.0])])
+@pytest.mark.parametrize(
+    "candidate, baseline", [([1.0, 2.0], [1.0]), ([], []), ([1.0, 0.0], [1.0, 1.0]), ([math.nan], [1.0])]
+)
 def test_runs_without_a_partner_or_a_rate(candidate, baseline):
     with pytest.raises(ValueError):
         stats.speedup(candidate, baseline)
@@ -107,7 +111,11 @@ def test_runs_without_a_partner_or_a_rate(candidate, baseline):
 
 def test_percentiles_need_samples_beyond_them():
     assert stats.percentile(range(99), 99) is None and stats.percentile(range(101), 99) == 99.0
-    assert stats.percentile(range(19), 95) is None and stats.percentile([5.0], 50) == 5.0 and stats.percentile([], 50) is None
+    assert (
+        stats.percentile(range(19), 95) is None
+        and stats.percentile([5.0], 50) == 5.0
+        and stats.percentile([], 50) is None
+    )
 
 
 def test_runs_alternate():
@@ -116,7 +124,9 @@ def test_runs_alternate():
 
 
 def test_differences_of_scores_have_an_error():
-    def apart(score: float, error: float | None, baseline: float, baseline_error: float | None, items: int | None = 200):
+    def apart(
+        score: float, error: float | None, baseline: float, baseline_error: float | None, items: int | None = 200
+    ):
         return stats.difference(stats.Score(score, error, items), stats.Score(baseline, baseline_error, 200))
 
     assert apart(0.50, 0.03, 0.46, 0.04) == (pytest.approx(0.04), pytest.approx(0.05), stats.NO_DIFFERENCE)
@@ -127,6 +137,7 @@ def test_differences_of_scores_have_an_error():
 
 def test_models_of_equal_accuracy_are_rarely_called_different():
     """All outcomes of two models that answer each item rightly with probability p, weighted by how likely they are."""
+
     def rate_of_verdicts(n: int, m: int, p: float) -> float:
         def outcomes(items: int):
             for right in range(items + 1):
@@ -134,8 +145,12 @@ def test_models_of_equal_accuracy_are_rarely_called_different():
                 error = math.sqrt(share * (1 - share) / (items - 1))  # as quality.evaluate.mean_and_stderr has it
                 yield math.comb(items, right) * p**right * (1 - p) ** (items - right), stats.Score(share, error, items)
 
-        return sum(one * other for one, score in outcomes(n) for other, baseline in outcomes(m)
-                   if stats.difference(score, baseline)[2] != stats.NO_DIFFERENCE)
+        return sum(
+            one * other
+            for one, score in outcomes(n)
+            for other, baseline in outcomes(m)
+            if stats.difference(score, baseline)[2] != stats.NO_DIFFERENCE
+        )
 
     least = stats.LEAST_ITEMS
     assert max(rate_of_verdicts(least, least, p) for p in (0.01, 0.05, 0.2, 0.335, 0.5)) < 0.04
@@ -146,14 +161,31 @@ def test_summary_of_speed_and_quality():
     rows = []
     for number in range(6):
         for name, rate in (("plain", 100.0), ("int4", 300.0 + number)):
-            rows.append({"architecture": name, "type": "speed", "config": "decode", "pass": number, "throughput": rate,
-                         "memory_gb": 2.0, "flops": 10})
+            rows.append(
+                {
+                    "architecture": name,
+                    "type": "speed",
+                    "config": "decode",
+                    "pass": number,
+                    "throughput": rate,
+                    "memory_gb": 2.0,
+                    "flops": 10,
+                }
+            )
     for name, accuracy in (("plain", 0.5), ("int4", 0.3)):
-        scores = {"mmlu": {"accuracy": accuracy, "stderr": 0.01, "correct": 500, "total": 1000}, "perplexity": 12.5,
-                  "hellaswag": {"accuracy": accuracy, "stderr": None, "correct": 1, "total": 1},
-                  "humaneval": {"pass_at_k": {1: accuracy, 5: 0.6}, "stderr": {1: 0.04, 5: 0.04}, "problems": 164, "n": 10,
-                                "k": [1, 5]},
-                  "few": {"pass_at_k": {1: accuracy}, "stderr": {1: 0.0}, "problems": 3, "n": 1, "k": [1]}}
+        scores = {
+            "mmlu": {"accuracy": accuracy, "stderr": 0.01, "correct": 500, "total": 1000},
+            "perplexity": 12.5,
+            "hellaswag": {"accuracy": accuracy, "stderr": None, "correct": 1, "total": 1},
+            "humaneval": {
+                "pass_at_k": {1: accuracy, 5: 0.6},
+                "stderr": {1: 0.04, 5: 0.04},
+                "problems": 164,
+                "n": 10,
+                "k": [1, 5],
+            },
+            "few": {"pass_at_k": {1: accuracy}, "stderr": {1: 0.0}, "problems": 3, "n": 1, "k": [1]},
+        }
         rows += [{"architecture": name, "pass": 0} | row for row in quality_rows(scores)]
     rows.append({"architecture": "broken", "type": "failed", "pass": 0, "error": "RuntimeError: no"})
     table = summarize(frame_of(rows), "plain").set_index(["architecture", "config"])
@@ -162,7 +194,9 @@ def test_summary_of_speed_and_quality():
     assert fast.speedup_low <= 3.025 <= fast.speedup_high
     assert table.loc[("plain", "decode")].verdict == "baseline" and fast.throughput == 302.5 and fast.runs == 6
     worse = table.loc[("int4", "mmlu")]
-    assert worse.accuracy_difference == pytest.approx(-0.2) and worse.accuracy_difference_stderr == pytest.approx(0.01 * 2**0.5)
+    assert worse.accuracy_difference == pytest.approx(-0.2) and worse.accuracy_difference_stderr == pytest.approx(
+        0.01 * 2**0.5
+    )
     assert worse.verdict == "lower" and table.loc[("int4", "humaneval pass@5")].verdict == "no difference"
     assert table.loc[("int4", "humaneval pass@1")].verdict == "lower"
     one = table.loc[("int4", "hellaswag")]
@@ -179,7 +213,9 @@ def llama_step_flops(config, positions: int, queries: int, logits: int) -> int:
     h, kv = config.hidden_size, config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
     linear = 2 * queries * (h * h * 2 + 2 * h * kv + 3 * h * config.intermediate_size)
     attention = 4 * queries * positions * h
-    rotary = 2 * queries * (config.hidden_size // config.num_attention_heads // 2)  # angles, an outer product, once a forward
+    rotary = (
+        2 * queries * (config.hidden_size // config.num_attention_heads // 2)
+    )  # angles, an outer product, once a forward
     return config.num_hidden_layers * (linear + attention) + 2 * logits * h * config.vocab_size + rotary
 
 
@@ -190,8 +226,12 @@ def test_generation_counts_what_it_did():
     result = benchmark.benchmark_generation(7, 5, num_runs=20)
     assert result.name == "gen_p7_l5" and model.generation_config is own
     assert result.throughput == pytest.approx(5 / (result.latency_p50 / 1e3))
-    assert result.latency_p50 <= result.latency_p95 and result.latency_p99 is None  # 20 runs say nothing of one in a hundred
-    steps = [llama_step_flops(model.config, 7, 7, 1)] + [llama_step_flops(model.config, 7 + n, 1, 1) for n in range(1, 5)]
+    assert (
+        result.latency_p50 <= result.latency_p95 and result.latency_p99 is None
+    )  # 20 runs say nothing of one in a hundred
+    steps = [llama_step_flops(model.config, 7, 7, 1)] + [
+        llama_step_flops(model.config, 7 + n, 1, 1) for n in range(1, 5)
+    ]
     assert result.flops == pytest.approx(sum(steps), rel=1e-3)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     cache = 2 * 3 * 2 * 8 * (7 + 4) * 4  # keys and values of 3 layers, 2 heads of 8, 11 positions, in float32
@@ -223,12 +263,14 @@ def test_a_batch_of_own_prompts_and_what_cannot_be():
     benchmark = ArchitectureBenchmark(build_model("opt"), "cpu")
     ids = torch.randint(3, VOCAB, (2, 9))
     assert benchmark.benchmark_generation(ids, 2, num_runs=1).name == "gen_p9_l2"
-    for call, words in ((lambda: benchmark.benchmark_generation(0, 4), "prompt_tokens is 0"),
-                        (lambda: benchmark.benchmark_generation(4, 0), "generation_length is 0"),
-                        (lambda: benchmark.benchmark_generation(torch.ones(3), 4), r"ids \[batch, P\]"),
-                        (lambda: benchmark.benchmark_generation(120, 9), "129 positions"),
-                        (lambda: benchmark.benchmark_batch_throughput(1, 200), "200 positions"),
-                        (lambda: benchmark.benchmark_batch_throughput(1, 8, num_runs=0), "num_runs is 0")):
+    for call, words in (
+        (lambda: benchmark.benchmark_generation(0, 4), "prompt_tokens is 0"),
+        (lambda: benchmark.benchmark_generation(4, 0), "generation_length is 0"),
+        (lambda: benchmark.benchmark_generation(torch.ones(3), 4), r"ids \[batch, P\]"),
+        (lambda: benchmark.benchmark_generation(120, 9), "129 positions"),
+        (lambda: benchmark.benchmark_batch_throughput(1, 200), "200 positions"),
+        (lambda: benchmark.benchmark_batch_throughput(1, 8, num_runs=0), "num_runs is 0"),
+    ):
         with pytest.raises(ValueError, match=words):
             call()
 
@@ -245,10 +287,19 @@ def test_architectures_in_one_process():
         raise RuntimeError("no such weights\nand more")
 
     opt = build_model("opt").train()
-    config = {"device": "cpu", "generation": [(4, 3)], "batch": [(2, 8)], "passes": 2, "generation_runs": 2, "batch_runs": 2}
+    config = {
+        "device": "cpu",
+        "generation": [(4, 3)],
+        "batch": [(2, 8)],
+        "passes": 2,
+        "generation_runs": 2,
+        "batch_runs": 2,
+    }
     frame = compare_architectures({"opt": opt, "neox": maker, "broken": broken}, config)
     speed = frame[frame.type == "speed"]
-    assert speed["architecture"].tolist() == ["opt"] * 2 + ["neox"] * 4 + ["opt"] * 2 and len(made) == 2 and opt.training
+    assert (
+        speed["architecture"].tolist() == ["opt"] * 2 + ["neox"] * 4 + ["opt"] * 2 and len(made) == 2 and opt.training
+    )
     assert speed["config"].unique().tolist() == ["gen_p4_l3", "batch_b2_s8"] and (speed.throughput > 0).all()
     assert frame[frame.type == "failed"].error.tolist() == ["RuntimeError: no such weights"]
     table = summarize(frame, "opt")
@@ -263,19 +314,27 @@ def test_warm_up_ends_when_loops_are_alike():
     assert not generation.settled([1.0, 1.06, 1.0], 0.05)
 
 
-@pytest.mark.parametrize("models, arms, shared, words", [
-    (["opt-125m"], [], [], "1 arm was given"),
-    ([], [], [], "nothing to compare"),
-    (["opt-125m", "opt-125m"], [], [], "two arms are called opt-125m"),
-    ([], ["int4 --model x", "b=--model y"], [], "write a name, ="),
-    ([], ["a=--model 'x", "b=--model y"], [], "No closing quotation"),
-    ([], ["a=--modle x", "b=--model y"], [], "arm a: unrecognized arguments: --modle"),
-    ([], ["a=--model x", "b=--model y --quant-bits 3"], [], "arm b: argument --quant-bits: invalid choice"),
-    ([], ["a=--model x", "b=--model y --engine resident --cpu-offload"], [], "arm b: --engine resident keeps every weight"),
-    ([], ["a=--model x", "b=--model y --log_file z.log"], [], "arm b: --log-file is for compare to say"),
-    (["a", "b"], [], ["--dry-run"], "arm a: --dry-run is for compare to say"),
-    (["a", "b"], [], ["--trace", "./t.json"], "arm b: --trace ./t.json is also written by arm a"),
-])
+@pytest.mark.parametrize(
+    "models, arms, shared, words",
+    [
+        (["opt-125m"], [], [], "1 arm was given"),
+        ([], [], [], "nothing to compare"),
+        (["opt-125m", "opt-125m"], [], [], "two arms are called opt-125m"),
+        ([], ["int4 --model x", "b=--model y"], [], "write a name, ="),
+        ([], ["a=--model 'x", "b=--model y"], [], "No closing quotation"),
+        ([], ["a=--modle x", "b=--model y"], [], "arm a: unrecognized arguments: --modle"),
+        ([], ["a=--model x", "b=--model y --quant-bits 3"], [], "arm b: argument --quant-bits: invalid choice"),
+        (
+            [],
+            ["a=--model x", "b=--model y --engine resident --cpu-offload"],
+            [],
+            "arm b: --engine resident keeps every weight",
+        ),
+        ([], ["a=--model x", "b=--model y --log_file z.log"], [], "arm b: --log-file is for compare to say"),
+        (["a", "b"], [], ["--dry-run"], "arm a: --dry-run is for compare to say"),
+        (["a", "b"], [], ["--trace", "./t.json"], "arm b: --trace ./t.json is also written by arm a"),
+    ],
+)
 def test_arms_that_cannot_be_meant(models, arms, shared, words):
     with pytest.raises(UsageError) as refused:
         read_arms(models, arms, shared, run_config)
@@ -283,8 +342,12 @@ def test_arms_that_cannot_be_meant(models, arms, shared, words):
 
 
 def test_arms_are_models_or_configurations():
-    arms = read_arms(["facebook/opt-125m", "other/opt-125m", "opt-1.3b"],
-                     ["half price=--quant_bits 4 --engine stream --batch-size 2"], ["--dummy", "--batch-size", "4"], run_config)
+    arms = read_arms(
+        ["facebook/opt-125m", "other/opt-125m", "opt-1.3b"],
+        ["half price=--quant_bits 4 --engine stream --batch-size 2"],
+        ["--dummy", "--batch-size", "4"],
+        run_config,
+    )
     assert [arm.name for arm in arms] == ["facebook/opt-125m", "other/opt-125m", "opt-1.3b", "half price"]
     assert [arm.config.batch_size for arm in arms] == [4, 4, 4, 2] and arms[3].config.quant_bits == 4
     assert arms[0].file_stem == "facebook_opt-125m" and all(arm.config.dummy for arm in arms)
@@ -299,17 +362,37 @@ def test_scores_are_asked_for_once():
         for action in group._group_actions:
             written = [action.option_strings[-1], *(["1"] if action.nargs != 0 else [])]
             (of_scores if group.title.startswith("quality") else others).append(written)
-    assert ["--pass-at-k", "1"] in of_scores and ["--perplexity-stride", "1"] in of_scores and ["--engine", "1"] in others
+    assert (
+        ["--pass-at-k", "1"] in of_scores and ["--perplexity-stride", "1"] in of_scores and ["--engine", "1"] in others
+    )
     mixed = [word for pair in zip_longest(others, of_scores, fillvalue=[]) for words in pair for word in words]
     assert speed_only(mixed) == [word for words in others for word in words]
-    assert speed_only(["--model", "x", "--quality_data=data", "--quant-bits", "4"]) == ["--model", "x", "--quant-bits", "4"]
+    assert speed_only(["--model", "x", "--quality_data=data", "--quant-bits", "4"]) == [
+        "--model",
+        "x",
+        "--quant-bits",
+        "4",
+    ]
 
 
 def test_the_runs_without_scores_are_valid_too(tmp_path):
     need_lm_eval()
     (tmp_path / "perplexity.txt").write_text("words to be read " * 50)
-    asked = ["--quality", "perplexity,humaneval", "--quality-data", str(tmp_path), "--perplexity-window", "64",
-             "--perplexity-stride", "32", "--allow-code-execution", "--humaneval-samples", "4", "--pass-at-k", "1,2"]
+    asked = [
+        "--quality",
+        "perplexity,humaneval",
+        "--quality-data",
+        str(tmp_path),
+        "--perplexity-window",
+        "64",
+        "--perplexity-stride",
+        "32",
+        "--allow-code-execution",
+        "--humaneval-samples",
+        "4",
+        "--pass-at-k",
+        "1,2",
+    ]
     arms = read_arms(["a", "b"], [], asked, run_config)
     assert [arm.config.pass_at_k for arm in arms] == [(1, 2)] * 2
     assert all(run_config(speed_only(arm.options)).quality == () for arm in arms)
@@ -325,10 +408,26 @@ def test_every_arm_is_checked_before_any_run(checkpoints, tmp_path, capfd):
     folder = checkpoints("llama")
     capfd.readouterr()
     options = ["--engine", "resident", "--prompt-len", "6", "--gen-len", "4", "--dtype", "float32"]
-    code = console_main(["zero-inference", "compare", "--arm", f"good=--model {folder}", "--arm",
-                         f"long=--model {folder} --prompt-len 500", "--log-dir", str(tmp_path), "--", *options])
+    code = console_main(
+        [
+            "zero-inference",
+            "compare",
+            "--arm",
+            f"good=--model {folder}",
+            "--arm",
+            f"long=--model {folder} --prompt-len 500",
+            "--log-dir",
+            str(tmp_path),
+            "--",
+            *options,
+        ]
+    )
     shown = capfd.readouterr()
-    assert code == 2 and "error: arm long: --prompt-len 500 and --gen-len 4 need 504 positions" in shown.err and not shown.out
+    assert (
+        code == 2
+        and "error: arm long: --prompt-len 500 and --gen-len 4 need 504 positions" in shown.err
+        and not shown.out
+    )
     assert not list(tmp_path.glob("*.jsonl")) and not list(tmp_path.glob("*-0.out"))
 
 
@@ -338,19 +437,53 @@ def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_pa
     (tmp_path / "elsewhere" / "torch.py").write_text("raise SystemExit('a file of the current folder was run')")
     monkeypatch.chdir(tmp_path / "elsewhere")
     capfd.readouterr()
-    code = console_main(["zero-inference", "compare", "--arm", "big=--model opt-175b --engine stream --batch-size 1024",
-                         "--arm", "long=--model opt-125m --batch-size 2 --prompt-len 5000", "--num-gpus", "2",
-                         "--log-dir", str(tmp_path / "logs"), "--", "--dummy"])
+    code = console_main(
+        [
+            "zero-inference",
+            "compare",
+            "--arm",
+            "big=--model opt-175b --engine stream --batch-size 1024",
+            "--arm",
+            "long=--model opt-125m --batch-size 2 --prompt-len 5000",
+            "--num-gpus",
+            "2",
+            "--log-dir",
+            str(tmp_path / "logs"),
+            "--",
+            "--dummy",
+        ]
+    )
     shown = capfd.readouterr()
-    assert code == 2 and "warning: arm big: It does not fit. " in shown.err and "error: arm long: --prompt-len 5000" in shown.err
+    assert (
+        code == 2
+        and "warning: arm big: It does not fit. " in shown.err
+        and "error: arm long: --prompt-len 5000" in shown.err
+    )
     assert "--dry-run" not in shown.err
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["big-check.out", "long-check.out"]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_comparison_leaves_no_process(tmp_path, sent):
-    process = subprocess.Popen([sys.executable, "-m", "zero_inference", "compare", "--model", "opt-125m", "--model", "opt-1.3b",
-                                "--log-dir", str(tmp_path), "--", "--dummy"], cwd=ROOT, env=without_gpus(), start_new_session=True)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "zero_inference",
+            "compare",
+            "--model",
+            "opt-125m",
+            "--model",
+            "opt-1.3b",
+            "--log-dir",
+            str(tmp_path),
+            "--",
+            "--dummy",
+        ],
+        cwd=ROOT,
+        env=without_gpus(),
+        start_new_session=True,
+    )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 60
     while not (pids := children.read_text().split()) and time.monotonic() < deadline:
@@ -369,9 +502,28 @@ def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, c
         shard.write_bytes(b"not a checkpoint")
     capfd.readouterr()
     options = ["--engine", "resident", "--prompt_len", "6", "--gen-len", "4", "--dtype", "float32", "--loops", "2"]
-    code = console_main(["zero-inference", "compare", "--arm", f"one=--model {folder}", "--arm", f"two=--model {folder}",
-                         "--arm", f"none=--model {broken}", "--rounds", "1", "--warmup-tries", "3", "--format", "json",
-                         "--log-dir", str(tmp_path), "--", *options])
+    code = console_main(
+        [
+            "zero-inference",
+            "compare",
+            "--arm",
+            f"one=--model {folder}",
+            "--arm",
+            f"two=--model {folder}",
+            "--arm",
+            f"none=--model {broken}",
+            "--rounds",
+            "1",
+            "--warmup-tries",
+            "3",
+            "--format",
+            "json",
+            "--log-dir",
+            str(tmp_path),
+            "--",
+            *options,
+        ]
+    )
     shown = capfd.readouterr()
     report = json.loads(shown.out)
     assert code == 1 and "1 of 3 arms failed: none" in shown.err
@@ -391,23 +543,45 @@ def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, c
 def test_the_table_of_recorded_runs(tmp_path):
     """Every format from the same records, which are made up here: 6 passes, a third as fast, scores with errors."""
     from zero_inference.architectures import table
-    from zero_inference.tables import render, shown_columns
+    from zero_inference.report.tables import render, shown_columns
 
     arms = read_arms([], ["fp16=--model x", "int4=--model x --quant-bits 4", "gone=--model y"], [], run_config)
 
     def record(slow: float, accuracy: float, number: int) -> dict:
         steps = [0.01 * slow * (1 + 0.001 * (number + step)) for step in range(10)]
-        return {"status": "ok", "dtype": "float16", "loops": [{"step_s": steps}] * 2, "decode_throughput": 10 / sum(steps),
-                "prefill_throughput": 500.0, "total_throughput": 9 / sum(steps), "peak_gpu_bytes": 3 << 30,
-                "peak_host_bytes": 1 << 30, "weight_bytes": 1 << 30, "limit": {"fraction_of_limit": 0.9}, "warmed_up": number > 0,
-                "output_ids_sha256": str(slow), "quality": {"mmlu": {"accuracy": accuracy, "stderr": 0.02, "total": 500}}}
+        return {
+            "status": "ok",
+            "dtype": "float16",
+            "loops": [{"step_s": steps}] * 2,
+            "decode_throughput": 10 / sum(steps),
+            "prefill_throughput": 500.0,
+            "total_throughput": 9 / sum(steps),
+            "peak_gpu_bytes": 3 << 30,
+            "peak_host_bytes": 1 << 30,
+            "weight_bytes": 1 << 30,
+            "limit": {"fraction_of_limit": 0.9},
+            "warmed_up": number > 0,
+            "output_ids_sha256": str(slow),
+            "quality": {"mmlu": {"accuracy": accuracy, "stderr": 0.02, "total": 500}},
+        }
 
-    runs = {"fp16": [(n, record(1.0, 0.6, n)) for n in range(6)], "int4": [(n, record(3.0, 0.5, n)) for n in range(6)],
-            "gone": [(0, {"status": "failed", "error": "does not fit:\n20 GB"})]}
+    runs = {
+        "fp16": [(n, record(1.0, 0.6, n)) for n in range(6)],
+        "int4": [(n, record(3.0, 0.5, n)) for n in range(6)],
+        "gone": [(0, {"status": "failed", "error": "does not fit:\n20 GB"})],
+    }
     rows = table.arm_rows(arms, runs, "fp16")
     fp16, int4, gone = rows
-    assert int4["decode_speedup"] == pytest.approx(1 / 3) and int4["decode_verdict"] == "slower" and int4["same_ids"] is False
-    assert int4["prefill_verdict"] == "no difference" and int4["step_samples"] == 120 and int4["step_p99_s"] > int4["step_p95_s"]
+    assert (
+        int4["decode_speedup"] == pytest.approx(1 / 3)
+        and int4["decode_verdict"] == "slower"
+        and int4["same_ids"] is False
+    )
+    assert (
+        int4["prefill_verdict"] == "no difference"
+        and int4["step_samples"] == 120
+        and int4["step_p99_s"] > int4["step_p95_s"]
+    )
     assert int4["quality"]["mmlu"]["difference"] == pytest.approx(-0.1) and int4["mmlu_verdict"] == "lower"
     assert fp16["unsettled_runs"] == 1 and gone["error"] == "does not fit: 20 GB"
     columns = table.columns(rows)
@@ -415,7 +589,9 @@ def test_the_table_of_recorded_runs(tmp_path):
     assert float(first["decode_throughput"]) == fp16["decode_throughput"] and first["total_verdict"] == "baseline"
     columns, for_people = table.for_people(columns, rows)
     text = render(for_people, shown_columns(for_people, columns), "md")
-    assert "0.333x (0.333 - 0.333)" in text and "does not fit: 20 GB" in text and "-0.1000" in text and "total" not in text
+    assert (
+        "0.333x (0.333 - 0.333)" in text and "does not fit: 20 GB" in text and "-0.1000" in text and "total" not in text
+    )
     narrow = render(for_people, shown_columns(for_people, columns), "table", width=100, turn=True)
     assert max(map(len, narrow.splitlines())) <= 100 and "0.333x (0.333 - 0.333)" in narrow
     assert narrow.split()[:4] == ["arm", "fp16", "int4", "gone"]
@@ -425,12 +601,15 @@ def test_the_table_of_recorded_runs(tmp_path):
     assert table.captions(table.arm_rows(arms[:2], runs, "fp16"), "fp16")[0] == "no speedup: the baseline fp16 failed"
 
 
-@pytest.mark.parametrize("options, words", [
-    (["--model", "a", "--model", "b", "--baseline", "c"], "--baseline c: there is no such arm; there are a, b"),
-    (["--model", "a", "--model", "b", "--rounds", "0"], "0 is less than 1"),
-    (["--model", "a", "--model", "b", "--warmup-tries", "2"], "2 is less than 3"),
-    (["--model", "a", "--model", "b", "--num-gpus", "2"], "arm a: --batch-size 1 does not divide"),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--model", "a", "--model", "b", "--baseline", "c"], "--baseline c: there is no such arm; there are a, b"),
+        (["--model", "a", "--model", "b", "--rounds", "0"], "0 is less than 1"),
+        (["--model", "a", "--model", "b", "--warmup-tries", "2"], "2 is less than 3"),
+        (["--model", "a", "--model", "b", "--num-gpus", "2"], "arm a: --batch-size 1 does not divide"),
+    ],
+)
 def test_bad_usage(options, words, capsys):
     try:
         code = console_main(["zero-inference", "compare", *options])
@@ -441,10 +620,24 @@ def test_bad_usage(options, words, capsys):
 
 
 def test_warm_up_options_of_a_run(checkpoints, tmp_path):
-    from zero_inference.records import read_records
+    from zero_inference.records.records import read_records
 
-    options = ["--model", str(checkpoints("opt")), "--prompt-len", "6", "--gen-len", "2", "--dtype", "float32", "--loops", "1",
-               "--engine", "resident", "--log-file", str(tmp_path / "run.log")]
+    options = [
+        "--model",
+        str(checkpoints("opt")),
+        "--prompt-len",
+        "6",
+        "--gen-len",
+        "2",
+        "--dtype",
+        "float32",
+        "--loops",
+        "1",
+        "--engine",
+        "resident",
+        "--log-file",
+        str(tmp_path / "run.log"),
+    ]
     assert console_main(["zero-inference", "run", *options, "--warmup", "8", "--warmup-spread", "0.99"]) == 0
     assert console_main(["zero-inference", "run", *options, "--warmup", "4", "--warmup-spread", "1e-9"]) == 0
     easy, hard = read_records(tmp_path / "run.jsonl")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from zero_inference import extension
+from zero_inference.runtime import extension
 
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
@@ -38,9 +38,29 @@ def test_compiles_without_a_warning(source, tmp_path):
     targets = [f"-gencode=arch=compute_{number},code={code}_{number}" for number, code in zip(numbers, codes)]
     assert targets
     headers = [argument for folder in cpp_extension.include_paths() for argument in ("-isystem", folder)]
-    done = subprocess.run([find_nvcc(), "-c", f"-std={OLDEST_STANDARD}", *UNOPTIMIZED, *cpp_extension.COMMON_NVCC_FLAGS,
-                           "--threads", "2", *extension.DEFINES, *headers, *targets, "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC",
-                           str(source), "-o", str(tmp_path / "object.o")], capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            find_nvcc(),
+            "-c",
+            f"-std={OLDEST_STANDARD}",
+            *UNOPTIMIZED,
+            *cpp_extension.COMMON_NVCC_FLAGS,
+            "--threads",
+            "2",
+            *extension.DEFINES,
+            *headers,
+            *targets,
+            "-Werror",
+            "all-warnings",
+            "-Xcompiler",
+            "-Wall,-Wextra,-Werror,-fPIC",
+            str(source),
+            "-o",
+            str(tmp_path / "object.o"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -83,7 +103,9 @@ def test_without_nvcc_one_warning_says_why(cuda_machine, monkeypatch, capsys):
 
 def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(cuda_machine, monkeypatch, tmp_path):
     def build(*_, **__):
-        raise RuntimeError("Error building extension\n[1/2] nvcc ...\nunpack.cu(7): error: no such thing\nninja: build stopped")
+        raise RuntimeError(
+            "Error building extension\n[1/2] nvcc ...\nunpack.cu(7): error: no such thing\nninja: build stopped"
+        )
 
     monkeypatch.setattr(extension, "_check_compiler", lambda: None)
     monkeypatch.setattr(extension, "_build", build)
@@ -116,8 +138,19 @@ def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(cuda
     assert built == [False, False] and library.read_bytes() == b"a library" and len(loaded) == 1
 
 
-@pytest.mark.parametrize("given, chosen", [("", "9.0"), ("9.0a", "9.0a"), ("8.0 9.0", "8.0;9.0"), ("7.5;8.0+PTX", "7.5;8.0+PTX"),
-                                           ("8.0;8.6", "9.0"), ("10.0a", "9.0"), ("Hopper", "9.0"), ("native", "9.0")])
+@pytest.mark.parametrize(
+    "given, chosen",
+    [
+        ("", "9.0"),
+        ("9.0a", "9.0a"),
+        ("8.0 9.0", "8.0;9.0"),
+        ("7.5;8.0+PTX", "7.5;8.0+PTX"),
+        ("8.0;8.6", "9.0"),
+        ("10.0a", "9.0"),
+        ("Hopper", "9.0"),
+        ("native", "9.0"),
+    ],
+)
 def test_architectures_serve_the_devices_that_are_here(given, chosen, cuda_machine, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
     assert extension._architectures() == chosen

@@ -15,10 +15,23 @@ from zero_inference.cli import main
 from zero_inference.config import RunConfig
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.records import output_ids_sha256, read_records
+from zero_inference.records.records import output_ids_sha256, read_records
 
 PROMPT, TOKENS = 8, 3
-SHAPE = ["--engine", "resident", "--prompt-len", PROMPT, "--gen-len", TOKENS, "--loops", 1, "--warmup", 0, "--dtype", "float32"]
+SHAPE = [
+    "--engine",
+    "resident",
+    "--prompt-len",
+    PROMPT,
+    "--gen-len",
+    TOKENS,
+    "--loops",
+    1,
+    "--warmup",
+    0,
+    "--dtype",
+    "float32",
+]
 INDEX = "model.safetensors.index.json"
 
 
@@ -35,7 +48,9 @@ def run(folder, tmp_path, capfd):
         command = ["run_model.py", "--model", folder, *SHAPE, "--log-file", tmp_path / "run.log", *options]
         code = main([str(word) for word in command])
         error = capfd.readouterr().err
-        assert "Traceback" not in error and sum(line.startswith("error: ") for line in error.splitlines()) == (code != 0), error
+        assert "Traceback" not in error and sum(line.startswith("error: ") for line in error.splitlines()) == (
+            code != 0
+        ), error
         records = read_records(tmp_path / "run.jsonl") if (tmp_path / "run.jsonl").exists() else []
         assert [record["status"] for record in records] == {0: ["ok"], 1: ["failed"], 2: []}[code]
         return code, error, records[0]["output_ids_sha256"] if code == 0 else None
@@ -63,10 +78,23 @@ def as_bin(folder: Path, state, **options) -> None:
     torch.save(state, folder / "pytorch_model.bin", **options)
 
 
-@pytest.mark.parametrize("text", [b"{}", b"[1]", b'{"weight_map": "x"}', b'{"weight_map": {"a": ["x"]}}',
-                                  b'{"weight_map": {"a": 3}}', b"{", b"[" * 100_000, b"\xff\xfe\x80", b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),
-                                  b'{"weight_map": {"a": "../model/x"}}', b'{"weight_map": {"a": "/x"}}'],
-                         ids=["empty", "list", "text", "lists", "numbers", "cut", "deep", "bytes", "long", "up", "absolute"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{}",
+        b"[1]",
+        b'{"weight_map": "x"}',
+        b'{"weight_map": {"a": ["x"]}}',
+        b'{"weight_map": {"a": 3}}',
+        b"{",
+        b"[" * 100_000,
+        b"\xff\xfe\x80",
+        b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000),
+        b'{"weight_map": {"a": "../model/x"}}',
+        b'{"weight_map": {"a": "/x"}}',
+    ],
+    ids=["empty", "list", "text", "lists", "numbers", "cut", "deep", "bytes", "long", "up", "absolute"],
+)
 def test_a_damaged_index_is_called_one(run, folder, text):
     (folder / INDEX).write_bytes(text)
     code, error, _ = run()
@@ -76,7 +104,9 @@ def test_a_damaged_index_is_called_one(run, folder, text):
 def test_an_index_that_names_a_file_outside_its_folder_is_refused(run, folder):
     index = json.loads((folder / INDEX).read_text())
     outside = shutil.copytree(folder, folder.parent / "other")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {key: str(outside / name) for key, name in index["weight_map"].items()}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {key: str(outside / name) for key, name in index["weight_map"].items()}})
+    )
     code, error, _ = run()
     assert code == 1 and "which is not a file in its folder" in error
 
@@ -110,7 +140,9 @@ def test_one_file_comes_before_an_index_that_was_left_behind(run, folder, expect
     assert run()[::2] == (0, expected)
 
 
-@pytest.mark.parametrize("key", ["model.layers.1.self_attn.q_proj.bias", "model.layers.1.post_attention_layernorm.weight"])
+@pytest.mark.parametrize(
+    "key", ["model.layers.1.self_attn.q_proj.bias", "model.layers.1.post_attention_layernorm.weight"]
+)
 def test_whole_numbers_are_no_weights(run, folder, key):
     change_config(folder, attention_bias=True)
     tensors = all_tensors(folder)
@@ -123,9 +155,16 @@ def test_whole_numbers_are_no_weights(run, folder, key):
     assert code == 1 and key in error and "--quant-bits" in error
 
 
-@pytest.mark.parametrize("make, word", [(lambda state: [1], "damaged"), (lambda state: state | {"epoch": 3}, "epoch is not a named tensor"),
-                                        (lambda state: {"state_dict": state}, "state_dict is not a named tensor"),
-                                        (lambda state: {1: torch.zeros(2)}, "1 is not a named tensor")], ids=["list", "epoch", "nested", "number"])
+@pytest.mark.parametrize(
+    "make, word",
+    [
+        (lambda state: [1], "damaged"),
+        (lambda state: state | {"epoch": 3}, "epoch is not a named tensor"),
+        (lambda state: {"state_dict": state}, "state_dict is not a named tensor"),
+        (lambda state: {1: torch.zeros(2)}, "1 is not a named tensor"),
+    ],
+    ids=["list", "epoch", "nested", "number"],
+)
 def test_a_bin_file_that_holds_something_else(run, folder, make, word):
     as_bin(folder, make(all_tensors(folder)))
     code, error, _ = run()
@@ -148,10 +187,15 @@ def test_layers_that_the_config_does_not_count_are_told(run, folder, caplog):
     assert run()[0] == 0 and "warning: " in caplog.text and "no place for model.layers.2." in caplog.text
 
 
-@pytest.mark.parametrize("changes, word", [({"num_labels": 10**9}, "num_labels"),
-                                           ({"model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
-                                           ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers")],
-                         ids=["labels", "layers", "nested"])
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"num_labels": 10**9}, "num_labels"),
+        ({"model_type": "qwen3", "num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers"),
+    ],
+    ids=["labels", "layers", "nested"],
+)
 def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, changes, word):
     """They took all of the memory."""
     change_config(folder, **changes)
@@ -159,8 +203,11 @@ def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, changes, w
     assert code == 2 and word in error and "at most" in error
 
 
-@pytest.mark.parametrize("changes", [{"attn_implementation": "someone/kernels"}, {"attn_implementation": "eager"}, {"return_dict": False}],
-                         ids=["hub", "eager", "tuples"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"attn_implementation": "someone/kernels"}, {"attn_implementation": "eager"}, {"return_dict": False}],
+    ids=["hub", "eager", "tuples"],
+)
 def test_a_config_chooses_neither_kernels_nor_what_a_forward_returns(run, folder, expected, changes):
     change_config(folder, **changes)
     spec = resolve_model(RunConfig(model=str(folder)), "cpu")

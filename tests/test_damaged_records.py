@@ -12,18 +12,49 @@ from pathlib import Path
 import pytest
 from test_report import make_record, run_main
 
-from zero_inference import report
-from zero_inference.records import read_records, value_at
-from zero_inference.text import printable
+from zero_inference.records.records import read_records, value_at
+from zero_inference.report import runs as report
+from zero_inference.runtime.text import printable
 from zero_inference.utils import write_benchmark_log
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*/*.jsonl"))
 REAL = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 RED = "\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202e"
-ODD = (None, True, 0, -1, 2**63 - 1, 2**63, 2**200, 10**400, 1e300, -1e300, 5e-324, -0.0, float("nan"), float("inf"), "", "x",
-       "1e400", "9" * 5000, RED, "\ud800", "a\nb\r\tc", "<script>", "$\\frac{", [], {}, [[]], ["a", None], {"a": 1},
-       [{"name": RED}], [[[[[1]]]]], "ok", "failed")
+ODD = (
+    None,
+    True,
+    0,
+    -1,
+    2**63 - 1,
+    2**63,
+    2**200,
+    10**400,
+    1e300,
+    -1e300,
+    5e-324,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "1e400",
+    "9" * 5000,
+    RED,
+    "\ud800",
+    "a\nb\r\tc",
+    "<script>",
+    "$\\frac{",
+    [],
+    {},
+    [[]],
+    ["a", None],
+    {"a": 1},
+    [{"name": RED}],
+    [[[[[1]]]]],
+    "ok",
+    "failed",
+)
 NAMES = ("run", "ds-x-bs1-prompt2-gen3-n1x1-cpu", f"ds-x-bs{10**30}-prompt2-gen3-n{10**19}x9-cpu", "e\x1b[31m")
 
 
@@ -70,12 +101,22 @@ def test_mutated_records_end_no_reader_and_send_no_control_characters(seed, swee
     draw = random.Random(seed)
     for name in draw.sample(NAMES, 2):
         (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(mutated(draw) for _ in range(6)))
-        write_benchmark_log(tmp_path / f"{name}.log", *(draw.choice((1.0, None, 1e300, -5, float("inf"))) for _ in range(10)))
+        write_benchmark_log(
+            tmp_path / f"{name}.log", *(draw.choice((1.0, None, 1e300, -5, float("inf"))) for _ in range(10))
+        )
     page = ["--html", tmp_path / "page.html"] if seed < 2 else []  # drawing takes long
     for format in ("table", "md", "csv", "json"):
-        assert run_main(tmp_path, "--format", format, "--all-columns", "--sort", draw.choice(report.COLUMNS).name, *page) == 0
+        assert (
+            run_main(tmp_path, "--format", format, "--all-columns", "--sort", draw.choice(report.COLUMNS).name, *page)
+            == 0
+        )
         page = []
-    assert sweep.main(["--log-dir", str(tmp_path), "--launcher", "python", "--list", "--model", draw.choice(REAL)["model"]]) == 0
+    assert (
+        sweep.main(
+            ["--log-dir", str(tmp_path), "--launcher", "python", "--list", "--model", draw.choice(REAL)["model"]]
+        )
+        == 0
+    )
     args, extra = sweep.parse_arguments(["--log-dir", str(tmp_path), "--launcher", "python", "--list"])
     for record in read_records(tmp_path):
         sweep._say(sweep._outcome(record))
@@ -89,7 +130,14 @@ def test_mutated_records_end_no_reader_and_send_no_control_characters(seed, swee
 def test_lines_that_cannot_be_used_are_counted_in_one_line_and_the_rest_is_read(tmp_path, capsys):
     good = make_record()
     deep = json.dumps(good)[:-1] + ', "deep": ' + "[" * 40 + "]" * 40 + "}"
-    lines = [b"[" * 100_000, json.dumps(good).encode(), deep.encode(), b"\xff\xfe", b"[1]", json.dumps(good).encode()[:-9]]
+    lines = [
+        b"[" * 100_000,
+        json.dumps(good).encode(),
+        deep.encode(),
+        b"\xff\xfe",
+        b"[1]",
+        json.dumps(good).encode()[:-9],
+    ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "b\x1b[2J.jsonl").write_bytes(b"3\n")
     (tmp_path / "folder.jsonl").mkdir()
@@ -100,26 +148,50 @@ def test_lines_that_cannot_be_used_are_counted_in_one_line_and_the_rest_is_read(
     assert run_main(tmp_path) == 0 and "opt-66b" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value, whole, amount", [
-    (2**63 - 1, 2**63 - 1, float(2**63)), (2**63, None, float(2**63)), (10**400, None, None), (1e300, None, None),
-    (5e-324, 0, None), ("odd", None, None), ([1], None, None), (None, None, None), (float("nan"), None, None), (0.0, 0, 0.0),
-    (-7, -7, -7.0),
-])
+@pytest.mark.parametrize(
+    "value, whole, amount",
+    [
+        (2**63 - 1, 2**63 - 1, float(2**63)),
+        (2**63, None, float(2**63)),
+        (10**400, None, None),
+        (1e300, None, None),
+        (5e-324, 0, None),
+        ("odd", None, None),
+        ([1], None, None),
+        (None, None, None),
+        (float("nan"), None, None),
+        (0.0, 0, 0.0),
+        (-7, -7, -7.0),
+    ],
+)
 def test_numbers_that_no_run_has_are_not_known(value, whole, amount):
-    assert (value_at({"a": {"b": value}}, "a.b", "Int64"), value_at({"a": {"b": value}}, "a.b", "Float64")) == (whole, amount)
+    assert (value_at({"a": {"b": value}}, "a.b", "Int64"), value_at({"a": {"b": value}}, "a.b", "Float64")) == (
+        whole,
+        amount,
+    )
 
 
 def test_a_sweep_runs_a_case_again_whose_record_has_no_speed(sweep, tmp_path, capsys):
     argv = ["--log-dir", str(tmp_path), "--launcher", "python", "--list", "--model", "org/a"]
     args, extra = sweep.parse_arguments(argv)
     (case,) = sweep.expand(args, extra)
-    asked = case.expected() | {"argv": ["run_model.py", *case.arguments()], "status": "ok", "dtype": "float32", "world_size": 1}
+    asked = case.expected() | {
+        "argv": ["run_model.py", *case.arguments()],
+        "status": "ok",
+        "dtype": "float32",
+        "world_size": 1,
+    }
     for odd in ({"total_throughput": "fast"}, {"total_throughput": 1e300}, {}, {"argv": 5, "total_throughput": 3.0}):
         (tmp_path / "a.jsonl").write_text(json.dumps(asked | odd) + "\n")
         assert sweep.main(argv) == 0
         shown = capsys.readouterr()
-        assert ("org/a" in shown.out) == ("argv" not in odd) and ("skipped 1 record" in shown.err) == ("argv" not in odd), odd
+        assert ("org/a" in shown.out) == ("argv" not in odd) and ("skipped 1 record" in shown.err) == (
+            "argv" not in odd
+        ), odd
 
 
 def test_text_of_unknown_origin_is_fit_to_be_printed():
-    assert controls(printable(RED + "\x00\r\x7f\u2028\ud800")) == "" and printable("tab\tand\nline é日") == "tab\tand\nline é日"
+    assert (
+        controls(printable(RED + "\x00\r\x7f\u2028\ud800")) == ""
+        and printable("tab\tand\nline é日") == "tab\tand\nline é日"
+    )

@@ -8,7 +8,7 @@ from importlib import metadata
 import psutil
 import pytest
 
-from zero_inference import environment
+from zero_inference.runtime import environment
 
 GIB = 1 << 30
 
@@ -105,9 +105,7 @@ def test_available_host_bytes_is_the_smaller_of_machine_and_cgroup(monkeypatch, 
 def two_gpus(tmp_path, monkeypatch):
     script = tmp_path / "nvidia-smi"
     script.write_text(
-        "#!/bin/sh\n"
-        "echo '570.1, GPU-aa11, 143771, NVIDIA H200'\n"
-        "echo '570.1, GPU-bb22, [N/A], NVIDIA Odd, Name'\n"
+        "#!/bin/sh\necho '570.1, GPU-aa11, 143771, NVIDIA H200'\necho '570.1, GPU-bb22, [N/A], NVIDIA Odd, Name'\n"
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -16,7 +16,7 @@ from zero_inference.cli import main
 from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.models.prompts import read_prompts
-from zero_inference.run_log import RunLog, refuse_shared_files
+from zero_inference.records.run_log import RunLog, refuse_shared_files
 
 SHORT = ["--prompt-len", "8", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 
@@ -38,43 +38,58 @@ def refused(tmp_path, capfd, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("options, words", [
-    (["--cpu-offload", "--disk-offload"], ["--cpu-offload", "--disk-offload", "keep one"]),
-    (["--engine", "stream", "--disk-offload"], ["stream", "--disk-offload", "--engine deepspeed"]),
-    (["--engine", "stream", "--ring-depth", "1"], ["--ring-depth 1", "2 or more"]),
-    (["--trace", "nowhere/trace.json"], ["nowhere/trace.json", "folder"]),
-    (["--gpu-memory", "4"], ["--engine stream"]),
-    (["--use-gds"], ["--disk-offload"]),
-    (["--pin-kv-cache"], ["--kv-offload"]),
-    (["--kv-offload", "--async-kv-offload"], ["--pin-kv-cache"]),
-    (["--offload-dir", "elsewhere"], ["--offload-dir", "--disk-offload"]),
-    (["--quant-group-size", "32"], ["--quant-group-size", "--quant-bits 8 or 4"]),
-    (["--log-file", "run.log", "--log-dir", "elsewhere"], ["--log-file", "--log-dir", "keep one"]),
-    (["--engine", "resident", "--cpu-offload"], ["--engine deepspeed"]),
-    (["--engine", "resident", "--quant-bits", "4"], ["--engine deepspeed"]),
-    (["--engine", "accelerate"], ["--cpu-offload"]),
-    (["--engine", "resident", "--ds-config", "x.json"], ["--ds-config"]),
-    (["--pin-memory", "1"], ["--cpu-offload"]),
-    (["--batch-size", "0"], ["at least 1"]),
-    *(([option, ""], [f"{option} is empty"]) for option in ("--model", "--trace", "--prompts", "--ds-config")),
-    (["--trace", "~/trace.json"], ["--trace ~/trace.json", "write it out"]),
-    (["--disk-offload", "--offload-dir", "~nobody-of-this-name/x"], ["--offload-dir ~nobody-of-this-name/x", "write it out"]),
-    (["--prompts", "nowhere.txt"], ["nowhere.txt", "one prompt a line"]),
-    *((["--engine", "stream", f"--gpu-memory={value}"], ["--gpu-memory", "0 or more"]) for value in ("nan", "inf", "-1", "1e400")),
-    (["--quant-bits", "4", "--quant-group-size", "3"], ["--quant-group-size 3", "even"]),
-    (["--engine", "stream", "--ring-depth", str(2**63)], ["--ring-depth", "2 or more"]),
-    (["--warmup", "5", "--warmup-spread", "nan"], ["--warmup-spread nan"]),
-    (["--seed=-1"], ["--seed -1", "at least 0"]),
-    *(([f"--{name}", str(2**70)], [f"--{name} {2**70}", "at most"])
-      for name in ("batch-size", "prompt-len", "gen-len", "loops", "warmup", "seed")),
-], ids=lambda value: "_".join(value).strip("-") if value and value[0].startswith("-") else "")
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--cpu-offload", "--disk-offload"], ["--cpu-offload", "--disk-offload", "keep one"]),
+        (["--engine", "stream", "--disk-offload"], ["stream", "--disk-offload", "--engine deepspeed"]),
+        (["--engine", "stream", "--ring-depth", "1"], ["--ring-depth 1", "2 or more"]),
+        (["--trace", "nowhere/trace.json"], ["nowhere/trace.json", "folder"]),
+        (["--gpu-memory", "4"], ["--engine stream"]),
+        (["--use-gds"], ["--disk-offload"]),
+        (["--pin-kv-cache"], ["--kv-offload"]),
+        (["--kv-offload", "--async-kv-offload"], ["--pin-kv-cache"]),
+        (["--offload-dir", "elsewhere"], ["--offload-dir", "--disk-offload"]),
+        (["--quant-group-size", "32"], ["--quant-group-size", "--quant-bits 8 or 4"]),
+        (["--log-file", "run.log", "--log-dir", "elsewhere"], ["--log-file", "--log-dir", "keep one"]),
+        (["--engine", "resident", "--cpu-offload"], ["--engine deepspeed"]),
+        (["--engine", "resident", "--quant-bits", "4"], ["--engine deepspeed"]),
+        (["--engine", "accelerate"], ["--cpu-offload"]),
+        (["--engine", "resident", "--ds-config", "x.json"], ["--ds-config"]),
+        (["--pin-memory", "1"], ["--cpu-offload"]),
+        (["--batch-size", "0"], ["at least 1"]),
+        *(([option, ""], [f"{option} is empty"]) for option in ("--model", "--trace", "--prompts", "--ds-config")),
+        (["--trace", "~/trace.json"], ["--trace ~/trace.json", "write it out"]),
+        (
+            ["--disk-offload", "--offload-dir", "~nobody-of-this-name/x"],
+            ["--offload-dir ~nobody-of-this-name/x", "write it out"],
+        ),
+        (["--prompts", "nowhere.txt"], ["nowhere.txt", "one prompt a line"]),
+        *(
+            (["--engine", "stream", f"--gpu-memory={value}"], ["--gpu-memory", "0 or more"])
+            for value in ("nan", "inf", "-1", "1e400")
+        ),
+        (["--quant-bits", "4", "--quant-group-size", "3"], ["--quant-group-size 3", "even"]),
+        (["--engine", "stream", "--ring-depth", str(2**63)], ["--ring-depth", "2 or more"]),
+        (["--warmup", "5", "--warmup-spread", "nan"], ["--warmup-spread nan"]),
+        (["--seed=-1"], ["--seed -1", "at least 0"]),
+        *(
+            ([f"--{name}", str(2**70)], [f"--{name} {2**70}", "at most"])
+            for name in ("batch-size", "prompt-len", "gen-len", "loops", "warmup", "seed")
+        ),
+    ],
+    ids=lambda value: "_".join(value).strip("-") if value and value[0].startswith("-") else "",
+)
 def test_choices_that_cannot_work(refused, options, words):
     message = refused("--model", "opt-125m", *options)
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("made", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path), lambda path: os.symlink("gone", path)],
-                         ids=["folder", "fifo", "device", "dangling link"])
+@pytest.mark.parametrize(
+    "made",
+    [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path), lambda path: os.symlink("gone", path)],
+    ids=["folder", "fifo", "device", "dangling link"],
+)
 def test_a_trace_replaces_regular_files_alone(refused, made, tmp_path):
     made(tmp_path / "trace.json")
     before = os.lstat(tmp_path / "trace.json")
@@ -95,16 +110,30 @@ def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
 def test_nor_are_the_items_of_quality_the_traces(tmp_path):
     one = str(tmp_path / "one.json")
     with pytest.raises(UsageError, match="--quality-items .* is the file of --trace too"):
-        refuse_shared_files(RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}), None, [])
+        refuse_shared_files(
+            RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}), None, []
+        )
     with pytest.raises(UsageError, match="the log .* is read for --prompts"):
-        refuse_shared_files(RunConfig(model="m", prompts=str(tmp_path / "p.log")), RunLog.at(tmp_path / "p.log", {}), None, [])
+        refuse_shared_files(
+            RunConfig(model="m", prompts=str(tmp_path / "p.log")), RunLog.at(tmp_path / "p.log", {}), None, []
+        )
     with pytest.raises(UsageError, match="the record .* is read for --quality-data"):
         refuse_shared_files(RunConfig(model="m"), RunLog.at(tmp_path / "mmlu.log", {}), None, [tmp_path / "mmlu.jsonl"])
 
 
-@pytest.mark.parametrize("option, name", [("--trace", "config.json"), ("--trace", "new/../model-00001-of-00004.safetensors"),
-                                          ("--log-file", "config.json"), ("--trace", "link"), ("--log-file", "ds.json"),
-                                          ("--trace", "mine.jsonl"), ("--trace", "mine.txt"), ("--trace", "prompts.jsonl")])
+@pytest.mark.parametrize(
+    "option, name",
+    [
+        ("--trace", "config.json"),
+        ("--trace", "new/../model-00001-of-00004.safetensors"),
+        ("--log-file", "config.json"),
+        ("--trace", "link"),
+        ("--log-file", "ds.json"),
+        ("--trace", "mine.jsonl"),
+        ("--trace", "mine.txt"),
+        ("--trace", "prompts.jsonl"),
+    ],
+)
 def test_what_a_run_reads_or_others_measured_is_never_written_over(refused, tmp_path, checkpoints, option, name):
     """It was: a trace took the place of the weights, and of another run's record."""
     folder = tmp_path / "model"
@@ -116,10 +145,14 @@ def test_what_a_run_reads_or_others_measured_is_never_written_over(refused, tmp_
     (folder / "mine.txt").write_text("model size: 1.000 GB\n")
     (folder / name).touch()
     before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    config = {"ds.json": ["--ds-config", folder / name],
-              "prompts.jsonl": ["--prompts", folder / name]}.get(name, ["--engine", "resident"])
+    config = {"ds.json": ["--ds-config", folder / name], "prompts.jsonl": ["--prompts", folder / name]}.get(
+        name, ["--engine", "resident"]
+    )
     message = refused("--model", folder, *config, option, folder / name)
-    assert f"{name} {'is read for' if 'mine' not in name else 'cannot be written (it holds what runs have measured)'}" in message
+    assert (
+        f"{name} {'is read for' if 'mine' not in name else 'cannot be written (it holds what runs have measured)'}"
+        in message
+    )
     assert {file: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
@@ -131,13 +164,18 @@ def test_a_current_folder_that_was_removed(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == "error: the current folder was removed; change to one that is there.\n"
 
 
-@pytest.mark.parametrize("words, unknown, said", [(1000, "[UNK]", "the model knows 320 tokens"), (0, None, "cannot encode the prompts")],
-                         ids=["too many", "none"])
+@pytest.mark.parametrize(
+    "words, unknown, said",
+    [(1000, "[UNK]", "the model knows 320 tokens"), (0, None, "cannot encode the prompts")],
+    ids=["too many", "none"],
+)
 def test_a_tokenizer_of_another_model(refused, checkpoints, tmp_path, words, unknown, said):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "model")
-    tokenizer = Tokenizer(models.WordLevel({str(word): word for word in range(words)} | {unknown or "x": words}, unk_token=unknown))
+    tokenizer = Tokenizer(
+        models.WordLevel({str(word): word for word in range(words)} | {unknown or "x": words}, unk_token=unknown)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -151,13 +189,21 @@ def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):
         assert "--batch-size" in message and "GiB" in message
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"RANK": "abc"}, "RANK='abc'"), ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"), ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'"),
-    ({"RANK": "1"}, "RANK='1'"), ({"LOCAL_RANK": "3"}, "LOCAL_RANK='3'"), ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
-    ({"WORLD_SIZE": str(2**70)}, "WORLD_SIZE="), ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": ""}, "MASTER_PORT is not set"),
-    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"RANK": "abc"}, "RANK='abc'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'"),
+        ({"RANK": "1"}, "RANK='1'"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK='3'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
+        ({"WORLD_SIZE": str(2**70)}, "WORLD_SIZE="),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": ""}, "MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
+    ],
+)
 def test_damaged_launcher_variables(refused, monkeypatch, changes, words):
     monkeypatch.setattr("zero_inference.cli.FIRST_RANK_SPEAKS_S", 0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
@@ -168,25 +214,49 @@ def test_damaged_launcher_variables(refused, monkeypatch, changes, words):
     assert words in message and "deepspeed or torchrun" in message
 
 
-@pytest.mark.parametrize("size, value", [
-    ("hidden_size", -64), ("num_hidden_layers", 100_000), ("num_hidden_layers", 0), ("vocab_size", 2**70),
-    ("num_attention_heads", -1), ("intermediate_size", -5), ("hidden_size", 63), ("num_attention_heads", "many"),
-    ("max_position_embeddings", 10**12),
-])
+@pytest.mark.parametrize(
+    "size, value",
+    [
+        ("hidden_size", -64),
+        ("num_hidden_layers", 100_000),
+        ("num_hidden_layers", 0),
+        ("vocab_size", 2**70),
+        ("num_attention_heads", -1),
+        ("intermediate_size", -5),
+        ("hidden_size", 63),
+        ("num_attention_heads", "many"),
+        ("max_position_embeddings", 10**12),
+    ],
+)
 def test_sizes_that_no_model_has(refused, tmp_path, size, value):
-    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "max_position_embeddings": 128,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config | {size: value}))
     assert str(tmp_path) in refused("--model", tmp_path, "--dummy")
 
 
 def test_output_that_has_nowhere_to_go(tmp_path):
-    program = ("import os, sys\nfrom zero_inference.cli import _prepare_streams\n_prepare_streams()\n"
-               "print('\\u00e9\\u65e5', flush=True)\n"
-               "assert os.open('file', os.O_CREAT) > 2")
-    for shell, out in (("exec \"$@\"", "\\xe9\\u65e5\n"), ("exec \"$@\" >&-", ""), ("exec \"$@\" <&- >&- 2>&-", "")):
-        done = subprocess.run(["bash", "-c", shell, "bash", sys.executable, "-c", program], capture_output=True, text=True,
-                              cwd=tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)})
+    program = (
+        "import os, sys\nfrom zero_inference.cli import _prepare_streams\n_prepare_streams()\n"
+        "print('\\u00e9\\u65e5', flush=True)\n"
+        "assert os.open('file', os.O_CREAT) > 2"
+    )
+    for shell, out in (('exec "$@"', "\\xe9\\u65e5\n"), ('exec "$@" >&-', ""), ('exec "$@" <&- >&- 2>&-', "")):
+        done = subprocess.run(
+            ["bash", "-c", shell, "bash", sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, out, "")
 
 
@@ -206,7 +276,9 @@ def test_underscores_and_hyphens_are_the_same(refused):
     assert "keep one" in refused("--model", "opt-125m", "--cpu_offload", "--disk_offload")
 
 
-@pytest.mark.parametrize("name, near", [("facebook/opt-67b", "opt-66b"), ("lama2-70b", "llama2-70b"), ("bloom-560", "bloom-560m")])
+@pytest.mark.parametrize(
+    "name, near", [("facebook/opt-67b", "opt-66b"), ("lama2-70b", "llama2-70b"), ("bloom-560", "bloom-560m")]
+)
 def test_an_unknown_model_names_the_near_ones(refused, name, near):
     message = refused("--model", name, "--dummy")
     assert name in message and near in message
@@ -214,7 +286,9 @@ def test_an_unknown_model_names_the_near_ones(refused, name, near):
 
 def test_kv_offload_of_a_model_with_other_state(refused, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]})
+    )
     assert "linear_attention" in refused("--model", tmp_path / "model", "--dummy", "--kv-offload", "--cpu-offload")
 
 
@@ -250,7 +324,9 @@ def test_prompts_without_a_tokenizer(refused, checkpoints, tmp_path):
 
 def test_offload_folder_that_cannot_be_written(refused, checkpoints, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "not writable" in refused("--model", checkpoints("opt"), "--disk-offload", "--offload-dir", tmp_path / "file")
+    assert "not writable" in refused(
+        "--model", checkpoints("opt"), "--disk-offload", "--offload-dir", tmp_path / "file"
+    )
 
 
 def test_offload_folder_that_is_too_small(refused, checkpoints, tmp_path, monkeypatch):
@@ -267,15 +343,22 @@ def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
     assert "libaio-dev" in message
 
 
-@pytest.mark.parametrize("content, words", [
-    ("{", "not JSON"), ("[]", "object"), ('{"zero_optimization": {"stage": 2}}', "stage 3"),
-    ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "a number is needed"),
-    ('{"zero_optimization": {"stage3_param_persistence_threshold": "1"}}', "a number is needed"),
-    ('{"zero_optimization": {"unheard_of": 1}}', "DeepSpeed refuses"),
-    ('{"zero_optimization": {"offload_param": {"nvme_path": "/data"}}}', "--offload-dir"),
-    ('{"fp16": {"enabled": true}}', "--dtype"), ('{"bf16": {"enabled": "auto"}}', "--dtype"),
-    pytest.param("[" * 100_000, "not JSON", id="deep"), ('{"optimizer": {"type": "Adam"}}', "nothing is trained"),
-])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("{", "not JSON"),
+        ("[]", "object"),
+        ('{"zero_optimization": {"stage": 2}}', "stage 3"),
+        ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "a number is needed"),
+        ('{"zero_optimization": {"stage3_param_persistence_threshold": "1"}}', "a number is needed"),
+        ('{"zero_optimization": {"unheard_of": 1}}', "DeepSpeed refuses"),
+        ('{"zero_optimization": {"offload_param": {"nvme_path": "/data"}}}', "--offload-dir"),
+        ('{"fp16": {"enabled": true}}', "--dtype"),
+        ('{"bf16": {"enabled": "auto"}}', "--dtype"),
+        pytest.param("[" * 100_000, "not JSON", id="deep"),
+        ('{"optimizer": {"type": "Adam"}}', "nothing is trained"),
+    ],
+)
 def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
     (tmp_path / "ds.json").write_text(content)
     assert words in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
@@ -283,7 +366,9 @@ def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
 
 def test_a_ds_config_that_is_no_file_is_not_waited_for(refused, checkpoints, tmp_path):
     os.mkfifo(tmp_path / "ds.json")
-    assert "not a regular file" in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
+    assert "not a regular file" in refused(
+        "--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json"
+    )
 
 
 def test_a_prompt_ends_with_its_line(tmp_path):
@@ -293,8 +378,22 @@ def test_a_prompt_ends_with_its_line(tmp_path):
 
 def test_a_good_ds_config_has_the_last_word(checkpoints, tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage3_prefetch_bucket_size": 12345}}')
-    assert main(["run_model.py", *SHORT, "--model", str(checkpoints("opt")), "--cpu-offload", "--ds-config", str(tmp_path / "ds.json"),
-                 "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                *SHORT,
+                "--model",
+                str(checkpoints("opt")),
+                "--cpu-offload",
+                "--ds-config",
+                str(tmp_path / "ds.json"),
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 0
+    )
     zero = json.loads((tmp_path / "run.jsonl").read_text())["ds_config"]["zero_optimization"]
     assert zero["stage3_prefetch_bucket_size"] == 12345 and zero["offload_param"]["device"] == "cpu"
 
@@ -329,7 +428,7 @@ def test_a_tensor_of_the_wrong_shape(refused, checkpoints, tmp_path):
 
 
 def test_out_of_device_memory(refused, checkpoints, monkeypatch):
-    from zero_inference import generation
+    from zero_inference.measure import generation
 
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
@@ -341,8 +440,22 @@ def test_out_of_device_memory(refused, checkpoints, monkeypatch):
 
 def test_out_of_memory_in_a_real_process(checkpoints, run_model):
     # on the CPU: a CUDA context maps more than any such limit
-    done = run_model("--model", checkpoints("opt"), "--dtype", "float32", "--batch-size", 40000, "--prompt-len", 64, "--gen-len", 2,
-                     "--engine", "resident", on_cpu=True, memory_bytes=2 << 30)
+    done = run_model(
+        "--model",
+        checkpoints("opt"),
+        "--dtype",
+        "float32",
+        "--batch-size",
+        40000,
+        "--prompt-len",
+        64,
+        "--gen-len",
+        2,
+        "--engine",
+        "resident",
+        on_cpu=True,
+        memory_bytes=2 << 30,
+    )
     assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
     assert "--batch-size" in done.stderr and done.record["status"] == "failed"
 
@@ -365,19 +478,50 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
         "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB.')\n"
         "if os.environ['RANK'] == '1':\n"
         "    generation._one_loop = full\n"
-        "os._exit(main())\n")
+        "os._exit(main())\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), str(program), *SHORT,
-         "--model", str(checkpoints("opt")), "--batch-size", "2", "--cpu-offload", "--log-file", str(tmp_path / "run.log")],
-        capture_output=True, text=True, timeout=240, env=without_gpus() if too_few_gpus(2) else None)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            free_port(),
+            str(program),
+            *SHORT,
+            "--model",
+            str(checkpoints("opt")),
+            "--batch-size",
+            "2",
+            "--cpu-offload",
+            "--log-file",
+            str(tmp_path / "run.log"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=without_gpus() if too_few_gpus(2) else None,
+    )
     assert done.returncode != 0 and "20.00 GiB" in done.stderr
     records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [record["status"] for record in records] == ["failed"] and "rank 1" in records[0]["error"]
 
 
 def test_accelerate_refuses_several_ranks(checkpoints, run_model):
-    done = run_model("--model", checkpoints("opt"), *SHORT, "--batch-size", 2, "--engine", "accelerate", "--cpu-offload",
-                     launcher="torchrun", ranks=2)
+    done = run_model(
+        "--model",
+        checkpoints("opt"),
+        *SHORT,
+        "--batch-size",
+        2,
+        "--engine",
+        "accelerate",
+        "--cpu-offload",
+        launcher="torchrun",
+        ranks=2,
+    )
     assert done.code != 0 and "one process" in done.stderr
 
 
@@ -385,7 +529,9 @@ def test_help_answers_without_torch():
     import time
 
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-X", "importtime", str(ROOT / "run_model.py"), "--help"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", str(ROOT / "run_model.py"), "--help"], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "--cpu-offload" in done.stdout
     assert time.perf_counter() - start < 1.0
     assert not any(line.split("|")[-1].strip() in ("torch", "transformers") for line in done.stderr.splitlines())

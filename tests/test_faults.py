@@ -23,7 +23,7 @@ import psutil
 import pytest
 from conftest import ROOT, VOCAB, free_port, too_few_gpus, without_gpus
 
-from zero_inference.records import parse_log
+from zero_inference.records.records import parse_log
 from zero_inference.utils import write_benchmark_log
 
 ENDLESS = ("--loops", "100000", "--gen-len", "100")
@@ -59,7 +59,9 @@ class Run:
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 600  # DeepSpeed's modules may have to be compiled first
         while not condition():
-            assert any(process.poll() is None for process in self.processes) and time.monotonic() < deadline, self.text("err")
+            assert any(process.poll() is None for process in self.processes) and time.monotonic() < deadline, self.text(
+                "err"
+            )
             time.sleep(0.05)
 
     def remains(self) -> list[Path]:
@@ -73,8 +75,13 @@ class Run:
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank, whoever started it."""
-        return next(one for one in self.everyone() if one.environ().get("RANK", "0") == str(number)
-                    and "-m" not in one.cmdline()[:3] and any(word.endswith("run_model.py") for word in one.cmdline()))
+        return next(
+            one
+            for one in self.everyone()
+            if one.environ().get("RANK", "0") == str(number)
+            and "-m" not in one.cmdline()[:3]
+            and any(word.endswith("run_model.py") for word in one.cmdline())
+        )
 
 
 # When: each returns once the run is so far.
@@ -158,8 +165,17 @@ def cut_short(run: Run, checkpoints) -> Path:
 
 def wide(run: Run, checkpoints) -> Path:
     """A configuration of 2 GB of weights, in matrices that are large enough for DeepSpeed to swap."""
-    fields = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048, intermediate_size=4096, num_hidden_layers=12,
-                  num_attention_heads=8, num_key_value_heads=8, vocab_size=VOCAB, max_position_embeddings=64)
+    fields = dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_size=2048,
+        intermediate_size=4096,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=VOCAB,
+        max_position_embeddings=64,
+    )
     (run.folder / "model").mkdir()
     (run.folder / "model" / "config.json").write_text(json.dumps(fields))
     return run.folder / "model"
@@ -188,22 +204,109 @@ class Fault:
 
 TO_DISK = ("--engine", "deepspeed", "--dummy", "--disk-offload", "--gen-len", "2")
 FAULTS = (
-    Fault("disk full at the record", "python", at_once, nothing, 1, "record was not written", None, True, full("run.jsonl"), SHORT),
-    Fault("log locked for ever", "python", measuring, lock("run.log"), 1, "log was not written", "ok", True,
-          options=("--loops", "12", "--gen-len", "100")),
-    Fault("folder of the trace removed", "torchrun", measuring, remove("traces"), 1, "trace was not written", "ok", True, folder("traces"),
-          ("--engine", "deepspeed", "--cpu-offload", "--loops", "6", "--gen-len", "40", "--trace", "{folder}/traces/trace.json")),
-    Fault("reader of stdout leaves", "python", at_once, nothing, 141, "", "ok", options=SHORT,
-          shell="{command} | true; exit ${{PIPESTATUS[0]}}"),
+    Fault(
+        "disk full at the record",
+        "python",
+        at_once,
+        nothing,
+        1,
+        "record was not written",
+        None,
+        True,
+        full("run.jsonl"),
+        SHORT,
+    ),
+    Fault(
+        "log locked for ever",
+        "python",
+        measuring,
+        lock("run.log"),
+        1,
+        "log was not written",
+        "ok",
+        True,
+        options=("--loops", "12", "--gen-len", "100"),
+    ),
+    Fault(
+        "folder of the trace removed",
+        "torchrun",
+        measuring,
+        remove("traces"),
+        1,
+        "trace was not written",
+        "ok",
+        True,
+        folder("traces"),
+        (
+            "--engine",
+            "deepspeed",
+            "--cpu-offload",
+            "--loops",
+            "6",
+            "--gen-len",
+            "40",
+            "--trace",
+            "{folder}/traces/trace.json",
+        ),
+    ),
+    Fault(
+        "reader of stdout leaves",
+        "python",
+        at_once,
+        nothing,
+        141,
+        "",
+        "ok",
+        options=SHORT,
+        shell="{command} | true; exit ${{PIPESTATUS[0]}}",
+    ),
     Fault("stdout closed", "python", at_once, nothing, 0, "", "ok", options=SHORT, shell="exec {command} >&-"),
-    Fault("stdout on a full disk", "python", at_once, nothing, 1, "could not be printed", "ok", options=SHORT,
-          shell="exec {command} >/dev/full"),
+    Fault(
+        "stdout on a full disk",
+        "python",
+        at_once,
+        nothing,
+        1,
+        "could not be printed",
+        "ok",
+        options=SHORT,
+        shell="exec {command} >/dev/full",
+    ),
     Fault("stderr closed", "python", at_once, nothing, 0, "", "ok", True, options=SHORT, shell="exec {command} 2>&-"),
-    Fault("checkpoint cut short", "python", at_once, nothing, 1, "damaged or not a weight file", "failed", options=SHORT, model=cut_short),
-    Fault("terminal closed", "python", loading, stop_all(signal.SIGHUP), 128 + signal.SIGHUP, "stopped by", "failed", options=TO_DISK,
-          model=wide),
-    Fault("interrupted from the keyboard", "deepspeed", loading, stop_all(signal.SIGINT), -1, "stopped by", "failed", options=TO_DISK,
-          model=wide, ranks=1),
+    Fault(
+        "checkpoint cut short",
+        "python",
+        at_once,
+        nothing,
+        1,
+        "damaged or not a weight file",
+        "failed",
+        options=SHORT,
+        model=cut_short,
+    ),
+    Fault(
+        "terminal closed",
+        "python",
+        loading,
+        stop_all(signal.SIGHUP),
+        128 + signal.SIGHUP,
+        "stopped by",
+        "failed",
+        options=TO_DISK,
+        model=wide,
+    ),
+    Fault(
+        "interrupted from the keyboard",
+        "deepspeed",
+        loading,
+        stop_all(signal.SIGINT),
+        -1,
+        "stopped by",
+        "failed",
+        options=TO_DISK,
+        model=wide,
+        ranks=1,
+    ),
     Fault("first rank killed", "torchrun", measuring, kill(0), 1, "error: ", "failed"),
     Fault("second rank killed", "deepspeed", measuring, kill(1), -1, "error: ", "failed"),
     Fault("first rank stopped", "by hand", measuring, stop(0), 1, "has said nothing for 15 s", "failed", victim=0),
@@ -229,8 +332,10 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
             process.wait(timeout=fault.within_s + 90)
         stuck = {run.processes[fault.victim].pid} if fault.victim is not None else set()
         # deepspeed ends before its ranks, which may still be removing their files
-        left = psutil.wait_procs([one for one in run.started if one.pid not in stuck],
-                                 timeout=fault.within_s if fault.launcher == "deepspeed" else 5)[1]
+        left = psutil.wait_procs(
+            [one for one in run.started if one.pid not in stuck],
+            timeout=fault.within_s if fault.launcher == "deepspeed" else 5,
+        )[1]
         took = time.monotonic() - struck
         assert not left, (left, run.text("err"))
     finally:
@@ -256,8 +361,19 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
 
 
 def start(run: Run, fault: Fault, model: Path) -> None:
-    options = ["--model", str(model), "--engine", "stream", "--dtype", "float32", "--prompt-len", "8", "--log-file", str(run.log),
-               *(option.format(folder=run.folder) for option in fault.options)]
+    options = [
+        "--model",
+        str(model),
+        "--engine",
+        "stream",
+        "--dtype",
+        "float32",
+        "--prompt-len",
+        "8",
+        "--log-file",
+        str(run.log),
+        *(option.format(folder=run.folder) for option in fault.options),
+    ]
     environment = without_gpus() if too_few_gpus(2) else {**os.environ}
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment["PATH"]
     if "--disk-offload" in options:
@@ -267,13 +383,33 @@ def start(run: Run, fault: Fault, model: Path) -> None:
     by_hand = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=run.port, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     launched = {
         "python": [([sys.executable, *program], {})],
-        "torchrun": [([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", run.port,
-                       *program], {})],
+        "torchrun": [
+            (
+                [
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nproc-per-node",
+                    ranks,
+                    "--master-port",
+                    run.port,
+                    *program,
+                ],
+                {},
+            )
+        ],
         "deepspeed": [(["deepspeed", "--num_accelerators", ranks, "--master_port", run.port, *program], {})],
         "by hand": [([sys.executable, *program], by_hand | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"],
     }[fault.launcher]
     for number, (command, extra) in enumerate(launched):
         command = [*command, *(["--batch-size", "2"] if fault.launcher != "python" else [])]
         with open(run.folder / f"{number}.out", "w") as out, open(run.folder / f"{number}.err", "w") as err:
-            run.processes.append(subprocess.Popen(["bash", "-c", fault.shell.format(command='"$@"'), "bash", *command], stdout=out,
-                                                  stderr=err, env=environment | extra, start_new_session=True))
+            run.processes.append(
+                subprocess.Popen(
+                    ["bash", "-c", fault.shell.format(command='"$@"'), "bash", *command],
+                    stdout=out,
+                    stderr=err,
+                    env=environment | extra,
+                    start_new_session=True,
+                )
+            )

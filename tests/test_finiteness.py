@@ -11,11 +11,11 @@ from conftest import VOCAB, plain_ids
 from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
-from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError
-from zero_inference.finiteness import FirstLogits
+from zero_inference.measure.finiteness import FirstLogits
 from zero_inference.models.prompts import random_ids
-from zero_inference.records import read_records
+from zero_inference.records.records import read_records
+from zero_inference.runtime.distributed import Ranks
 
 PROMPT = 8
 SHAPE = ["--batch-size", 2, "--prompt-len", PROMPT, "--gen-len", 3, "--loops", 1, "--dtype", "float32"]
@@ -37,14 +37,23 @@ def damaged(checkpoints, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("key, value, options, words", [
-    (DOWN, float("nan"), ["--engine", "resident"], "it begins in model.layers.1: check"),
-    (DOWN, float("inf"), ["--engine", "stream", "--gpu-memory", 0, "--warmup", 0], "it begins in model.layers.1: check"),
-    (DOWN, float("nan"), ["--cpu-offload", "--dtype", "bfloat16"], "it begins in model.layers.1: check"),
-    (DOWN, float("nan"), ["--cpu-offload", "--kv-offload"], "it begins in model.layers.1: check"),
-    (DOWN, float("nan"), ["--engine", "accelerate", "--cpu-offload"], "it begins in model.layers.1: check"),
-    ("lm_head.weight", float("inf"), ["--engine", "resident"], "in the last norm or the head"),
-], ids=["nan-resident", "inf-stream", "nan-deepspeed", "nan-kv", "nan-accelerate", "head"])
+@pytest.mark.parametrize(
+    "key, value, options, words",
+    [
+        (DOWN, float("nan"), ["--engine", "resident"], "it begins in model.layers.1: check"),
+        (
+            DOWN,
+            float("inf"),
+            ["--engine", "stream", "--gpu-memory", 0, "--warmup", 0],
+            "it begins in model.layers.1: check",
+        ),
+        (DOWN, float("nan"), ["--cpu-offload", "--dtype", "bfloat16"], "it begins in model.layers.1: check"),
+        (DOWN, float("nan"), ["--cpu-offload", "--kv-offload"], "it begins in model.layers.1: check"),
+        (DOWN, float("nan"), ["--engine", "accelerate", "--cpu-offload"], "it begins in model.layers.1: check"),
+        ("lm_head.weight", float("inf"), ["--engine", "resident"], "in the last norm or the head"),
+    ],
+    ids=["nan-resident", "inf-stream", "nan-deepspeed", "nan-kv", "nan-accelerate", "head"],
+)
 def test_a_run_with_logits_that_are_not_finite_fails(key, value, options, words, damaged, tmp_path, capfd):
     command = ["run_model.py", "--model", damaged(key, value), *SHAPE, *options, "--log-file", tmp_path / "run.log"]
     assert main([str(word) for word in command]) == 1
@@ -59,8 +68,18 @@ def test_a_run_with_logits_that_are_not_finite_fails(key, value, options, words,
 def test_so_does_one_whose_logits_are_not_finite_behind_the_prefill(options, damaged, checkpoints, tmp_path, capfd):
     ids = random_ids(0, 2, PROMPT, VOCAB)
     first, second, _ = plain_ids(checkpoints("llama"), ids, 3).T.tolist()
-    row = next(token for token in second if token not in first and token not in ids)  # what reads it makes the third token
-    command = ["run_model.py", "--model", damaged(EMBED, float("nan"), row), *SHAPE, *options, "--log-file", tmp_path / "run.log"]
+    row = next(
+        token for token in second if token not in first and token not in ids
+    )  # what reads it makes the third token
+    command = [
+        "run_model.py",
+        "--model",
+        damaged(EMBED, float("nan"), row),
+        *SHAPE,
+        *options,
+        "--log-file",
+        tmp_path / "run.log",
+    ]
     assert main([str(word) for word in command]) == 1
     assert "the logits of token 3 are not finite (NaN or infinity); the embeddings are not" in capfd.readouterr().err
     assert [record["status"] for record in read_records(tmp_path / "run.jsonl")] == ["failed"]
@@ -82,7 +101,8 @@ def test_an_overflow_of_float16_is_called_one(damaged):
 def test_logits_of_one_rank_end_all(damaged, run_model):
     first, second = random_ids(0, 2, PROMPT, VOCAB).tolist()
     row = next(token for token in second if token not in first)
-    done = run_model("--model", damaged(EMBED, float("nan"), row), *SHAPE, "--cpu-offload", launcher="by hand", ranks=2,
-                     on_cpu=True)
+    done = run_model(
+        "--model", damaged(EMBED, float("nan"), row), *SHAPE, "--cpu-offload", launcher="by hand", ranks=2, on_cpu=True
+    )
     assert done.code != 0 and done.record["status"] == "failed"
     assert "the embeddings are not finite already" in done.record["error"]

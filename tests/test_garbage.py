@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from zero_inference import garbage
 from zero_inference.cli import main
+from zero_inference.runtime import garbage
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +41,31 @@ def test_a_run_loads_with_the_collector_on_and_without_what_was_imported(checkpo
     from zero_inference.engines import resident
 
     seen, load, detect = [], resident.load, run.detect_ranks
-    monkeypatch.setattr(run, "detect_ranks", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or detect(*args))
-    monkeypatch.setattr(resident, "load", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or load(*args))
-    options = ["run_model.py", "--model", str(checkpoints("opt")), "--engine", "resident", "--dtype", "float32", "--prompt-len", "4",
-               "--gen-len", "2", "--loops", "1", "--warmup", "0", "--log-file", str(tmp_path / "run.log")]
+    monkeypatch.setattr(
+        run, "detect_ranks", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or detect(*args)
+    )
+    monkeypatch.setattr(
+        resident, "load", lambda *args: seen.append((gc.isenabled(), gc.get_freeze_count())) or load(*args)
+    )
+    options = [
+        "run_model.py",
+        "--model",
+        str(checkpoints("opt")),
+        "--engine",
+        "resident",
+        "--dtype",
+        "float32",
+        "--prompt-len",
+        "4",
+        "--gen-len",
+        "2",
+        "--loops",
+        "1",
+        "--warmup",
+        "0",
+        "--log-file",
+        str(tmp_path / "run.log"),
+    ]
     assert main(options) == 0
     assert seen[0] == (False, 0) and seen[1][0] and seen[1][1] > 100_000
     assert gc.isenabled() and gc.get_freeze_count() == 0

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_inference.offload import quantization
-from zero_inference.offload.quantization import GroupQuantization, dequantize, dequantize_reference, quantize
+from zero_inference.quantization import groups as quantization
+from zero_inference.quantization.groups import GroupQuantization, dequantize, dequantize_reference, quantize
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-ROUNDING = {torch.float16: 2.0 ** -11, torch.bfloat16: 2.0 ** -8, torch.float32: 2.0 ** -24}  # relative, of a number to its dtype
+ROUNDING = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+    torch.float32: 2.0**-24,
+}  # relative, of a number to its dtype
 
 
 def weights(*shape: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
@@ -72,8 +76,10 @@ def test_error_of_each_group_is_bounded(bits, group_size, dtype):
         assert offset or error.abs().max() > 0
 
 
-@pytest.mark.parametrize("bits, dtype, gain", [(4, torch.bfloat16, 0.05), (4, torch.float16, 0.05), (8, torch.float32, 0.05),
-                                               (8, torch.bfloat16, 0.0)])  # there it drowns in the rounding of the minimum
+@pytest.mark.parametrize(
+    "bits, dtype, gain",
+    [(4, torch.bfloat16, 0.05), (4, torch.float16, 0.05), (8, torch.float32, 0.05), (8, torch.bfloat16, 0.0)],
+)  # there it drowns in the rounding of the minimum
 def test_the_fit_is_never_worse_than_the_extremes(bits, dtype, gain):
     weight = weights(40, 128, dtype=dtype)
     scheme = GroupQuantization(bits, 32)
@@ -97,7 +103,7 @@ def test_constant_groups_are_exact(bits, dtype):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_range_below_the_steps_of_float16_scales_survives(bits):
-    weight = (torch.arange(16)[None] * 2.0 ** -20).half()
+    weight = (torch.arange(16)[None] * 2.0**-20).half()
     scheme = GroupQuantization(bits, 16)
     _, scale, _ = quantize(weight, scheme)
     assert float((restored(weight, scheme) - weight).abs().max()) <= float(scale.float().max()) / 2
@@ -134,7 +140,11 @@ def test_sizes():
     scheme = GroupQuantization(4, 32)
     codes, scale, minimum = quantize(weights(6, 64, dtype=torch.float16), scheme)
     assert scheme.packed_bytes(384) == codes.numel() == 192
-    assert scheme.stored_bytes(384, torch.float16) == sum(t.numel() * t.element_size() for t in (codes, scale, minimum)) == 240
+    assert (
+        scheme.stored_bytes(384, torch.float16)
+        == sum(t.numel() * t.element_size() for t in (codes, scale, minimum))
+        == 240
+    )
     assert GroupQuantization(8, 32).packed_bytes(384) == 384
     with pytest.raises(ValueError, match="100 elements .* groups of 32"):
         scheme.packed_bytes(100)
@@ -148,8 +158,12 @@ def test_schemes_that_cannot_be(bits, group_size):
 
 def test_what_cannot_be_quantized():
     scheme = GroupQuantization(8, 32)
-    for unfit in (torch.zeros(64), torch.zeros(4, 40), torch.zeros(4, 64, dtype=torch.int8),
-                  torch.zeros(4, 64, dtype=torch.float64)):
+    for unfit in (
+        torch.zeros(64),
+        torch.zeros(4, 40),
+        torch.zeros(4, 64, dtype=torch.int8),
+        torch.zeros(4, 64, dtype=torch.float64),
+    ):
         assert not scheme.can_quantize(unfit)
         with pytest.raises(ValueError, match="group size 32"):
             quantize(unfit, scheme)
@@ -166,14 +180,16 @@ def test_unpacking_refuses_what_does_not_fit():
     scheme = GroupQuantization(8, 32)
     codes, scale, minimum = quantize(weights(4, 64, dtype=torch.float16), scheme)
     out = torch.empty(4, 64, dtype=torch.float16)
-    for arguments, message in (((codes[:-1], scale, minimum, 8, 32, out), "codes .* 256 elements"),
-                               ((codes.view(torch.int8), scale, minimum, 8, 32, out), "uint8.*int8"),
-                               ((codes, scale.float(), minimum, 8, 32, out), "scale .*float16.*float32"),
-                               ((codes, scale, minimum.repeat(2)[::2], 8, 32, out), "minimum .*contiguous"),
-                               ((codes, scale, minimum, 8, 32, out.t()), "out .*contiguous"),
-                               ((codes, scale, minimum, 8, 48, out), "groups of 48"),
-                               ((codes, scale, minimum, 5, 32, out), "bits"),
-                               ((codes, scale, minimum, 8, 32, out.double()), "out .*float64")):
+    for arguments, message in (
+        ((codes[:-1], scale, minimum, 8, 32, out), "codes .* 256 elements"),
+        ((codes.view(torch.int8), scale, minimum, 8, 32, out), "uint8.*int8"),
+        ((codes, scale.float(), minimum, 8, 32, out), "scale .*float16.*float32"),
+        ((codes, scale, minimum.repeat(2)[::2], 8, 32, out), "minimum .*contiguous"),
+        ((codes, scale, minimum, 8, 32, out.t()), "out .*contiguous"),
+        ((codes, scale, minimum, 8, 48, out), "groups of 48"),
+        ((codes, scale, minimum, 5, 32, out), "bits"),
+        ((codes, scale, minimum, 8, 32, out.double()), "out .*float64"),
+    ):
         with pytest.raises(ValueError, match=message):
             dequantize_reference(*arguments)
 
@@ -182,7 +198,7 @@ def test_unpacking_refuses_what_does_not_fit():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype):
-    from zero_inference.engines.ds_quantization import quantize_parameter
+    from zero_inference.engines.deepspeed.quantization import quantize_parameter
 
     weight = weights(64, 256, dtype=dtype)
     parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
@@ -197,8 +213,7 @@ def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
 def test_the_kernel_gives_the_bits_of_the_reference():
     from benchmarks.unpack_speed import check
-
-    from zero_inference.extension import load_extension, why_unavailable
+    from zero_inference.runtime.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
     checked, wrong = check()

@@ -9,7 +9,7 @@ from transformers import AutoConfig, DynamicCache
 
 from zero_inference.engines.base import Transfers
 from zero_inference.errors import RunError, UsageError
-from zero_inference.offload.host_cache import HostKVCache
+from zero_inference.kv_cache.host import HostKVCache
 
 
 def make(config, length):
@@ -49,15 +49,26 @@ def test_a_sliding_window_is_honoured():
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
-    config = AutoConfig.for_model("mistral", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                  num_key_value_heads=2, vocab_size=100, sliding_window=4, max_position_embeddings=64)
+    config = AutoConfig.for_model(
+        "mistral",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        sliding_window=4,
+        max_position_embeddings=64,
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 100, (1, 14))
     ours, theirs = make(config, 14), DynamicCache(config=config)
     with torch.no_grad():
         for start, end in [(0, 9), *((i, i + 1) for i in range(9, 14))]:
-            torch.testing.assert_close(model(ids[:, start:end], past_key_values=ours).logits,
-                                       model(ids[:, start:end], past_key_values=theirs).logits)
+            torch.testing.assert_close(
+                model(ids[:, start:end], past_key_values=ours).logits,
+                model(ids[:, start:end], past_key_values=theirs).logits,
+            )
 
 
 def test_one_token_too_many_is_an_error():

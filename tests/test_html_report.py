@@ -13,8 +13,8 @@ import pytest
 from browser import Browser, chromium
 from test_report import log_block, make_record, run_main
 
-from zero_inference.html_report import runs as html_runs
-from zero_inference.html_report import summary
+from zero_inference.report.html import runs as html_runs
+from zero_inference.report.html import summary
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -55,7 +55,15 @@ def many_records(count):
     records = []
     for number in range(count):
         engine = ("deepspeed", "stream", "accelerate", "resident")[number % 4]
-        use = {"link_use": {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.2, "step_start_s": 0.1, "gbps_while_busy": 54.1}}
+        use = {
+            "link_use": {
+                "busy_s": 6.0,
+                "slot_wait_s": 3.0,
+                "host_late_s": 0.2,
+                "step_start_s": 0.1,
+                "gbps_while_busy": 54.1,
+            }
+        }
         records.append(
             rich_record(
                 step_s=0.01 * (1 + number % 37),
@@ -92,7 +100,12 @@ def odd_records():
     ]  # fmt: skip
 
 
-KINDS = {"empty": lambda: [], "single": lambda: [rich_record()], "odd": odd_records, "two hundred": lambda: many_records(200)}
+KINDS = {
+    "empty": list,
+    "single": lambda: [rich_record()],
+    "odd": odd_records,
+    "two hundred": lambda: many_records(200),
+}
 
 
 def page_of(folder, records=None, *options):
@@ -183,7 +196,12 @@ def test_the_page_of_committed_runs_has_every_run_and_every_subject_they_tell_of
     fastest = max(records, key=lambda record: record["decode_throughput"])
     assert f"{fastest['decode_throughput']:.0f} token/s in decode" in committed.words
     titles = committed.texts("h3")
-    for subject in ("Throughput against batch size: facebook/opt-13b", "Share of the machine's limit", "Phases", "Step times"):
+    for subject in (
+        "Throughput against batch size: facebook/opt-13b",
+        "Share of the machine's limit",
+        "Phases",
+        "Step times",
+    ):
         assert any(title.startswith(subject) for title in titles), subject
     assert not any("link time" in title or "Quality" in title for title in titles)
     assert len(committed.source) < 400_000
@@ -191,7 +209,9 @@ def test_the_page_of_committed_runs_has_every_run_and_every_subject_they_tell_of
 
 def test_the_page_needs_nothing_beside_it(committed):
     assert not {"link", "img", "iframe", "object", "image"} & set(committed.tags)
-    targets = [value for _, name, value in committed.attributes if name in ("src", "href", "xlink:href", "action", "data")]
+    targets = [
+        value for _, name, value in committed.attributes if name in ("src", "href", "xlink:href", "action", "data")
+    ]
     assert targets and all(value.startswith("#") for value in targets)
     assert "@import" not in committed.source and not re.search(r"url\((?!#)", committed.source)
     ids = [value for _, name, value in committed.attributes if name == "id"]
@@ -213,14 +233,24 @@ def test_every_figure_is_named_and_described_for_who_cannot_see_it(committed):
 def test_colours_stand_out_and_differ_to_the_colour_blind(committed, theme):
     blocks = re.findall(r":root \{(.*?)\}", committed.source, re.S)
     colours = dict(re.findall(r"--([\w-]+): (#\w{6})", blocks[0] + (blocks[1] if theme == "dark" else "")))
-    for name, least in (("ink", 4.5), ("muted", 4.5), ("link", 4.5), ("bad", 4.5), *((f"series-{i}", 3.0) for i in range(1, 7))):
+    for name, least in (
+        ("ink", 4.5),
+        ("muted", 4.5),
+        ("link", 4.5),
+        ("bad", 4.5),
+        *((f"series-{i}", 3.0) for i in range(1, 7)),
+    ):
         for ground in ("surface", "raised") if least > 4 else ("surface",):
             assert contrast(colours[name], colours[ground]) >= least, (name, ground)
     series = [colours[f"series-{i}"] for i in range(1, 7)]
     for index, one in enumerate(series):
         for other in series[:index]:
             for vision in VISION:
-                assert distance(seen(one, vision), seen(other, vision)) > 15, (one, other, vision)  # 2.3 is just noticeable
+                assert distance(seen(one, vision), seen(other, vision)) > 15, (
+                    one,
+                    other,
+                    vision,
+                )  # 2.3 is just noticeable
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
@@ -287,8 +317,11 @@ def test_pass_at_k_has_its_standard_errors(tmp_path):
 
 def test_runs_of_different_lengths_are_not_joined_in_a_line_or_a_median(tmp_path):
     lengths = ((128, 32), (128, 8), (512, 32))
-    records = [rich_record(prompt_len=prompt, gen_len=gen, batch_size=batch, limit=limit(share=0.1 * batch))
-               for prompt, gen in lengths for batch in (1, 3)]
+    records = [
+        rich_record(prompt_len=prompt, gen_len=gen, batch_size=batch, limit=limit(share=0.1 * batch))
+        for prompt, gen in lengths
+        for batch in (1, 3)
+    ]
     page = page_of(tmp_path, records)
     throughput = [title for title in page.texts("h3") if title.startswith("Throughput")]
     named = [f"prompts of {prompt} tokens, {gen} generated" for prompt, gen in lengths]
@@ -302,7 +335,9 @@ def test_runs_of_different_lengths_are_not_joined_in_a_line_or_a_median(tmp_path
 def looped_record(rates, **changes):
     """A record with one loop for each rate of decode, in token/s."""
     seconds = [7 * 32 / rate for rate in rates]
-    loops = [{"prefill_s": 0.2, "decode_s": each, "total_s": 0.2 + each, "step_s": [each / 32] * 32} for each in seconds]
+    loops = [
+        {"prefill_s": 0.2, "decode_s": each, "total_s": 0.2 + each, "step_s": [each / 32] * 32} for each in seconds
+    ]
     return make_record(loops=loops, decode_throughput=statistics.median(rates), **{"limit": limit(), **changes})
 
 
@@ -311,11 +346,17 @@ def test_what_the_loops_cannot_tell_apart_is_not_called_fastest(tmp_path):
     slow = looped_record((49, 50, 51), engine="accelerate")
     page = page_of(tmp_path, [looped_record((339, 342, 345)), near, slow])
     assert page.texts("strong") == ["deepspeed, host, fp16, batch 7", "stream, host, fp16, batch 7"]
-    assert "are the fastest, and what is between them is within the spread of their loops: 342 to 340 token/s" in page.words
+    assert (
+        "are the fastest, and what is between them is within the spread of their loops: 342 to 340 token/s"
+        in page.words
+    )
     quiet = looped_record((339.9, 340, 340.1), engine="stream")
     page = page_of(tmp_path / "quiet", [looped_record((341.9, 342, 342.1)), quiet, slow])
     assert page.texts("strong") == ["deepspeed, host, fp16, batch 7"]
-    assert "is fastest: 342 token/s in decode, 1.01 times the next setting (stream, host, fp16, batch 7: 340)." in page.words
+    assert (
+        "is fastest: 342 token/s in decode, 1.01 times the next setting (stream, host, fp16, batch 7: 340)."
+        in page.words
+    )
     single = page_of(tmp_path / "single", [looped_record((342,)), looped_record((340,), engine="stream")])
     assert "(stream, host, fp16, batch 7: 340); how much loops differ was not recorded." in single.words
     engines = ("deepspeed", "stream", "accelerate", "resident", "another")
@@ -329,14 +370,20 @@ def test_the_loops_of_a_record_spread_as_their_times_do():
         return html_runs.Run(1, {"loops": [{"decode_s": each} for each in times]}).loop_spread(key)
 
     assert spread(1.0, 1.2, 0.9) == pytest.approx(0.3) and spread(2.0, 2.0) == 0
-    assert spread(1.0) is None and spread() is None and spread(1.0, None, "x") is None and spread(1.0, 2.0, key="total_s") is None
+    assert (
+        spread(1.0) is None
+        and spread() is None
+        and spread(1.0, None, "x") is None
+        and spread(1.0, 2.0, key="total_s") is None
+    )
     assert html_runs.Run(1, {"loops": 3}).loop_spread("decode_s") is None
 
 
 def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
     use = {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.3, "step_start_s": 0.7, "gbps_while_busy": 54.07}
     page = page_of(
-        tmp_path, [rich_record(step_s=0.2, engine="stream", link_use=use, limit=limit(share=0.55)), rich_record(link_use=None)]
+        tmp_path,
+        [rich_record(step_s=0.2, engine="stream", link_use=use, limit=limit(share=0.55)), rich_record(link_use=None)],
     )
     assert any(text.startswith("Where the stream engine's link time went") for text in page.texts("h3"))
     assert "#1 stream, host, fp16: 54.1 GB/s" in page.texts("desc")
@@ -394,7 +441,9 @@ def test_many_runs_are_drawn_in_parts_of_which_the_first_is_open(pages):
     titles = page.texts("h3")
     parts = [title for title in titles if title.startswith("Step times")]
     assert (
-        len(parts) == 13 and parts[0] == "Step times (runs 1 to 16 of 200)" and parts[-1] == "Step times (runs 193 to 200 of 200)"
+        len(parts) == 13
+        and parts[0] == "Step times (runs 1 to 16 of 200)"
+        and parts[-1] == "Step times (runs 193 to 200 of 200)"
     )
     assert page.tags.count("details") >= 3 and len(page.source) < 4_000_000
 
@@ -406,7 +455,9 @@ def test_the_pages_order_is_that_of_sort_and_its_columns_those_of_all_columns(tm
     speeds = [float(row[speed]) for row in page.rows[1:]]
     assert speeds == sorted(speeds, reverse=True)
     page = page_of(tmp_path, records, "--sort", "batch_size", "--all-columns")
-    assert [row[page.rows[0].index("batch")] for row in page.rows[1:]] == ["1", "2", "4"] and "ids sha256" in page.rows[0]
+    assert [row[page.rows[0].index("batch")] for row in page.rows[1:]] == ["1", "2", "4"] and "ids sha256" in page.rows[
+        0
+    ]
 
 
 def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):
@@ -444,10 +495,14 @@ SHOWN = """(() => {
 
 
 @pytest.mark.parametrize(
-    "width, phone, dark", [(390, True, False), (390, True, True), (1280, False, False)], ids=["phone", "phone-dark", "desktop"]
+    "width, phone, dark",
+    [(390, True, False), (390, True, True), (1280, False, False)],
+    ids=["phone", "phone-dark", "desktop"],
 )
 @pytest.mark.parametrize("kind", ["committed", *KINDS])
-def test_chromium_shows_the_page_without_overflow_cut_or_covered_text(kind, width, phone, dark, browser, pages, tmp_path):
+def test_chromium_shows_the_page_without_overflow_cut_or_covered_text(
+    kind, width, phone, dark, browser, pages, tmp_path
+):
     page = pages(kind)
     browser.open(page.file, width, 844, phone, dark)
     shown = browser.evaluate(SHOWN)
@@ -456,11 +511,15 @@ def test_chromium_shows_the_page_without_overflow_cut_or_covered_text(kind, widt
     assert shown["cut"] == [] and shown["covered"] == []
     assert kind == "empty" or shown["smallest"] >= 11
     troubles = [
-        event["params"] for event in browser.events if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")
+        event["params"]
+        for event in browser.events
+        if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")
     ]
     assert troubles == []
     asked_for = {
-        event["params"]["request"]["url"] for event in browser.events if event.get("method") == "Network.requestWillBeSent"
+        event["params"]["request"]["url"]
+        for event in browser.events
+        if event.get("method") == "Network.requestWillBeSent"
     }
     assert asked_for == {page.file.resolve().as_uri()}
     browser.screenshot(tmp_path / "page.png")

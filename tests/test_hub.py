@@ -9,7 +9,20 @@ import pytest
 from conftest import VOCAB, free_port, need_lm_eval
 from hub_server import Hub
 
-SHORT = ["--prompt-len", "8", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32", "--engine", "resident"]
+SHORT = [
+    "--prompt-len",
+    "8",
+    "--gen-len",
+    "3",
+    "--loops",
+    "1",
+    "--warmup",
+    "0",
+    "--dtype",
+    "float32",
+    "--engine",
+    "resident",
+]
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 
 
@@ -20,9 +33,20 @@ def hub(checkpoints, tmp_path):
     shutil.copytree(checkpoints("llama"), folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     save_tokenizer(folder)
-    for other in ("consolidated.safetensors", "consolidated.00.pth", "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack",
-                  "model.gguf", "original/consolidated.00.pth", "original/params.json", "original/tokenizer.model",
-                  "onnx/model.onnx", "onnx/config.json", "modeling_own.py"):
+    for other in (
+        "consolidated.safetensors",
+        "consolidated.00.pth",
+        "pytorch_model.bin",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "model.gguf",
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "original/tokenizer.model",
+        "onnx/model.onnx",
+        "onnx/config.json",
+        "modeling_own.py",
+    ):
         (folder / other).parent.mkdir(exist_ok=True)
         (folder / other).write_bytes(b"not to be fetched")
     with Hub(tmp_path / "hub") as running:
@@ -33,7 +57,9 @@ def save_tokenizer(folder) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"<unk>": 0, **{f"w{number}": number for number in range(1, VOCAB)}}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({"<unk>": 0, **{f"w{number}": number for number in range(1, VOCAB)}}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
 
@@ -52,8 +78,12 @@ def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, ru
 
     hub.files.clear()
     again = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
-    unreachable = run_model("--model", "some/llama", *SHORT,
-                            env=hub.environment(tmp_path / "cache", HF_ENDPOINT=f"http://127.0.0.1:{free_port()}"))
+    unreachable = run_model(
+        "--model",
+        "some/llama",
+        *SHORT,
+        env=hub.environment(tmp_path / "cache", HF_ENDPOINT=f"http://127.0.0.1:{free_port()}"),
+    )
     offline = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
     for run in (again, offline, unreachable):
         assert run.code == 0, run.stderr
@@ -74,7 +104,9 @@ def test_a_dry_run_fetches_no_weights_even_where_it_reads_the_tokenizer(hub, run
 
 
 def test_code_is_fetched_only_where_it_is_trusted(hub, run_model, tmp_path):
-    done = run_model("--model", "some/llama", *SHORT, "--dry-run", "--trust-remote-code", env=hub.environment(tmp_path / "cache"))
+    done = run_model(
+        "--model", "some/llama", *SHORT, "--dry-run", "--trust-remote-code", env=hub.environment(tmp_path / "cache")
+    )
     assert done.code == 0, done.stderr
     assert set(hub.files) == {"config.json", "modeling_own.py"}
 
@@ -87,7 +119,11 @@ def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, tmp_
     folder = hub.root / "some" / "other"
     folder.mkdir()
     shutil.copy(hub.root / "some" / "llama" / "config.json", folder)
-    tensors = {key: value for shard in sorted(checkpoints("llama").glob("*.safetensors")) for key, value in load_file(shard).items()}
+    tensors = {
+        key: value
+        for shard in sorted(checkpoints("llama").glob("*.safetensors"))
+        for key, value in load_file(shard).items()
+    }
     expected = {"config.json", kind}
     if kind == "model.safetensors":
         save_file(tensors, folder / kind, {"format": "pt"})
@@ -102,7 +138,9 @@ def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, tmp_
     assert done.code == 0, done.stderr
     assert set(hub.files) == expected and "no tokenizer" in done.stderr
     if kind == "pytorch_model.bin":
-        offline = run_model("--model", "some/other", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
+        offline = run_model(
+            "--model", "some/other", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1")
+        )
         assert offline.code == 0 and "no tokenizer" in offline.stderr, offline.stderr
 
 
@@ -113,9 +151,13 @@ def error_of(done) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("part, token", [("config", ""), ("config", "hf_made_up"), ("tokenizer", ""), ("weights", "hf_made_up")])
+@pytest.mark.parametrize(
+    "part, token", [("config", ""), ("config", "hf_made_up"), ("tokenizer", ""), ("weights", "hf_made_up")]
+)
 def test_a_gated_repository(hub, run_model, checkpoints, tmp_path, part, token):
-    name = "locked/config" if part == "config" else "locked/weights"  # whose config can be read, as that of many on the hub
+    name = (
+        "locked/config" if part == "config" else "locked/weights"
+    )  # whose config can be read, as that of many on the hub
     shutil.copytree(checkpoints("llama"), hub.root / name)
     if part == "weights":
         (hub.root / name / "generation_config.json").unlink()
@@ -125,12 +167,25 @@ def test_a_gated_repository(hub, run_model, checkpoints, tmp_path, part, token):
     assert ("no token was sent" in message) == (not token) and ("ask for access" in message) == bool(token)
 
 
-@pytest.mark.parametrize("token, words, absent", [
-    ("", ["no public repository some/lama", "correct the name", "private", "hf auth login", "HF_TOKEN"], ["gated", "cannot be reached"]),
-    ("hf_made_up", ["no repository some/lama", "may read", "correct the name"], ["gated", "hf auth login", "cannot be reached"]),
-])
+@pytest.mark.parametrize(
+    "token, words, absent",
+    [
+        (
+            "",
+            ["no public repository some/lama", "correct the name", "private", "hf auth login", "HF_TOKEN"],
+            ["gated", "cannot be reached"],
+        ),
+        (
+            "hf_made_up",
+            ["no repository some/lama", "may read", "correct the name"],
+            ["gated", "hf auth login", "cannot be reached"],
+        ),
+    ],
+)
 def test_a_missing_repository(hub, run_model, tmp_path, token, words, absent):
-    message = error_of(run_model("--model", "some/lama", *SHORT, env=hub.environment(tmp_path / "cache", HF_TOKEN=token)))
+    message = error_of(
+        run_model("--model", "some/lama", *SHORT, env=hub.environment(tmp_path / "cache", HF_TOKEN=token))
+    )
     assert all(word in message for word in words), message
     assert not any(word in message for word in absent), message
 
@@ -144,18 +199,23 @@ def test_no_network_and_offline_mode(hub, run_model, tmp_path):
     message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
     assert "HF_HUB_OFFLINE" in message and "cannot be reached" not in message
 
-    assert run_model("--model", "some/llama", *SHORT, "--dry-run", env=environment).code == 0  # brings config.json alone
+    assert (
+        run_model("--model", "some/llama", *SHORT, "--dry-run", env=environment).code == 0
+    )  # brings config.json alone
     message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
     assert "HF_HUB_OFFLINE" in message and "its tokenizer" in message
 
 
-@pytest.mark.parametrize("missing, cached", [
-    ("config.json", ["tokenizer.json"]),
-    ("tokenizer", ["config.json"]),
-    ("tokenizer", ["config.json", "weights"]),
-    ("weights", ["config.json", *sorted(TOKENIZER)]),
-    ("weights", ["config.json", *sorted(TOKENIZER), "first shard"]),
-])
+@pytest.mark.parametrize(
+    "missing, cached",
+    [
+        ("config.json", ["tokenizer.json"]),
+        ("tokenizer", ["config.json"]),
+        ("tokenizer", ["config.json", "weights"]),
+        ("weights", ["config.json", *sorted(TOKENIZER)]),
+        ("weights", ["config.json", *sorted(TOKENIZER), "first shard"]),
+    ],
+)
 def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, tmp_path, missing, cached):
     """A cache as older clients and downloads of single files leave it, without the list of the commit's files."""
     repository = tmp_path / "cache" / "hub" / "models--some--llama"
@@ -173,15 +233,22 @@ def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, 
     assert "HF_HUB_OFFLINE" in message and "on the hub" not in message and "not complete" not in message
 
     if "first shard" in cached:
-        done = run_model("--model", "some/llama", *SHORT, env=environment)  # and a hub that is asked brings what was missing
+        done = run_model(
+            "--model", "some/llama", *SHORT, env=environment
+        )  # and a hub that is asked brings what was missing
         assert done.code == 0, done.stderr
 
 
 def test_a_complete_cache_without_a_list_of_files_runs_offline(hub, run_model, tmp_path):
     online = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
     shutil.rmtree(tmp_path / "cache" / "hub" / "models--some--llama" / "trees")
-    offline = run_model("--model", "some/llama", *SHORT, "--trust-remote-code",
-                        env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
+    offline = run_model(
+        "--model",
+        "some/llama",
+        *SHORT,
+        "--trust-remote-code",
+        env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"),
+    )
     assert offline.code == 0, offline.stderr
     assert offline.record["output_ids_sha256"] == online.record["output_ids_sha256"]
 

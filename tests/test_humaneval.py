@@ -20,8 +20,22 @@ from zero_inference.quality.sandbox import Limits
 LIMITS = Limits(wall_s=30.0, cpu_s=20)
 
 
-@pytest.mark.parametrize("c, k, value", [(0, 1, 0.0), (0, 5, 0.0), (0, 10, 0.0), (10, 1, 1.0), (10, 5, 1.0), (10, 10, 1.0),
-                                         (3, 1, 3 / 10), (3, 5, 1 - 21 / 252), (3, 10, 1.0), (1, 5, 1 / 2), (7, 4, 1.0)])
+@pytest.mark.parametrize(
+    "c, k, value",
+    [
+        (0, 1, 0.0),
+        (0, 5, 0.0),
+        (0, 10, 0.0),
+        (10, 1, 1.0),
+        (10, 5, 1.0),
+        (10, 10, 1.0),
+        (3, 1, 3 / 10),
+        (3, 5, 1 - 21 / 252),
+        (3, 10, 1.0),
+        (1, 5, 1 / 2),
+        (7, 4, 1.0),
+    ],
+)
 def test_pass_at_k_of_ten_samples(c, k, value):
     assert pass_at_k(10, c, k) == pytest.approx(value, abs=1e-15)
 
@@ -34,8 +48,10 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     assert 0 < pass_at_k(100_000, 1, 10) < 1.1e-4  # no overflow
 
 
-@pytest.mark.parametrize("n, c, k, words", [(10, 3, 11, "k = 11 with n = 10"), (10, 3, 0, "k = 0"), (10, 11, 1, "c = 11"),
-                                            (10, -1, 1, "c = -1")])
+@pytest.mark.parametrize(
+    "n, c, k, words",
+    [(10, 3, 11, "k = 11 with n = 10"), (10, 3, 0, "k = 0"), (10, 11, 1, "c = 11"), (10, -1, 1, "c = -1")],
+)
 def test_pass_at_k_out_of_range_is_an_error(n, c, k, words):
     with pytest.raises(ValueError, match=words):
         pass_at_k(n, c, k)
@@ -84,8 +100,15 @@ def broken(solution: str) -> str:
 @needs_isolation
 def test_an_early_exit_in_a_completion_fails_its_problem():
     item = {"prompt": "def f():\n", "test": "def check(g):\n    assert g() == 1\n", "entry_point": "f"}
-    completions = ["    return 1", "    return 2", "    import os; os._exit(0)", "    import sys; sys.exit(0)",
-                   "    while True: pass", "    return 1\n\ndef check(g): pass", "    print('x' * 10**6); return 1"]
+    completions = [
+        "    return 1",
+        "    return 2",
+        "    import os; os._exit(0)",
+        "    import sys; sys.exit(0)",
+        "    while True: pass",
+        "    return 1\n\ndef check(g): pass",
+        "    print('x' * 10**6); return 1",
+    ]
     outcomes = run_programs([program_of(item, text) for text in completions], Limits(wall_s=2, cpu_s=1), 2)
     assert [outcome.passed for outcome in outcomes] == [True, False, False, False, False, True, False]
 
@@ -94,14 +117,50 @@ def test_an_early_exit_in_a_completion_fails_its_problem():
 def test_sampled_programs_of_the_loaded_model(smollm2_folder, tmp_path, capfd):
     need_lm_eval()
     data = tmp_path / "problems.jsonl.gz"
-    items = [{"prompt": "def f(x):\n    return", "test": "def check(g):\n    pass", "entry_point": "f"},
-             {"prompt": "def f(x):\n    return", "test": "def check(g):\n    assert False", "entry_point": "f"}]
+    items = [
+        {"prompt": "def f(x):\n    return", "test": "def check(g):\n    pass", "entry_point": "f"},
+        {"prompt": "def f(x):\n    return", "test": "def check(g):\n    assert False", "entry_point": "f"},
+    ]
     data.write_bytes(gzip.compress("".join(json.dumps(item) + "\n" for item in items).encode()))
-    assert main(["run_model.py", "--model", "smollm2-135m", "--dtype", "float32", "--engine", "resident", "--prompt-len", "8",
-                 "--gen-len", "2", "--loops", "1", "--warmup", "0", "--quality", "humaneval", "--quality-data", str(data),
-                 "--allow-code-execution", "--humaneval-samples", "6", "--humaneval-tokens", "6", "--pass-at-k", "1,2,6",
-                 "--quality-batch-size", "12", "--quality-items", str(tmp_path / "items"),
-                 "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                "smollm2-135m",
+                "--dtype",
+                "float32",
+                "--engine",
+                "resident",
+                "--prompt-len",
+                "8",
+                "--gen-len",
+                "2",
+                "--loops",
+                "1",
+                "--warmup",
+                "0",
+                "--quality",
+                "humaneval",
+                "--quality-data",
+                str(data),
+                "--allow-code-execution",
+                "--humaneval-samples",
+                "6",
+                "--humaneval-tokens",
+                "6",
+                "--pass-at-k",
+                "1,2,6",
+                "--quality-batch-size",
+                "12",
+                "--quality-items",
+                str(tmp_path / "items"),
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 0
+    )
     scores = json.loads((tmp_path / "run.jsonl").read_text())["quality"]["humaneval"]
     items = [json.loads(line) for line in (tmp_path / "items").read_text().splitlines()]
     assert scores["n"] == 6 and scores["k"] == [1, 2, 6] and scores["passed"][1] == 0

@@ -9,17 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from zero_inference import limits
-from zero_inference.distributed import Ranks
+from zero_inference.engines.stream.timeline import LinkUse
 from zero_inference.errors import RunError
-from zero_inference.limits import AroundLoops, LeastWork, LinkRate, Rates
 from zero_inference.link.copy import rate_of
-from zero_inference.offload.timeline import LinkUse
+from zero_inference.measure import limits
+from zero_inference.measure.limits import AroundLoops, LeastWork, LinkRate, Rates
+from zero_inference.runtime.distributed import Ranks
 
 CPU = torch.device("cpu")
 ONE = Ranks(0, 1, 0, 1, CPU)
-RATES = Rates(link_gbps=50.0, link_spread=0.034, link_kind="host to device, pinned", device_copy_gbps=2000.0, matmul_tflops=500.0,
-              disk_gbps=5.0)
+RATES = Rates(
+    link_gbps=50.0,
+    link_spread=0.034,
+    link_kind="host to device, pinned",
+    device_copy_gbps=2000.0,
+    matmul_tflops=500.0,
+    disk_gbps=5.0,
+)
 WORK = LeastWork(device_bytes=2 * 10**9, flops=10**12)  # 1 ms and 2 ms a step
 MOVED = {"host_to_device_bytes_per_step": 10**9, "disk_read_bytes_per_step": 0}  # 20 ms a step
 
@@ -31,7 +37,9 @@ class Three(Ranks):
         return 3 * value
 
 
-def limit_of(ahead_bytes: int = 0, steps: int = 4, decode_s: float = 0.1, rates: Rates = RATES, moved=MOVED, on_gpu: bool = True):
+def limit_of(
+    ahead_bytes: int = 0, steps: int = 4, decode_s: float = 0.1, rates: Rates = RATES, moved=MOVED, on_gpu: bool = True
+):
     return limits.decode_limits(rates, moved, ahead_bytes, WORK, on_gpu, steps, decode_s)
 
 
@@ -53,8 +61,9 @@ def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
     pooled = link.of_all()
     assert pooled == pytest.approx(rate_of(link.rounds), abs=2e-6)
     assert pooled.gb_per_s == pytest.approx(statistics.median(link.rounds), abs=2e-6)
-    assert limits.with_link(RATES, link) == replace(RATES, link_gbps=pooled.gb_per_s,
-                                                    link_spread=pooled.spread_gb_per_s / pooled.gb_per_s)
+    assert limits.with_link(RATES, link) == replace(
+        RATES, link_gbps=pooled.gb_per_s, link_spread=pooled.spread_gb_per_s / pooled.gb_per_s
+    )
 
 
 def test_a_link_is_as_fast_as_the_loops_own_copies():
@@ -63,8 +72,14 @@ def test_a_link_is_as_fast_as_the_loops_own_copies():
     rounds = limits.with_link(RATES, link)
     assert rounds.link_gbps == pytest.approx(3 * 44.5) and rounds.link_from == "rounds"
     faster = limits.with_link(RATES, link, reached_gb_per_s=55.2)
-    assert faster.link_gbps == pytest.approx(3 * 55.2) and faster.link_spread == pytest.approx(9.7 / 55.2) and faster.link_from == "loops"
-    assert "(host to device, pinned: 165.6 GB/s in the loops themselves)" in limits.in_words(limit_of(rates=faster), MOVED, on_gpu=True)
+    assert (
+        faster.link_gbps == pytest.approx(3 * 55.2)
+        and faster.link_spread == pytest.approx(9.7 / 55.2)
+        and faster.link_from == "loops"
+    )
+    assert "(host to device, pinned: 165.6 GB/s in the loops themselves)" in limits.in_words(
+        limit_of(rates=faster), MOVED, on_gpu=True
+    )
     assert limits.with_link(RATES, link, reached_gb_per_s=44.0) == limits.with_link(RATES, link)
 
 
@@ -93,7 +108,10 @@ class Uses:
 
 
 def test_what_the_link_did_is_the_median_of_the_measured_loops():
-    loops = [LinkUse(4, 2.0, 0.0, 0.0, 0.0, copied, ahead) for copied, ahead in ((110 * 10**9, 5), (100 * 10**9, 7), (112 * 10**9, 1000))]
+    loops = [
+        LinkUse(4, 2.0, 0.0, 0.0, 0.0, copied, ahead)
+        for copied, ahead in ((110 * 10**9, 5), (100 * 10**9, 7), (112 * 10**9, 1000))
+    ]
     around = AroundLoops(LinkRate(ONE), Uses(*loops))
     assert (around.reached_gb_per_s, around.ahead_bytes) == (0.0, 0), "nothing was measured yet"
     for _ in range(4):  # before each of three loops and behind the last
@@ -106,7 +124,9 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
     assert (short.reached_gb_per_s, short.ahead_bytes, short.last_use, short.peak_gpu_bytes) == (0.0, 0, None, None)
 
 
-@pytest.mark.parametrize("failure", [RunError("could not be page-locked"), torch.OutOfMemoryError("out of memory")], ids=type)
+@pytest.mark.parametrize(
+    "failure", [RunError("could not be page-locked"), torch.OutOfMemoryError("out of memory")], ids=type
+)
 def test_a_measurement_that_finds_no_memory_ends_a_run_only_before_its_loops(failure, monkeypatch):
     def fails(*_, **__):
         raise failure
@@ -134,11 +154,15 @@ def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():
     assert limit_of()["floor_decode_s"] == pytest.approx(4 * 0.020)
     limit = limit_of(ahead_bytes=15 * 10**8)
     assert limit["floor_decode_s"] == pytest.approx(4 * 0.020 - 0.030) and limit["link_ahead_bytes"] == 15 * 10**8
-    assert limit["floor_step_s"] == pytest.approx({"device_memory": 0.001, "matmul": 0.002, "link": 0.020}), "as each step costs"
+    assert limit["floor_step_s"] == pytest.approx({"device_memory": 0.001, "matmul": 0.002, "link": 0.020}), (
+        "as each step costs"
+    )
     assert limit["bound_by"] == "link" and limit["fraction_of_limit"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("ahead_bytes", [3_700_000_000, 10**11])  # 6 ms of the link are left, less than the products' 8; nothing
+@pytest.mark.parametrize(
+    "ahead_bytes", [3_700_000_000, 10**11]
+)  # 6 ms of the link are left, less than the products' 8; nothing
 def test_another_bound_shows_where_the_link_owes_little(ahead_bytes):
     limit = limit_of(ahead_bytes)
     assert limit["bound_by"] == "matmul" and limit["floor_decode_s"] == pytest.approx(4 * 0.002)
@@ -155,4 +179,5 @@ def test_bounds_that_do_not_apply_are_left_out():
 
 def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart():
     assert limits.in_words(limit_of(), MOVED, on_gpu=True) == (
-        "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit")
+        "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit"
+    )

@@ -17,14 +17,16 @@ import pytest
 import torch
 from conftest import ROOT, free_port
 
-from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError
 from zero_inference.link import command, compute, copy, system
 from zero_inference.link.system import GpuLink, Host, warnings_for
+from zero_inference.runtime.distributed import Ranks
 
 GIB = 2**30
 HOST = Host(numa_nodes=(0,), memlock_bytes=None, memory_bytes=64 * GIB, memory_available_bytes=60 * GIB)
-GPU = GpuLink("NVIDIA H200", "0000:1b:00.0", generation=5, generation_max=5, width=16, width_max=16, numa_node=0, source="nvml")
+GPU = GpuLink(
+    "NVIDIA H200", "0000:1b:00.0", generation=5, generation_max=5, width=16, width_max=16, numa_node=0, source="nvml"
+)
 UUID = "GPU-8f2c0e6a-1d0b-4c0f-9c59-0d6c8a3a1b77"
 # the second GPU sits in a x8 slot and idles, the third is a virtual one that knows nothing
 SMI = f"""{UUID}, 00000000:1B:00.0, 5, 5, 16, 16
@@ -48,7 +50,9 @@ def test_a_gpu_and_its_link():
         assert pinned < gpu.limit_gbps
 
 
-@pytest.mark.parametrize("text, cpus", [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5\n", {5}), ("\n", set()), ("", set())])
+@pytest.mark.parametrize(
+    "text, cpus", [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5\n", {5}), ("\n", set()), ("", set())]
+)
 def test_cpulists(text, cpus):
     assert system.parse_cpulist(text) == cpus
 
@@ -68,20 +72,51 @@ def test_the_csv_of_nvidia_smi():
     assert gpus[UUID] == {"pci_id": "0000:1b:00.0", "generation": 5, "generation_max": 5, "width": 16, "width_max": 16}
     second, third = list(gpus.values())[1:]
     assert (second["generation"], second["generation_max"], second["width"], second["width_max"]) == (1, 4, 8, 16)
-    assert third == {"pci_id": "0002:00:00.0", "generation": None, "generation_max": None, "width": None, "width_max": None}
-    assert system.parse_smi_csv("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n\n") == {}
+    assert third == {
+        "pci_id": "0002:00:00.0",
+        "generation": None,
+        "generation_max": None,
+        "width": None,
+        "width_max": None,
+    }
+    assert (
+        system.parse_smi_csv("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n\n") == {}
+    )
 
 
-@pytest.mark.parametrize("text, generation", [
-    ("2.5 GT/s PCIe\n", 1), ("5.0 GT/s PCIe", 2), ("8.0 GT/s PCIe", 3), ("16.0 GT/s PCIe", 4), ("32.0 GT/s PCIe", 5),
-    ("64.0 GT/s PCIe", 6), ("8 GT/s", 3), ("Unknown", None), ("", None)])
+@pytest.mark.parametrize(
+    "text, generation",
+    [
+        ("2.5 GT/s PCIe\n", 1),
+        ("5.0 GT/s PCIe", 2),
+        ("8.0 GT/s PCIe", 3),
+        ("16.0 GT/s PCIe", 4),
+        ("32.0 GT/s PCIe", 5),
+        ("64.0 GT/s PCIe", 6),
+        ("8 GT/s", 3),
+        ("Unknown", None),
+        ("", None),
+    ],
+)
 def test_the_link_speed_of_sysfs(text, generation):
     assert system.parse_link_speed(text) == generation
 
 
-@pytest.mark.parametrize("generation, width, gbps", [
-    (1, 16, 4.0), (2, 8, 4.0), (3, 16, 15.754), (4, 16, 31.508), (5, 16, 63.015), (5, 8, 31.508), (6, 16, 118.0),
-    (7, 16, None), (None, 16, None), (4, None, None)])
+@pytest.mark.parametrize(
+    "generation, width, gbps",
+    [
+        (1, 16, 4.0),
+        (2, 8, 4.0),
+        (3, 16, 15.754),
+        (4, 16, 31.508),
+        (5, 16, 63.015),
+        (5, 8, 31.508),
+        (6, 16, 118.0),
+        (7, 16, None),
+        (None, 16, None),
+        (4, None, None),
+    ],
+)
 def test_what_generation_and_width_carry(generation, width, gbps):
     assert system.link_gbps(generation, width) == (None if gbps is None else pytest.approx(gbps, abs=5e-4))
 
@@ -96,6 +131,7 @@ def fake_sysfs(root: Path, **files: str) -> str:
 
 def fake_nvml(monkeypatch, **answers):
     """A pynvml that knows one GPU; an answer of None is an error."""
+
     class NVMLError(Exception):
         pass
 
@@ -104,6 +140,7 @@ def fake_nvml(monkeypatch, **answers):
             if answers[name] is None:
                 raise NVMLError("Not Supported")
             return answers[name]
+
         return ask
 
     def by_uuid(uuid):
@@ -111,12 +148,20 @@ def fake_nvml(monkeypatch, **answers):
             raise NVMLError("Not Found")
         return "handle"
 
-    names = {"CurrPcieLinkGeneration": "generation", "MaxPcieLinkGeneration": "generation_max", "CurrPcieLinkWidth": "width",
-             "MaxPcieLinkWidth": "width_max"}
+    names = {
+        "CurrPcieLinkGeneration": "generation",
+        "MaxPcieLinkGeneration": "generation_max",
+        "CurrPcieLinkWidth": "width",
+        "MaxPcieLinkWidth": "width_max",
+    }
     fake = types.SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetHandleByUUID=by_uuid,
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=by_uuid,
         nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId="00000000:1B:00.0"),
-        **{f"nvmlDeviceGet{name}": answer(key) for name, key in names.items()})
+        **{f"nvmlDeviceGet{name}": answer(key) for name, key in names.items()},
+    )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
 
 
@@ -124,14 +169,23 @@ def test_a_link_told_by_nvml_and_what_the_gpu_alone_could_do(monkeypatch, tmp_pa
     fake_nvml(monkeypatch, generation=4, generation_max=4, width=8, width_max=8)  # the slot's maximum
     root = fake_sysfs(tmp_path, max_link_speed="32.0 GT/s PCIe", max_link_width="16", numa_node="1")
     assert system.read_gpu_link(UUID.removeprefix("GPU-"), "A GPU", root) == GpuLink(
-        "A GPU", "0000:1b:00.0", generation=4, generation_max=5, width=8, width_max=16, numa_node=1, source="nvml")
+        "A GPU", "0000:1b:00.0", generation=4, generation_max=5, width=8, width_max=16, numa_node=1, source="nvml"
+    )
 
 
 def test_sysfs_of_a_virtual_machine_adds_nothing(monkeypatch, tmp_path):
     fake_nvml(monkeypatch, generation=None, generation_max=5, width=16, width_max=16)
     root = fake_sysfs(tmp_path, max_link_speed="Unknown", max_link_width="255", numa_node="-1")
     assert system.read_gpu_link(UUID, "A GPU", root) == GpuLink(
-        "A GPU", "0000:1b:00.0", generation=None, generation_max=5, width=16, width_max=16, numa_node=None, source="nvml")
+        "A GPU",
+        "0000:1b:00.0",
+        generation=None,
+        generation_max=5,
+        width=16,
+        width_max=16,
+        numa_node=None,
+        source="nvml",
+    )
 
 
 def test_a_link_told_by_nvidia_smi(monkeypatch, tmp_path):
@@ -158,14 +212,18 @@ def test_a_good_link_warns_of_nothing():
     assert warnings_for(GPU, replace(HOST, numa_nodes=(0, 1), memlock_bytes=HOST.memory_bytes)) == []
 
 
-@pytest.mark.parametrize("gpu, host, pinned, words", [
-    (replace(GPU, width=8), HOST, 27.0, ["8 of 16", "2 times"]),
-    (replace(GPU, generation=3), HOST, 13.0, ["generation 3", "could do 5", "idle"]),
-    (replace(GPU, numa_node=1), HOST, 55.5, ["NUMA node 1", "--cpunodebind=1 --membind=1"]),
-    (GPU, HOST, 31.0, ["31.0 GB/s", "49%", "63.0 GB/s", "generation 5 x16"]),
-    (GPU, replace(HOST, memlock_bytes=8 << 20), 55.5, ["8.00 MiB", "60.0 GiB", "may be refused", "libaio"]),
-    (None, replace(HOST, memlock_bytes=2 * GIB), None, ["2.0 GiB", "ulimit -l"]),
-], ids=["lanes", "generation", "numa", "rate", "memlock", "memlock without a GPU"])
+@pytest.mark.parametrize(
+    "gpu, host, pinned, words",
+    [
+        (replace(GPU, width=8), HOST, 27.0, ["8 of 16", "2 times"]),
+        (replace(GPU, generation=3), HOST, 13.0, ["generation 3", "could do 5", "idle"]),
+        (replace(GPU, numa_node=1), HOST, 55.5, ["NUMA node 1", "--cpunodebind=1 --membind=1"]),
+        (GPU, HOST, 31.0, ["31.0 GB/s", "49%", "63.0 GB/s", "generation 5 x16"]),
+        (GPU, replace(HOST, memlock_bytes=8 << 20), 55.5, ["8.00 MiB", "60.0 GiB", "may be refused", "libaio"]),
+        (None, replace(HOST, memlock_bytes=2 * GIB), None, ["2.0 GiB", "ulimit -l"]),
+    ],
+    ids=["lanes", "generation", "numa", "rate", "memlock", "memlock without a GPU"],
+)
 def test_each_warning(gpu, host, pinned, words):
     (line,) = warnings_for(gpu, host, pinned)
     assert all(word in line for word in words), line
@@ -179,7 +237,7 @@ def test_all_is_wrong_at_once():
 def test_the_report_of_two_gpus(monkeypatch, capsys):
     """The words around the numbers; the GPUs' own calls are stand-ins here."""
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    monkeypatch.setattr("zero_inference.distributed.detect_ranks", lambda local_rank: ranks)
+    monkeypatch.setattr("zero_inference.runtime.distributed.detect_ranks", lambda local_rank: ranks)
     for name, value in (("device_count", 2), ("set_device", None), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
@@ -192,14 +250,18 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(copy, "several_devices_gbps", lambda devices: 40.0 * len(devices))
     monkeypatch.setattr(compute, "device_copy_gbps", lambda device: 3900.0)
     monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr(command, "_gpu_links", lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)])
+    monkeypatch.setattr(
+        command, "_gpu_links", lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)]
+    )
     monkeypatch.setattr(system, "read_host", lambda: HOST)
     args = argparse.Namespace(disk=None, json=True, local_rank=None)
     assert command.main(args) == 0
     report = json.loads(capsys.readouterr().out)
     ceilings = report["ceilings"]
     assert ceilings["all_devices_gbps"]["value"] == 80 and ceilings["host_to_device_pageable_gbps"]["all_ranks"] == 6.5
-    assert ceilings["device_to_host_pinned_gbps"]["value"] is ceilings["device_to_host_pinned_gbps"]["all_ranks"] is None
+    assert (
+        ceilings["device_to_host_pinned_gbps"]["value"] is ceilings["device_to_host_pinned_gbps"]["all_ranks"] is None
+    )
     assert [gpu["limit_gbps"] for gpu in report["gpus"]] == pytest.approx([63.0, 31.5], abs=0.1)
     failed, slow, lanes = report["warnings"]
     assert "page-locked" in failed and "GPU 0000:1b:00.0" in slow and "63%" in slow and "GPU 0000:c1:00.0" in lanes
@@ -212,8 +274,14 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
 
 
 def link(*options, launcher=(), **changes) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *launcher, "-m", "zero_inference", "link", *map(str, options)], capture_output=True,
-                          text=True, timeout=180, cwd=ROOT, env={**os.environ, **changes})
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "zero_inference", "link", *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=ROOT,
+        env={**os.environ, **changes},
+    )
 
 
 def test_json_of_one_process(tmp_path):
@@ -222,8 +290,14 @@ def test_json_of_one_process(tmp_path):
     report = json.loads(done.stdout)
     assert (report["device"], report["world_size"], report["gpus"]) == ("cpu", 1, [])
     ceilings = report["ceilings"]
-    assert set(ceilings) == {"host_memory_copy_gbps", "host_memory_two_copies_gbps", "device_copy_gbps", "matmul_bfloat16_tflops",
-                             "matmul_float32_tflops", "disk_read_gbps"}
+    assert set(ceilings) == {
+        "host_memory_copy_gbps",
+        "host_memory_two_copies_gbps",
+        "device_copy_gbps",
+        "matmul_bfloat16_tflops",
+        "matmul_float32_tflops",
+        "disk_read_gbps",
+    }
     for name, each in ceilings.items():
         if name == "disk_read_gbps" and each["value"] is None:  # a file system without O_DIRECT
             assert any("O_DIRECT" in line for line in report["warnings"])
@@ -246,13 +320,32 @@ def test_two_ranks_measure_at_once_and_the_first_prints_the_sum():
 
 
 def test_a_killed_rank_ends_the_other():
-    both = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([sys.executable, "-m", "zero_inference", "link"], cwd=ROOT, env=both | {"RANK": rank, "LOCAL_RANK": rank},
-                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for rank in "01"]
+    both = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zero_inference", "link"],
+            cwd=ROOT,
+            env=both | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
     try:
         second, deadline = psutil.Process(ranks[1].pid), time.monotonic() + 60
-        while not any(one.status == psutil.CONN_ESTABLISHED for one in second.net_connections("tcp")) and time.monotonic() < deadline:
+        while (
+            not any(one.status == psutil.CONN_ESTABLISHED for one in second.net_connections("tcp"))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         ranks[1].kill()
         errors = ranks[0].communicate(timeout=60)[1]
@@ -267,7 +360,14 @@ def test_a_killed_rank_ends_the_other():
 def test_the_table_of_one_process():
     done = link(CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    for words in ("host memory copy", "GB/s", "TFLOP/s", "bounds decode with weights on the device", "no GPU", "NUMA nodes"):
+    for words in (
+        "host memory copy",
+        "GB/s",
+        "TFLOP/s",
+        "bounds decode with weights on the device",
+        "no GPU",
+        "NUMA nodes",
+    ):
         assert words in done.stdout, done.stdout
     assert "warning" not in done.stdout
 
@@ -279,6 +379,10 @@ def test_a_folder_that_is_not_there_is_bad_usage(tmp_path):
 
 def test_help_and_bad_usage_load_no_torch():
     for options in (["--help"], ["--disk", "/gone"]):
-        done = subprocess.run([sys.executable, "-X", "importtime", "-m", "zero_inference", "link", *options], capture_output=True,
-                              text=True, cwd=ROOT)
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "zero_inference", "link", *options],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
         assert "torch" not in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

@@ -9,8 +9,8 @@ import pytest
 from conftest import need_smollm2
 
 from zero_inference.errors import UsageError
-from zero_inference.locks import held_lock
 from zero_inference.models import smollm2
+from zero_inference.runtime.locks import held_lock
 
 
 def test_a_lock_is_free_again_and_one_that_is_kept_is_given_up(tmp_path):
@@ -36,5 +36,7 @@ def test_a_foreign_lock_on_the_cache_is_an_error_that_names_it(tmp_path, monkeyp
     path = smollm2.checkpoint_place(gguf, version).with_suffix(".lock")
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match=r"\.lock in the cache cannot be used \(another process has kept it locked"):
+        with pytest.raises(
+            UsageError, match=r"\.lock in the cache cannot be used \(another process has kept it locked"
+        ):
             smollm2.smollm2_checkpoint()

@@ -9,9 +9,9 @@ import tracemalloc
 
 from test_report import make_record
 
-from zero_inference import records
-from zero_inference.html_report.drawing import MOST_ROWS, ROWS_AT_ONCE, Row, row_figures
-from zero_inference.report import load_records
+from zero_inference.records import records
+from zero_inference.report.html.drawing import MOST_ROWS, ROWS_AT_ONCE, Row, row_figures
+from zero_inference.report.runs import load_records
 from zero_inference.utils import write_benchmark_log
 
 

@@ -9,8 +9,13 @@ from conftest import ROOT
 
 
 def measure(folder, *cases, **environment):
-    return subprocess.run(["bash", ROOT / "scripts" / "measure_gpu.sh", folder, *cases], env=os.environ | environment,
-                          capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["bash", ROOT / "scripts" / "measure_gpu.sh", folder, *cases],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_a_folder_with_spaces_is_one_word(tmp_path):
@@ -21,7 +26,7 @@ def test_a_folder_with_spaces_is_one_word(tmp_path):
 
 
 def test_a_case_that_fails_takes_nothing_away(tmp_path):
-    (tmp_path / "python3").write_text("#!/bin/sh\necho \"$@\"\nexit $CODE\n")
+    (tmp_path / "python3").write_text('#!/bin/sh\necho "$@"\nexit $CODE\n')
     (tmp_path / "python3").chmod(0o755)
     results = tmp_path / "the results"
     results.mkdir()

@@ -24,7 +24,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.micro import blocks, cards, command, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
 from zero_inference.norms import choice
-from zero_inference.tables import Column, RowPrinter, render
+from zero_inference.report.tables import Column, RowPrinter, render
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -33,9 +33,17 @@ SMALL = {
     "gpt2 inner": dict(model_type="gpt2", n_embd=48, n_head=4, n_inner=80),
     "t5": dict(model_type="t5", d_model=48, d_kv=20, d_ff=112, num_heads=4),
     "opt": dict(model_type="opt", hidden_size=48, ffn_dim=112, num_attention_heads=4),
-    "llama": dict(model_type="llama", hidden_size=48, intermediate_size=112, num_attention_heads=6, num_key_value_heads=2),
-    "llama wide": dict(model_type="llama", hidden_size=48, intermediate_size=112, num_attention_heads=6, num_key_value_heads=3,
-                       head_dim=24),
+    "llama": dict(
+        model_type="llama", hidden_size=48, intermediate_size=112, num_attention_heads=6, num_key_value_heads=2
+    ),
+    "llama wide": dict(
+        model_type="llama",
+        hidden_size=48,
+        intermediate_size=112,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=24,
+    ),
 }
 
 
@@ -52,8 +60,13 @@ def counted(action) -> int:
     return counter.get_total_flops()
 
 
-PARTS = {"layer": "forward", "attention": "attention", "feed_forward": "feed_forward", "dense": "dense",
-         "dense_activation": "dense"}
+PARTS = {
+    "layer": "forward",
+    "attention": "attention",
+    "feed_forward": "feed_forward",
+    "dense": "dense",
+    "dense_activation": "dense",
+}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -61,7 +74,9 @@ def test_formulas_are_what_the_counter_counts(name):
     block, batch, seq = small_block(name), 3, 7
     x = torch.randn(batch, seq, block.shape.hidden)
     with torch.no_grad():
-        block.parts["layer"](x)  # keeps the angles of rotary positions, which no block computes and some transformers multiply out
+        block.parts["layer"](
+            x
+        )  # keeps the angles of rotary positions, which no block computes and some transformers multiply out
         for part, formula in PARTS.items():
             assert counted(lambda: block.parts[part](x)) == getattr(block.shape, formula)(batch, seq), part
             assert block.parts[part](x).shape[:2] == (batch, seq)
@@ -103,9 +118,16 @@ class Clock:
         self.now += self.left.pop(0)
 
 
-@pytest.mark.parametrize("device, call_s, expected, left", [
-    ("cpu", [0.3, 0.003, 0.002, 0.001], 0.002, 1), ("cpu", [0.3, 0.3, 0.1], 0.3, 1), ("cpu", [9.0, 0.001], 9.0, 1),
-    ("cuda", [9.0, 0.003, 0.001, 0.002, 0.1], 0.001, 1), ("cuda", [9.0, 0.6, 0.1], 0.6, 1)])
+@pytest.mark.parametrize(
+    "device, call_s, expected, left",
+    [
+        ("cpu", [0.3, 0.003, 0.002, 0.001], 0.002, 1),
+        ("cpu", [0.3, 0.3, 0.1], 0.3, 1),
+        ("cpu", [9.0, 0.001], 9.0, 1),
+        ("cuda", [9.0, 0.003, 0.001, 0.002, 0.1], 0.001, 1),
+        ("cuda", [9.0, 0.6, 0.1], 0.6, 1),
+    ],
+)
 def test_a_call_is_timed_behind_what_only_the_first_of_a_gpu_takes(device, call_s, expected, left, monkeypatch):
     with monkeypatch.context() as patch:
         clock = Clock(patch, *call_s)
@@ -117,7 +139,9 @@ def test_matmul_formula_and_causal_share():
     assert counted(lambda: torch.randn(17, 17) @ torch.randn(17, 17)) == flops.matmul(17)
     causal, full = (BlockShape(8, 8, 8, 32, causal=causal) for causal in (True, False))
     pairs = sum(query for query in range(5))  # of 5 tokens each leaves out those behind it
-    assert causal.skippable(3, 5) == pytest.approx(3 * 4 * 8 * pairs / causal.forward(3, 5)) and full.skippable(3, 5) == 0
+    assert (
+        causal.skippable(3, 5) == pytest.approx(3 * 4 * 8 * pairs / causal.forward(3, 5)) and full.skippable(3, 5) == 0
+    )
 
 
 def test_blocks_are_seeded_and_on_the_device_in_the_dtype():
@@ -128,15 +152,34 @@ def test_blocks_are_seeded_and_on_the_device_in_the_dtype():
         blocks.block_config("mixtral-8x7b")
 
 
-@pytest.mark.parametrize("cuda_name, name", [
-    ("NVIDIA H200", "H200 SXM"), ("NVIDIA H200 NVL", "H200 NVL"), ("NVIDIA H100 80GB HBM3", "H100 SXM"),
-    ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA H100 NVL", "H100 NVL"), ("NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB"),
-    ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB"), ("NVIDIA A100 80GB PCIe", "A100 PCIe 80 GB"),
-    ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40 GB"), ("Tesla V100-SXM2-16GB", "V100 SXM2"), ("Tesla V100-PCIE-32GB", "V100 PCIe"),
-    ("Tesla V100S-PCIE-32GB", "V100S PCIe"), ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-    ("NVIDIA GeForce RTX 4090", "RTX 4090"), ("NVIDIA L40S", "L40S"), ("NVIDIA B200", "B200"),
-    ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA L40", None), ("NVIDIA GB200", None), ("", None)])
+@pytest.mark.parametrize(
+    "cuda_name, name",
+    [
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM 80 GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 SXM 40 GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 PCIe 80 GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 PCIe 40 GB"),
+        ("Tesla V100-SXM2-16GB", "V100 SXM2"),
+        ("Tesla V100-PCIE-32GB", "V100 PCIe"),
+        ("Tesla V100S-PCIE-32GB", "V100S PCIe"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA GB200", None),
+        ("", None),
+    ],
+)
 def test_cards_by_the_name_that_cuda_gives(cuda_name, name):
     card = cards.find_card(cuda_name)
     assert (card and card.name) == name
@@ -155,6 +198,7 @@ def test_every_rate_has_a_source_and_a_likely_size():
 
 def test_a_machine_of_known_rate(monkeypatch):
     """A product that takes 50 ms by construction comes out at 2 n^3 / 50 ms."""
+
     def slow(left, right, out):
         end = time.perf_counter() + 0.05
         while time.perf_counter() < end:
@@ -193,7 +237,11 @@ def test_shares_are_of_the_best_rate_seen(monkeypatch):
     best = 1e-9
     for row in rows:
         best = max(best, row["tflops"])
-        assert row["best_tflops"] == best and row["of_measured"] == pytest.approx(row["tflops"] / best) and row["of_measured"] <= 1
+        assert (
+            row["best_tflops"] == best
+            and row["of_measured"] == pytest.approx(row["tflops"] / best)
+            and row["of_measured"] <= 1
+        )
     (row,) = layer.measure(rates, ["opt"], [8], [2], "bf16", 0.01, math.inf, build=small_block)
     assert row["best_tflops"] == max(row[key] for key in row if key.endswith("_tflops")) and row["of_measured"] <= 1
 
@@ -206,7 +254,10 @@ def test_the_first_rate_is_the_best_of_the_sizes_that_are_quick_enough(monkeypat
         return {256: 2e-3, 512: 3e-3}[size]
 
     monkeypatch.setattr(timing.compute, "matmul_tflops", tflops)
-    assert timing.MachineRates(CPU).matmul_tflops("fp16") == 3e-3 and asked == [256, 512]  # 1024 takes 0.7 s at that rate
+    assert timing.MachineRates(CPU).matmul_tflops("fp16") == 3e-3 and asked == [
+        256,
+        512,
+    ]  # 1024 takes 0.7 s at that rate
 
 
 def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys):
@@ -219,8 +270,27 @@ def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys
 
     monkeypatch.setattr(torch, "mm", slow)
     monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.001)
-    assert console_main(["zero-inference", "micro", "matmul", "--device", "cpu", "--sizes", "128", "2048", "--dtype", "fp16",
-                         "--format", "csv", "--min-run-time", "0.01"]) == 0
+    assert (
+        console_main(
+            [
+                "zero-inference",
+                "micro",
+                "matmul",
+                "--device",
+                "cpu",
+                "--sizes",
+                "128",
+                "2048",
+                "--dtype",
+                "fp16",
+                "--format",
+                "csv",
+                "--min-run-time",
+                "0.01",
+            ]
+        )
+        == 0
+    )
     good, skipped = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert float(good["tflops"]) > 0 and max(sizes) == 512
     assert skipped["tflops"] == "" and skipped["skipped"].startswith("one product is expected to take ")
@@ -251,8 +321,19 @@ def test_the_default_of_layer_ends_within_three_minutes_on_a_gpu(monkeypatch):
     monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 1.0)
     names = ["bert", "gpt2", "t5", "opt", "llama"]
     assert [blocks.block_config(name).model_type for name in blocks.DEFAULT_BLOCKS] == names
-    rows = list(layer.measure(rates, names, command.LAYER_SEQS["cuda"], command.LAYER_BATCHES["cuda"], "fp32",
-                              command.LAYER_MIN_RUN_TIME_S, 1.0, lambda block: int(block.name in ("opt", "llama")), small_block))
+    rows = list(
+        layer.measure(
+            rates,
+            names,
+            command.LAYER_SEQS["cuda"],
+            command.LAYER_BATCHES["cuda"],
+            "fp32",
+            command.LAYER_MIN_RUN_TIME_S,
+            1.0,
+            lambda block: int(block.name in ("opt", "llama")),
+            small_block,
+        )
+    )
     assert len(rows) == 28 and len(timed) == 136 and len(timed) * (command.LAYER_MIN_RUN_TIME_S + 1) < 180
 
 
@@ -266,8 +347,28 @@ def test_a_row_is_shown_before_the_next_is_measured(format, monkeypatch, capsys)
 
     monkeypatch.setattr(matmul, "time_matmul", watching)
     monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.5)
-    assert console_main(["zero-inference", "micro", "matmul", "--device", "cpu", "--sizes", "16", "77", "99", "--dtype", "fp32",
-                         "--format", format, "--min-run-time", "0.01"]) == 0
+    assert (
+        console_main(
+            [
+                "zero-inference",
+                "micro",
+                "matmul",
+                "--device",
+                "cpu",
+                "--sizes",
+                "16",
+                "77",
+                "99",
+                "--dtype",
+                "fp32",
+                "--format",
+                format,
+                "--min-run-time",
+                "0.01",
+            ]
+        )
+        == 0
+    )
     rest = capsys.readouterr()
     texts = [each.err if format == "json" else each.out for each in (*shown, rest)]
     assert [re.findall(r"fp32[ |,]+(?:n )?(\d+)", text) for text in texts] == [[], ["16"], ["77"], ["99"]]
@@ -292,7 +393,12 @@ def test_rows_one_by_one_are_the_table_of_all(capsys):
     assert [row for row in cells if row != cells[1]] == [row for row in expected if row != expected[1]]
     assert printed["md"].splitlines()[1] == "|:--------|--------:|"
     assert printed["table"].splitlines() == [
-        "a long", "header         x", "-------  -------", "one|two  12345678", "a              -"]
+        "a long",
+        "header         x",
+        "-------  -------",
+        "one|two  12345678",
+        "a              -",
+    ]
 
 
 def test_rows_follow_from_the_time(monkeypatch):
@@ -301,8 +407,12 @@ def test_rows_follow_from_the_time(monkeypatch):
     monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 0.25)
     monkeypatch.setattr(rates, "datasheet_gbps", lambda: 40.0)
     (row,) = elementwise.measure(rates, [1 << 12], 0.02)
-    assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(8 * row["gflops"])
-    assert row["of_measured"] == pytest.approx(row["gbps"] / 20) and row["of_datasheet"] == pytest.approx(row["gbps"] / 40)
+    assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(
+        8 * row["gflops"]
+    )
+    assert row["of_measured"] == pytest.approx(row["gbps"] / 20) and row["of_datasheet"] == pytest.approx(
+        row["gbps"] / 40
+    )
     (row,) = matmul.measure(rates, [33], ["bf16"], 0.02, math.inf)
     assert row["tflops"] == pytest.approx(2 * 33**3 / row["time_s"] / 1e12)
     assert row["of_measured"] == pytest.approx(row["tflops"] / 0.25) and row["of_datasheet"] is None
@@ -319,8 +429,12 @@ def test_a_layer_and_what_other_norms_change(monkeypatch):
             return (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
 
     def patch(block) -> int:
-        norms = [(parent, name, child) for parent in block.module.modules() for name, child in parent.named_children()
-                 if isinstance(child, torch.nn.LayerNorm)]
+        norms = [
+            (parent, name, child)
+            for parent in block.module.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, torch.nn.LayerNorm)
+        ]
         for parent, name, child in norms:
             setattr(parent, name, PlainNorm(child))
         return len(norms)
@@ -330,12 +444,17 @@ def test_a_layer_and_what_other_norms_change(monkeypatch):
     assert [(row["norms"], row["batch"]) for row in rows] == [("torch", 1), ("torch", 2), ("cuda", 1), ("cuda", 2)]
     for plain, patched in zip(rows[:2], rows[2:]):
         assert patched["norm_modules_patched"] == 2 and "dense_tflops" not in patched
-        assert patched["norm_speedup"] == pytest.approx(plain["forward_s"] / patched["forward_s"]) and "norm_speedup" not in plain
+        assert (
+            patched["norm_speedup"] == pytest.approx(plain["forward_s"] / patched["forward_s"])
+            and "norm_speedup" not in plain
+        )
         shape = small_block("opt").shape
         assert plain["forward_tflops"] == pytest.approx(shape.forward(plain["batch"], 8) / plain["forward_s"] / 1e12)
         step = 3 * shape.forward(plain["batch"], 8)
         assert plain["forward_backward_tflops"] == pytest.approx(step / plain["forward_backward_s"] / 1e12)
-        assert plain["attention_of_feed_forward"] == pytest.approx(plain["attention_tflops"] / plain["feed_forward_tflops"])
+        assert plain["attention_of_feed_forward"] == pytest.approx(
+            plain["attention_tflops"] / plain["feed_forward_tflops"]
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
@@ -349,9 +468,14 @@ def test_norm_kernels_patch_a_block_alone(name, monkeypatch, capsys):
     assert [module for module in patched.module.modules() if "forward" in module.__dict__]
     with torch.no_grad():
         torch.testing.assert_close(patched.parts["layer"](x), plain.parts["layer"](x))
-    rows = list(layer.measure(timing.MachineRates(CPU), [name, "bert"], [8], [1], "fp32", 0.01, math.inf, patch, small_block))
+    rows = list(
+        layer.measure(timing.MachineRates(CPU), [name, "bert"], [8], [1], "fp32", 0.01, math.inf, patch, small_block)
+    )
     assert [(row["block"], row["norms"], row.get("norm_modules_patched")) for row in rows] == [
-        (name, "torch", None), (name, "cuda", 2), ("bert", "torch", None)]
+        (name, "torch", None),
+        (name, "cuda", 2),
+        ("bert", "torch", None),
+    ]
     assert "bert: norms run as transformers has them: the family bert is not in the table" in capsys.readouterr().err
 
 
@@ -373,8 +497,27 @@ def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.5)
-    assert console_main(["zero-inference", "micro", "matmul", "--device", "cpu", "--sizes", "16", "32", "--dtype", "fp32",
-                         "--format", "csv", "--min-run-time", "0.01"]) == 1
+    assert (
+        console_main(
+            [
+                "zero-inference",
+                "micro",
+                "matmul",
+                "--device",
+                "cpu",
+                "--sizes",
+                "16",
+                "32",
+                "--dtype",
+                "fp32",
+                "--format",
+                "csv",
+                "--min-run-time",
+                "0.01",
+            ]
+        )
+        == 1
+    )
     shown = capsys.readouterr()
     good, bad = csv.DictReader(io.StringIO(shown.out))
     assert float(good["tflops"]) > 0 and bad["error"] == "out of memory" and bad["tflops"] == ""
@@ -382,17 +525,42 @@ def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
 
 
 def micro(*options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "zero_inference", "micro", *map(str, options)], capture_output=True, text=True,
-                          timeout=180, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    return subprocess.run(
+        [sys.executable, "-m", "zero_inference", "micro", *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
 
 
 def test_the_command_prints_and_draws(tmp_path):
-    done = micro("layer", "--blocks", "bert-large", "llama-3.2-1b", "--seq", "8", "16", "--batch", "1", "--min-run-time", "0.01",
-                 "--format", "json", "--plot", tmp_path / "layer.png")
+    done = micro(
+        "layer",
+        "--blocks",
+        "bert-large",
+        "llama-3.2-1b",
+        "--seq",
+        "8",
+        "16",
+        "--batch",
+        "1",
+        "--min-run-time",
+        "0.01",
+        "--format",
+        "json",
+        "--plot",
+        tmp_path / "layer.png",
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(row["block"], row["seq"]) for row in report["rows"]] == [
-        ("bert-large", 8), ("bert-large", 16), ("llama-3.2-1b", 8), ("llama-3.2-1b", 16)]
+        ("bert-large", 8),
+        ("bert-large", 16),
+        ("llama-3.2-1b", 8),
+        ("llama-3.2-1b", 16),
+    ]
     assert report["card"] is None and report["device"] == "cpu" and report["rows"][2]["skippable"] > 0
     assert (tmp_path / "layer.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -400,23 +568,49 @@ def test_the_command_prints_and_draws(tmp_path):
 def test_tables_of_the_command(tmp_path, capsys):
     for name, options in (("matmul", ["--sizes", "16", "33"]), ("elementwise", ["--sizes", "100", "3000"])):
         plot = tmp_path / f"{name}.png"
-        assert console_main(["zero-inference", "micro", name, "--device", "cpu", *options, "--min-run-time", "0.01",
-                             "--format", "md", "--plot", str(plot)]) == 0
+        assert (
+            console_main(
+                [
+                    "zero-inference",
+                    "micro",
+                    name,
+                    "--device",
+                    "cpu",
+                    *options,
+                    "--min-run-time",
+                    "0.01",
+                    "--format",
+                    "md",
+                    "--plot",
+                    str(plot),
+                ]
+            )
+            == 0
+        )
         out = capsys.readouterr().out
-        assert out.startswith("|") and "of measured" in out and "of datasheet" not in out and plot.stat().st_size > 10_000
+        assert (
+            out.startswith("|") and "of measured" in out and "of datasheet" not in out and plot.stat().st_size > 10_000
+        )
 
 
-@pytest.mark.parametrize("options, words", [
-    (["matmul", "--device", "cpu", "--dtype", "tf32"], "--dtype tf32: this CPU does not have it"),
-    (["layer", "--device", "cpu", "--norm-kernels", "cuda"], "there is no CUDA device"),
-    (["layer", "--device", "cpu", "--norm-kernels", "cuda", "--blocks", "t5-large"], "the family t5 is not in the table"),
-    (["layer", "--device", "cpu", "--blocks", "opt-66c"], "--blocks opt-66c: there is no such block"),
-    (["layer", "--device", "cpu", "--blocks", "bert-large", "--seq", "1024"], "bert-large has 512 positions"),
-    (["matmul", "--plot", "figure.svg"], "only PNG is drawn"),
-    (["matmul", "--plot", "no/such/folder/figure.png"], "name another file, in a folder that can be written"),
-    (["matmul", "--sizes", "0"], "0 is less than 1"),
-    (["elementwise", "--min-run-time", "-1"], "not a time above 0"),
-    (["sort"], "invalid choice")])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["matmul", "--device", "cpu", "--dtype", "tf32"], "--dtype tf32: this CPU does not have it"),
+        (["layer", "--device", "cpu", "--norm-kernels", "cuda"], "there is no CUDA device"),
+        (
+            ["layer", "--device", "cpu", "--norm-kernels", "cuda", "--blocks", "t5-large"],
+            "the family t5 is not in the table",
+        ),
+        (["layer", "--device", "cpu", "--blocks", "opt-66c"], "--blocks opt-66c: there is no such block"),
+        (["layer", "--device", "cpu", "--blocks", "bert-large", "--seq", "1024"], "bert-large has 512 positions"),
+        (["matmul", "--plot", "figure.svg"], "only PNG is drawn"),
+        (["matmul", "--plot", "no/such/folder/figure.png"], "name another file, in a folder that can be written"),
+        (["matmul", "--sizes", "0"], "0 is less than 1"),
+        (["elementwise", "--min-run-time", "-1"], "not a time above 0"),
+        (["sort"], "invalid choice"),
+    ],
+)
 def test_bad_usage(options, words, capsys):
     try:
         code = console_main(["zero-inference", "micro", *options])
@@ -427,7 +621,14 @@ def test_bad_usage(options, words, capsys):
 
 
 def test_help_answers_without_torch():
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "zero_inference", "micro", "layer", "--help"],
-                          capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "zero_inference", "micro", "layer", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
     assert done.returncode == 0 and "--norm-kernels" in done.stdout
-    assert not any(line.rsplit("|", 1)[-1].strip() in ("torch", "matplotlib", "pandas") for line in done.stderr.splitlines())
+    assert not any(
+        line.rsplit("|", 1)[-1].strip() in ("torch", "matplotlib", "pandas") for line in done.stderr.splitlines()
+    )

@@ -13,33 +13,69 @@ from torch import nn
 from transformers import GenerationConfig
 
 from zero_inference.config import RunConfig
-from zero_inference.distributed import Ranks, detect_ranks, start_process_group
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import parameter_bytes
-from zero_inference.engines.ds_quantization import plan_quantization
+from zero_inference.engines.deepspeed.quantization import plan_quantization
+from zero_inference.engines.stream.layout import lay_out
+from zero_inference.engines.stream.store import LayerStore
 from zero_inference.errors import RunError
-from zero_inference.generation import use_repeatable_attention
+from zero_inference.measure.generation import use_repeatable_attention
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.offload.layer_store import LayerStore
-from zero_inference.offload.layout import lay_out
-from zero_inference.records import output_ids_sha256
+from zero_inference.records.records import output_ids_sha256
+from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8
-COMMON = dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-              max_position_embeddings=128, tie_word_embeddings=False)
+COMMON = dict(
+    hidden_size=64,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
 FAMILIES = {  # a buffer, parameters, and norms that only float16 keeps
-    "deepseek_v3": dict(COMMON, model_type="deepseek_v3", num_key_value_heads=4, n_routed_experts=EXPERTS, num_experts_per_tok=2,
-                        n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=16,
-                        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20),
-    "ernie4_5_moe": dict(COMMON, model_type="ernie4_5_moe", num_key_value_heads=2, moe_num_experts=EXPERTS, moe_k=2,
-                         moe_num_shared_experts=1, moe_layer_start_index=1),
-    "gpt_oss": dict(COMMON, model_type="gpt_oss", num_key_value_heads=2, head_dim=16, num_local_experts=EXPERTS,
-                    num_experts_per_tok=2),
+    "deepseek_v3": dict(
+        COMMON,
+        model_type="deepseek_v3",
+        num_key_value_heads=4,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=20,
+    ),
+    "ernie4_5_moe": dict(
+        COMMON,
+        model_type="ernie4_5_moe",
+        num_key_value_heads=2,
+        moe_num_experts=EXPERTS,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+    ),
+    "gpt_oss": dict(
+        COMMON,
+        model_type="gpt_oss",
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+    ),
 }
-KEPT = {"deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias", "ernie4_5_moe": "model.layers.1.mlp.gate.weight",
-        "gpt_oss": "model.layers.1.input_layernorm.weight"}
+KEPT = {
+    "deepseek_v3": "model.layers.1.mlp.gate.e_score_correction_bias",
+    "ernie4_5_moe": "model.layers.1.mlp.gate.weight",
+    "gpt_oss": "model.layers.1.input_layernorm.weight",
+}
 WAYS = {
     "resident": {"engine": "resident"},
     "stream": {"engine": "stream", "gpu_memory": 0},
@@ -62,7 +98,9 @@ def checkpoint(tmp_path_factory):
     def get(family: str):
         if family not in made:
             torch.manual_seed(5)
-            config = AutoConfig.for_model(**FAMILIES[family], vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+            config = AutoConfig.for_model(
+                **FAMILIES[family], vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2
+            )
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
             with torch.no_grad():
                 for name, tensor in model.state_dict().items():
@@ -80,7 +118,9 @@ def checkpoint(tmp_path_factory):
 
 
 def load(folder, **options):
-    config = RunConfig(**{"model": str(folder), "batch_size": BATCH, "prompt_len": PROMPT, "gen_len": GEN} | options).validate()
+    config = RunConfig(
+        **{"model": str(folder), "batch_size": BATCH, "prompt_len": PROMPT, "gen_len": GEN} | options
+    ).validate()
     ranks = detect_ranks()
     spec = resolve_model(config, "cpu")
     start_process_group(ranks)
@@ -94,8 +134,11 @@ def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The experts that each router chose for each token, in order of the calls, and the greedy ids of `model`, all on the CPU."""
     use_repeatable_attention()
     chosen: list[torch.Tensor] = []
-    hooks = [module.register_forward_hook(lambda module, args, output: chosen.append(output[-1].sort(-1).values.cpu()))
-             for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [
+        module.register_forward_hook(lambda module, args, output: chosen.append(output[-1].sort(-1).values.cpu()))
+        for name, module in model.named_modules()
+        if name.endswith("mlp.gate")
+    ]
     ids = inputs(BATCH)
     settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
     with torch.no_grad():
@@ -143,11 +186,28 @@ def test_experts_and_tokens_are_those_of_from_pretrained(family, dtype, way, che
         assert not same(choices(model)[0], experts), "a checkpoint whose rounding changes nothing would prove nothing"
 
 
-@pytest.mark.parametrize("options", [["--engine", "stream", "--gpu-memory", "0"], ["--cpu-offload"]], ids=["stream", "deepspeed"])
+@pytest.mark.parametrize(
+    "options", [["--engine", "stream", "--gpu-memory", "0"], ["--cpu-offload"]], ids=["stream", "deepspeed"]
+)
 def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
     folder = checkpoint("ernie4_5_moe")
-    done = run_model("--model", folder, "--dtype", "bfloat16", "--batch-size", BATCH, "--prompt-len", PROMPT, "--gen-len", GEN,
-                     "--loops", 1, *options, launcher="by hand", ranks=2)
+    done = run_model(
+        "--model",
+        folder,
+        "--dtype",
+        "bfloat16",
+        "--batch-size",
+        BATCH,
+        "--prompt-len",
+        PROMPT,
+        "--gen-len",
+        GEN,
+        "--loops",
+        1,
+        *options,
+        launcher="by hand",
+        ranks=2,
+    )
     assert done.code == 0, done.stderr
     device = torch.device("cpu" if too_few_gpus(2) else "cuda")
     model = plain(folder, torch.bfloat16, device)
@@ -155,8 +215,12 @@ def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
     settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
     # a rank computes its share of the batch, and 16 bits round by shape
     rows = random_ids(0, BATCH, PROMPT, VOCAB).to(device).split(1)
-    expected = torch.cat([model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)[:, PROMPT:]
-                          for row in rows])
+    expected = torch.cat(
+        [
+            model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)[:, PROMPT:]
+            for row in rows
+        ]
+    )
     assert done.record["output_ids_sha256"] == output_ids_sha256(expected.cpu())
 
 
@@ -167,12 +231,16 @@ def test_each_tensor_has_the_dtype_and_bits_of_from_pretrained(family, dtype, ch
     loaded, spec = load(checkpoint(family), engine="resident", dtype=dtype)
     found = loaded.model.state_dict()
     assert found.keys() == expected.keys()
-    assert {name: tensor.dtype for name, tensor in found.items()} == {name: tensor.dtype for name, tensor in expected.items()}
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: tensor.dtype for name, tensor in expected.items()
+    }
     assert all(torch.equal(found[name].cpu(), expected[name]) for name in found)
     kept = dtype == "float16" or family != "gpt_oss" or dtype == "float32"
     assert found[KEPT[family]].dtype == (torch.float32 if kept else torch.bfloat16)
     drawn = load(checkpoint(family), engine="resident", dtype=dtype, dummy=True)[0].model.state_dict()
-    assert {name: tensor.dtype for name, tensor in drawn.items()} == {name: tensor.dtype for name, tensor in expected.items()}
+    assert {name: tensor.dtype for name, tensor in drawn.items()} == {
+        name: tensor.dtype for name, tensor in expected.items()
+    }
 
 
 def test_a_buffer_that_the_checkpoint_lacks_keeps_its_initial_value_and_is_named(checkpoint, tmp_path, caplog):
@@ -202,14 +270,18 @@ def test_a_buffer_that_the_checkpoint_lacks_keeps_its_initial_value_and_is_named
 def test_a_matrix_that_is_kept_in_float32_is_not_quantized(way, checkpoint):
     loaded, _ = load(checkpoint("ernie4_5_moe"), dtype="bfloat16", quant_bits=8, quant_group_size=32, **WAYS[way])
     assert KEPT["ernie4_5_moe"] in loaded.facts["not_quantized"]
-    assert loaded.facts["quantized_fraction"] > (0.75 if way == "stream" else 0.3), "DeepSpeed leaves fused experts as they are"
+    assert loaded.facts["quantized_fraction"] > (0.75 if way == "stream" else 0.3), (
+        "DeepSpeed leaves fused experts as they are"
+    )
     gate = loaded.model.get_parameter(KEPT["ernie4_5_moe"])
     assert gate.dtype == torch.float32
     with torch.no_grad():
         assert loaded.model(inputs(BATCH)).logits.isfinite().all()
     loaded.close()
     # too odd for the group size, which must not matter for what is not quantized
-    layer = nn.ModuleDict({"gate": nn.Linear(48, 8, dtype=torch.float32), "proj": nn.Linear(64, 8, dtype=torch.bfloat16)})
+    layer = nn.ModuleDict(
+        {"gate": nn.Linear(48, 8, dtype=torch.float32), "proj": nn.Linear(64, 8, dtype=torch.bfloat16)}
+    )
     plan = plan_quantization(layer, {"num_bits": 8, "group_size": 32}, torch.bfloat16)
     assert plan.names == {"proj.weight"} and plan.skipped == ["gate.weight"]
 
@@ -225,7 +297,9 @@ def test_a_tensor_that_does_not_fill_its_place_is_refused():
 
 
 def test_the_skeleton_says_the_stored_dtype_of_tied_parameters_too(checkpoint):
-    spec = resolve_model(RunConfig(model=str(checkpoint("ernie4_5_moe")), engine="resident", dtype="bfloat16").validate(), "cpu")
+    spec = resolve_model(
+        RunConfig(model=str(checkpoint("ernie4_5_moe")), engine="resident", dtype="bfloat16").validate(), "cpu"
+    )
     spec.config.tie_word_embeddings = True
     model = empty_model(spec)
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.dtype == torch.bfloat16
@@ -236,7 +310,9 @@ def test_a_large_matrix_in_float32_waits_in_host_memory_while_its_layer_is_on_nv
     """DeepSpeed's NVMe buffers have one dtype; this router is large enough to be swapped (1 MiB)."""
     from transformers import AutoConfig
 
-    wide = dict(FAMILIES["ernie4_5_moe"], hidden_size=1024, moe_num_experts=528, moe_intermediate_size=8, num_hidden_layers=2)
+    wide = dict(
+        FAMILIES["ernie4_5_moe"], hidden_size=1024, moe_num_experts=528, moe_intermediate_size=8, num_hidden_layers=2
+    )
     config = AutoConfig.for_model(**wide, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config.save_pretrained(tmp_path / "model")
     use_repeatable_attention()

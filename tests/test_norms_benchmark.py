@@ -45,7 +45,9 @@ def test_a_wrong_kernel_is_told(wrong, monkeypatch, capsys):
         calculate_diff(Wrong(), bs=2, sl=8, hidden_size=64, device="cpu")
     monkeypatch.setattr(run_cases, "why_not_here", lambda: None)
     monkeypatch.setitem(CASES, "rms", Wrong())
-    monkeypatch.setattr(run_cases, "check", lambda case, dtype: calculate_diff(case, bs=2, sl=8, hidden_size=64, device="cpu"))
+    monkeypatch.setattr(
+        run_cases, "check", lambda case, dtype: calculate_diff(case, bs=2, sl=8, hidden_size=64, device="cpu")
+    )
     assert run_cases.main(["--case", "rms"]) == 1
     assert "rms: " in capsys.readouterr().err
 
@@ -86,8 +88,19 @@ def test_columns_of_the_table(tmp_path):
     times.graph_us = {(SIZE, "cuda"): 7.5}
     bench_framework.write_table(path, times)
     header, row, large = (line.split(",") for line in path.read_text().splitlines())
-    assert header[:11] == ["dim", "batch_size", "seq_len", "Naive (us)", "Compiled (us)", "Cuda (us)", "SpeedUp (us)",
-                           "Naive (GB/s)", "Compiled (GB/s)", "Cuda (GB/s)", "Liger (GB/s)"]
+    assert header[:11] == [
+        "dim",
+        "batch_size",
+        "seq_len",
+        "Naive (us)",
+        "Compiled (us)",
+        "Cuda (us)",
+        "SpeedUp (us)",
+        "Naive (GB/s)",
+        "Compiled (GB/s)",
+        "Cuda (GB/s)",
+        "Liger (GB/s)",
+    ]
     values = dict(zip(header, row))
     assert values["dim"] == "4096" and float(values["SpeedUp (us)"]) == 5.0 and float(values["Cuda (us)"]) == 8.0
     assert float(values["Cuda (GB/s)"]) == pytest.approx(2 * 4096 * 1024 * 2 / 8e-6 / 1e9)
@@ -123,7 +136,11 @@ def test_a_peer_that_fails_costs_its_own_cells(monkeypatch, capsys):
 
     monkeypatch.setattr(bench_framework.Times, "_launches_us", lambda self, call: [call() is None or 5.0])
     times = bench_framework.Times(Broken("poly"), torch.float32, 1e-6, peers=True, backward=True)
-    found = [times.of(config, provider) for config in (SIZE[:1] + (1, 2), SIZE[:1] + (1, 3)) for provider in ("naive", "liger")]
+    found = [
+        times.of(config, provider)
+        for config in (SIZE[:1] + (1, 2), SIZE[:1] + (1, 3))
+        for provider in ("naive", "liger")
+    ]
     assert found[0] == found[2] == 5.0 and found[1] != found[1] and found[3] != found[3]
     assert capsys.readouterr().err.count("note: no times of liger, poly fp32 bwd") == 1
 
@@ -168,7 +185,10 @@ def test_a_failed_capture_ends_its_own_process_only(worker, capfd):
     assert len(set(times.graph_us.values())) == 1, "one process answered all that went well behind the failures"
     told = capfd.readouterr()
     assert "graph times of naive, rms bf16 fwd, from (4096, 1, 1024) on: RuntimeError: operation failed due" in told.err
-    assert "graph times of compiled, rms bf16 fwd, from (4096, 1, 1024) on: its process ended with exit code -11" in told.err
+    assert (
+        "graph times of compiled, rms bf16 fwd, from (4096, 1, 1024) on: its process ended with exit code -11"
+        in told.err
+    )
     assert told.err.count("note: ") == 2 and "what a library prints" in told.err and told.out == ""
 
 
@@ -193,7 +213,9 @@ def test_compiling_ahead_asks_for_each_number_of_rows_once(monkeypatch):
 
     times = measured(case="grouped_mul_poly", naive=1.0, compiled=1.0, compiled_cuda=1.0)
     graph_times.compile_ahead(times, [(64, 1, 8), (64, 2, 4), (64, 4, 4)], [Listening(), Listening()])
-    assert sorted(asked) == [(name, size) for name in ("compiled", "compiled_cuda") for size in ((64, 1, 8), (64, 1, 16))]
+    assert sorted(asked) == [
+        (name, size) for name in ("compiled", "compiled_cuda") for size in ((64, 1, 8), (64, 1, 16))
+    ]
 
     class Failing:
         def ask(self, request, timeout_s):
@@ -224,7 +246,9 @@ def test_times_by_cuda_graph():
                 times = bench_framework.Times(CASES[name], torch.bfloat16, 1e-6, peers=False, backward=backward)
                 times.us = {((1024, 1, 256), provider): 1.0 for provider in times.providers}
                 graph_times.add_graph_times(times, [(1024, 1, 256)], worker)
-                assert set(times.graph_us) == set(times.us) and all(0.5 < us < 1000 for us in times.graph_us.values()), times.title
+                assert set(times.graph_us) == set(times.us) and all(
+                    0.5 < us < 1000 for us in times.graph_us.values()
+                ), times.title
     finally:
         worker.close()
 
@@ -233,8 +257,14 @@ def test_times_by_cuda_graph():
 @pytest.mark.parametrize("name", ["poly", "mul_poly"])
 def test_liger_gives_gradients_of_the_same_tensors(name):
     pytest.importorskip("liger_kernel", reason="Liger is not installed")
-    calculate_diff(CASES[name], bs=2, sl=67, hidden_size=256, dtype=torch.float32,
-                   provider=lambda inputs: CASES[name].make_peers(inputs)["liger"])
+    calculate_diff(
+        CASES[name],
+        bs=2,
+        sl=67,
+        hidden_size=256,
+        dtype=torch.float32,
+        provider=lambda inputs: CASES[name].make_peers(inputs)["liger"],
+    )
 
 
 class CPUCase(DiffCase):
@@ -280,8 +310,10 @@ def test_plots_are_drawn_from_the_tables(tmp_path):
     for case, direction in (("rms", "fwd"), ("add_rms", "fwd"), ("rms", "bwd")):
         table = tmp_path / "results" / case / "bf16" / f"{case}-bf16-{direction}-perf.csv"
         table.parent.mkdir(parents=True, exist_ok=True)
-        table.write_text("dim,batch_size,seq_len,Naive (us),Naive (GB/s),Cuda (GB/s),Liger (GB/s)\n"
-                         "2048,8,8192,1,1,3900,1\n4096,8,8192,9,300,4100,\n4096,1,8192,1,1,9999,1\n")
+        table.write_text(
+            "dim,batch_size,seq_len,Naive (us),Naive (GB/s),Cuda (GB/s),Liger (GB/s)\n"
+            "2048,8,8192,1,1,3900,1\n4096,8,8192,9,300,4100,\n4096,1,8192,1,1,9999,1\n"
+        )
     assert draw_plots.largest_rates(table) == {"Naive": 300.0, "Cuda": 4100.0}
     assert draw_plots.main([str(tmp_path / "results"), str(tmp_path / "plots")]) == 0
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"norms-bf16-fwd.png", "norms-bf16-bwd.png"}
@@ -302,9 +334,16 @@ def test_the_script_runs_each_job_once_on_a_free_gpu_and_names_what_failed(tmp_p
     stand_in.chmod(0o755)
 
     def script(*arguments, **changes) -> subprocess.CompletedProcess:
-        environment = {**os.environ, "PYTHON": str(stand_in), "CALLS": str(tmp_path / "calls"), "CASES": "rms poly", **changes}
-        return subprocess.run([str(ROOT / "scripts" / "measure_norms.sh"), *arguments], capture_output=True, text=True,
-                              env=environment)
+        environment = {
+            **os.environ,
+            "PYTHON": str(stand_in),
+            "CALLS": str(tmp_path / "calls"),
+            "CASES": "rms poly",
+            **changes,
+        }
+        return subprocess.run(
+            [str(ROOT / "scripts" / "measure_norms.sh"), *arguments], capture_output=True, text=True, env=environment
+        )
 
     done = script(str(tmp_path / "results"), "4,7")
     calls = [line.split(" benchmarks/run_cases.py ") for line in (tmp_path / "calls").read_text().splitlines()]
@@ -313,6 +352,9 @@ def test_the_script_runs_each_job_once_on_a_free_gpu_and_names_what_failed(tmp_p
     kinds = ("fp32", "bf16", "fp16")
     assert set(jobs) == {f"--case {case} --dtype {kind}" for case in ("rms", "poly") for kind in kinds}
     assert done.returncode == 1 and done.stderr == "error: failed: poly-fp16\n"
-    assert "poly-fp16 failed with exit code 1" in done.stdout and "error: benchmarks/run_cases.py --case poly" in done.stdout
+    assert (
+        "poly-fp16 failed with exit code 1" in done.stdout
+        and "error: benchmarks/run_cases.py --case poly" in done.stdout
+    )
     late = script(str(tmp_path / "late"), "0", LIMIT_S="0")
     assert late.returncode == 0 and late.stderr.count("--case") == 6 and "all results" not in late.stdout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import VOCAB, build_model
 from norm_cases import NAMES, arguments, check_against_float64, norm_error, operator, plain, run
 
-from conftest import VOCAB, build_model
 from zero_inference.norms import patch_norms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the norm kernels run on a CUDA device only")
@@ -16,7 +16,7 @@ DIMS = (1, 7, 255, 512, 1280, 2048, 4096, 5120, 8191, 13824, 65536)
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    from zero_inference.extension import load_extension, why_unavailable
+    from zero_inference.runtime.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
 
@@ -48,8 +48,10 @@ def test_many_rows(name, dim, dtype):
 def test_misaligned_and_strided_sanitized(name, dtype):
     for dim in (64, 255, 4096):
         values = arguments(name, 9, dim, dtype, "cuda")
-        moved = [in_rows_of(value, 1) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-                 for value in values]
+        moved = [
+            in_rows_of(value, 1) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for value in values
+        ]
         check_against_float64(name, moved)
         wide = torch.zeros(9, 2 * dim, dtype=dtype, device="cuda")
         wide[:, ::2] = values[0].detach()
@@ -62,8 +64,10 @@ def test_misaligned_and_strided_sanitized(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_groups_sanitized(offsets, dtype):
     for rows, dim in ((1, 7), (83, 1280), (2048, 256)):
-        check_against_float64("fused_mul_grouped_poly_norm",
-                              arguments("fused_mul_grouped_poly_norm", rows, dim, dtype, "cuda", offsets=offsets))
+        check_against_float64(
+            "fused_mul_grouped_poly_norm",
+            arguments("fused_mul_grouped_poly_norm", rows, dim, dtype, "cuda", offsets=offsets),
+        )
 
 
 def test_padding_rows_are_zero_whatever_they_hold():
@@ -77,7 +81,11 @@ def test_padding_rows_are_zero_whatever_they_hold():
 
 
 @pytest.mark.parametrize("dim", [255, 1280])  # the kernel that reads rows twice, and the one that keeps them
-@pytest.mark.parametrize("ends", [[-5, -1, 40, 60, 83], [-2**31, 10, -7, 200, 2**31 - 1], [60, 20, 80, 5, 83], [83, 0, -83, 0, 83]], ids=str)
+@pytest.mark.parametrize(
+    "ends",
+    [[-5, -1, 40, 60, 83], [-(2**31), 10, -7, 200, 2**31 - 1], [60, 20, 80, 5, 83], [83, 0, -83, 0, 83]],
+    ids=str,
+)
 def test_negative_and_falling_ends_read_no_other_memory(ends, dim):
     """Memory that was freed just before holds nan, so that a sum which strays is not finite."""
     x, mul, weight, bias, _, eps = arguments("fused_mul_grouped_poly_norm", 83, dim, torch.float32, "cuda")
@@ -88,14 +96,16 @@ def test_negative_and_falling_ends_read_no_other_memory(ends, dim):
     torch.cuda.synchronize()
     assert all(bool(tensor.isfinite().all()) for tensor in outputs + gradients)
     # each row was given the weights of one expert or none
-    alone = [plain("fused_mul_poly_norm")(x, mul, weight[expert], bias[expert], eps) for expert in range(5)] + [torch.zeros_like(x)]
+    alone = [plain("fused_mul_poly_norm")(x, mul, weight[expert], bias[expert], eps) for expert in range(5)] + [
+        torch.zeros_like(x)
+    ]
     nearest = torch.stack([(outputs[0] - one).abs().amax(-1) for one in alone]).amin(0)
     assert float(nearest.max()) < 1e-3
     # the gradient of a bias is the sum of grad * mul over the expert's rows, cut to those that there are
     of_rows = (grads[0] * mul).sum(-1).detach()
     for expert, end in enumerate(ends):
         begin = min(max(ends[expert - 1], 0), 83) if expert else 0
-        expected = of_rows[begin:max(begin, min(end, 83))].sum()
+        expected = of_rows[begin : max(begin, min(end, 83))].sum()
         assert float(gradients[3][expert]) == pytest.approx(float(expected), rel=1e-3, abs=1e-2)
 
 

@@ -12,14 +12,21 @@ from norm_cases import ERROR, NAMES, arguments, check_against_float64, norm_erro
 
 from zero_inference.norms import fused_add_rms_norm, fused_mul_grouped_poly_norm, layers, ops, poly_norm, rms_norm
 
-RAW = {"rms_norm": lambda x, w, eps: (x, w, eps, 1.0, True),
-       "fused_add_rms_norm": lambda x, r, w, eps: (x, r, w, eps, 0.0, False),
-       "layer_norm": lambda *values: values, "fused_add_layer_norm": lambda *values: values,
-       "poly_norm": lambda x, w, b, eps: (x, None, w, b, None, eps),
-       "fused_mul_poly_norm": lambda x, m, w, b, eps: (x, m, w, b, None, eps),
-       "fused_mul_grouped_poly_norm": lambda *values: values}
-RAW_NAMES = {"fused_add_rms_norm": "add_rms_norm", "fused_add_layer_norm": "add_layer_norm", "fused_mul_poly_norm": "poly_norm",
-             "fused_mul_grouped_poly_norm": "poly_norm"}
+RAW = {
+    "rms_norm": lambda x, w, eps: (x, w, eps, 1.0, True),
+    "fused_add_rms_norm": lambda x, r, w, eps: (x, r, w, eps, 0.0, False),
+    "layer_norm": lambda *values: values,
+    "fused_add_layer_norm": lambda *values: values,
+    "poly_norm": lambda x, w, b, eps: (x, None, w, b, None, eps),
+    "fused_mul_poly_norm": lambda x, m, w, b, eps: (x, m, w, b, None, eps),
+    "fused_mul_grouped_poly_norm": lambda *values: values,
+}
+RAW_NAMES = {
+    "fused_add_rms_norm": "add_rms_norm",
+    "fused_add_layer_norm": "add_layer_norm",
+    "fused_mul_poly_norm": "poly_norm",
+    "fused_mul_grouped_poly_norm": "poly_norm",
+}
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
@@ -58,10 +65,14 @@ def test_compiles_as_one_graph(name):
 def test_any_leading_shape_and_stride(name):
     values = arguments(name, 12, 10)
     tensors = 2 if name.startswith("fused") else 1
-    shaped = [value.detach().view(3, 4, 10).transpose(0, 1).contiguous().transpose(0, 1) if index < tensors else value
-              for index, value in enumerate(values)]
+    shaped = [
+        value.detach().view(3, 4, 10).transpose(0, 1).contiguous().transpose(0, 1) if index < tensors else value
+        for index, value in enumerate(values)
+    ]
     found, expected = operator(name)(*shaped), operator(name)(*values)
-    for here, there in zip(*((outputs,) if isinstance(outputs, torch.Tensor) else outputs for outputs in (found, expected))):
+    for here, there in zip(
+        *((outputs,) if isinstance(outputs, torch.Tensor) else outputs for outputs in (found, expected))
+    ):
         assert here.is_contiguous() and torch.equal(here.view(12, 10), there)
 
 
@@ -87,40 +98,64 @@ X, W = torch.zeros(2, 3, 8), torch.ones(8)
 ENDS = torch.tensor([1, 3, 6], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: rms_norm(X, torch.ones(7)), ["weight", "[8]", "[2, 3, 8]", "[7]"]),
-    (lambda: rms_norm(X, torch.ones(1, 8)), ["weight", "[8]", "[1, 8]"]),
-    (lambda: rms_norm(torch.tensor(1.0), torch.ones(1)), ["last dimension", "[]"]),
-    (lambda: rms_norm(torch.zeros(3, 0), torch.ones(0)), ["last dimension", "[3, 0]"]),
-    (lambda: rms_norm(X.double(), W.double()), ["float16, bfloat16 or float32", "float64"]),
-    (lambda: rms_norm(X, W.half()), ["weight", "float32", "float16", "[2, 3, 8]"]),
-    (lambda: rms_norm(X, W.to("meta")), ["weight", "cpu", "meta"]),
-    (lambda: fused_add_rms_norm(X, X[:1], W), ["residual", "[2, 3, 8]", "[1, 3, 8]"]),
-    (lambda: fused_add_rms_norm(X, X.bfloat16(), W), ["residual", "float32", "bfloat16"]),
-    (lambda: ops.layer_norm(X, W, torch.ones(4)), ["bias", "[8]", "[4]"]),
-    (lambda: ops.fused_add_layer_norm(X, X[..., :4], W, W), ["residual", "[2, 3, 8]", "[2, 3, 4]"]),
-    (lambda: poly_norm(X, torch.ones(4), torch.ones(1)), ["weight", "[3]", "[4]"]),
-    (lambda: poly_norm(X, torch.ones(3), torch.ones(3)), ["bias", "[1]", "[3]"]),
-    (lambda: ops.fused_mul_poly_norm(X, X[0], torch.ones(3), torch.ones(1)), ["mul", "[2, 3, 8]", "[3, 8]"]),
-    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(2, 3), torch.ones(3, 1), ENDS), ["weight", "[3, 3]", "[2, 3]"]),
-    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3), ENDS), ["bias", "[3, 1]", "[3]"]),
-    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.long()), ["int32", "int64", "[3]"]),
-    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(0, 3), torch.ones(0, 1), ENDS[:0]), ["offsets", "[0]"]),
-    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.flip(0)),
-     ["negative or fall", "3 at expert 1 behind 6"]),
-    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS - 2), ["negative or fall", "-1 at expert 0"]),
-    (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.to("meta")), ["offsets", "cpu", "meta"]),
-])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: rms_norm(X, torch.ones(7)), ["weight", "[8]", "[2, 3, 8]", "[7]"]),
+        (lambda: rms_norm(X, torch.ones(1, 8)), ["weight", "[8]", "[1, 8]"]),
+        (lambda: rms_norm(torch.tensor(1.0), torch.ones(1)), ["last dimension", "[]"]),
+        (lambda: rms_norm(torch.zeros(3, 0), torch.ones(0)), ["last dimension", "[3, 0]"]),
+        (lambda: rms_norm(X.double(), W.double()), ["float16, bfloat16 or float32", "float64"]),
+        (lambda: rms_norm(X, W.half()), ["weight", "float32", "float16", "[2, 3, 8]"]),
+        (lambda: rms_norm(X, W.to("meta")), ["weight", "cpu", "meta"]),
+        (lambda: fused_add_rms_norm(X, X[:1], W), ["residual", "[2, 3, 8]", "[1, 3, 8]"]),
+        (lambda: fused_add_rms_norm(X, X.bfloat16(), W), ["residual", "float32", "bfloat16"]),
+        (lambda: ops.layer_norm(X, W, torch.ones(4)), ["bias", "[8]", "[4]"]),
+        (lambda: ops.fused_add_layer_norm(X, X[..., :4], W, W), ["residual", "[2, 3, 8]", "[2, 3, 4]"]),
+        (lambda: poly_norm(X, torch.ones(4), torch.ones(1)), ["weight", "[3]", "[4]"]),
+        (lambda: poly_norm(X, torch.ones(3), torch.ones(3)), ["bias", "[1]", "[3]"]),
+        (lambda: ops.fused_mul_poly_norm(X, X[0], torch.ones(3), torch.ones(1)), ["mul", "[2, 3, 8]", "[3, 8]"]),
+        (
+            lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(2, 3), torch.ones(3, 1), ENDS),
+            ["weight", "[3, 3]", "[2, 3]"],
+        ),
+        (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3), ENDS), ["bias", "[3, 1]", "[3]"]),
+        (
+            lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.long()),
+            ["int32", "int64", "[3]"],
+        ),
+        (lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(0, 3), torch.ones(0, 1), ENDS[:0]), ["offsets", "[0]"]),
+        (
+            lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.flip(0)),
+            ["negative or fall", "3 at expert 1 behind 6"],
+        ),
+        (
+            lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS - 2),
+            ["negative or fall", "-1 at expert 0"],
+        ),
+        (
+            lambda: fused_mul_grouped_poly_norm(X, X, torch.ones(3, 3), torch.ones(3, 1), ENDS.to("meta")),
+            ["offsets", "cpu", "meta"],
+        ),
+    ],
+)
 def test_refusals_say_both_sides(call, words):
     with pytest.raises(ValueError) as refused:
         call()
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
-@pytest.mark.parametrize("made, name, inputs", [
-    (lambda: layers.RMSNorm(10), "rms_norm", 1), (lambda: layers.FusedAddRMSNorm(10), "fused_add_rms_norm", 2),
-    (lambda: layers.LayerNorm(10), "layer_norm", 1), (lambda: layers.FusedAddLayerNorm(10), "fused_add_layer_norm", 2),
-    (lambda: layers.PolyNorm(), "poly_norm", 1), (lambda: layers.FusedMulPolyNorm(), "fused_mul_poly_norm", 2)])
+@pytest.mark.parametrize(
+    "made, name, inputs",
+    [
+        (lambda: layers.RMSNorm(10), "rms_norm", 1),
+        (lambda: layers.FusedAddRMSNorm(10), "fused_add_rms_norm", 2),
+        (lambda: layers.LayerNorm(10), "layer_norm", 1),
+        (lambda: layers.FusedAddLayerNorm(10), "fused_add_layer_norm", 2),
+        (lambda: layers.PolyNorm(), "poly_norm", 1),
+        (lambda: layers.FusedMulPolyNorm(), "fused_mul_poly_norm", 2),
+    ],
+)
 def test_modules(made, name, inputs):
     module = made()
     values = arguments(name, 6, 10)[:inputs]

@@ -10,27 +10,51 @@ import torch
 from conftest import FAMILIES, VOCAB, build_model
 from torch import nn
 
-from zero_inference import extension
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
-from zero_inference.distributed import detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.norms import choice, patch_norms, unpatch_norms
 from zero_inference.norms.patch import why_not_patched
+from zero_inference.runtime import extension
+from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
 
-SMALL = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=16, max_position_embeddings=128, tie_word_embeddings=False)
-MORE = {name: dict(model_type=name, **SMALL)
-        for name in ("mistral", "qwen2", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")}
-MORE["qwen3_moe"] = dict(model_type="qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **SMALL)
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
+MORE = {
+    name: dict(model_type=name, **SMALL)
+    for name in ("mistral", "qwen2", "smollm3", "gemma", "gemma2", "gemma3_text", "phi3")
+}
+MORE["qwen3_moe"] = dict(
+    model_type="qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, **SMALL
+)
 MORE["gpt_neox in sequence"] = dict(FAMILIES["gpt_neox"], use_parallel_residual=False)
 # norms of three layers and the last one; decoder layers whose addition and norm are one kernel
-EXPECTED = {"opt": (7, 0), "bloom": (8, 0), "gpt_neox": (7, 3), "gpt_neox in sequence": (7, 3), "llama": (7, 3),
-            "mistral": (7, 3), "mixtral": (7, 3), "qwen2": (7, 3), "qwen3": (13, 3), "qwen3_moe": (13, 3), "smollm3": (7, 3),
-            "gemma": (7, 3),
-            "gemma2": (13, 3), "gemma3_text": (19, 3)}
+EXPECTED = {
+    "opt": (7, 0),
+    "bloom": (8, 0),
+    "gpt_neox": (7, 3),
+    "gpt_neox in sequence": (7, 3),
+    "llama": (7, 3),
+    "mistral": (7, 3),
+    "mixtral": (7, 3),
+    "qwen2": (7, 3),
+    "qwen3": (13, 3),
+    "qwen3_moe": (13, 3),
+    "smollm3": (7, 3),
+    "gemma": (7, 3),
+    "gemma2": (13, 3),
+    "gemma3_text": (19, 3),
+}
 IDS = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
@@ -118,7 +142,9 @@ def test_training_and_copies():
     model = build_model("llama").train()
     expected = torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters()))
     patch_norms(model)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # renamed in 5.x
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    )  # renamed in 5.x
     enable()
     found = torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters()))
     torch.testing.assert_close(found, expected)
@@ -170,13 +196,26 @@ def test_nothing_is_patched_by_half():
     assert "not in the table" in why_not_patched(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("engine, options", [("resident", {}), ("stream", {}),
-                                             ("stream", {"quant_bits": 8, "quant_group_size": 32}),
-                                             ("deepspeed", {"cpu_offload": True}),
-                                             ("accelerate", {"cpu_offload": True})])
+@pytest.mark.parametrize(
+    "engine, options",
+    [
+        ("resident", {}),
+        ("stream", {}),
+        ("stream", {"quant_bits": 8, "quant_group_size": 32}),
+        ("deepspeed", {"cpu_offload": True}),
+        ("accelerate", {"cpu_offload": True}),
+    ],
+)
 def test_every_engine_generates_the_same(engine, options, checkpoints):
-    config = RunConfig(model=str(checkpoints("llama")), engine=engine, dtype="float32", batch_size=2, prompt_len=9, gen_len=12,
-                       **options).validate()
+    config = RunConfig(
+        model=str(checkpoints("llama")),
+        engine=engine,
+        dtype="float32",
+        batch_size=2,
+        prompt_len=9,
+        gen_len=12,
+        **options,
+    ).validate()
     ranks = detect_ranks(None)
     spec = resolve_model(config, "cpu")
     engine_module(engine).check(config, spec, ranks)
@@ -195,16 +234,50 @@ def test_every_engine_generates_the_same(engine, options, checkpoints):
 
 
 def record_of(tmp_path, checkpoints, family, *options):
-    code = main(["run_model.py", "--model", str(checkpoints(family)), "--engine", "resident", "--dtype", "float32",
-                 "--prompt-len", "5", "--gen-len", "4", "--loops", "1", "--warmup", "0", "--log-file",
-                 str(tmp_path / "run.log"), *options])
+    code = main(
+        [
+            "run_model.py",
+            "--model",
+            str(checkpoints(family)),
+            "--engine",
+            "resident",
+            "--dtype",
+            "float32",
+            "--prompt-len",
+            "5",
+            "--gen-len",
+            "4",
+            "--loops",
+            "1",
+            "--warmup",
+            "0",
+            "--log-file",
+            str(tmp_path / "run.log"),
+            *options,
+        ]
+    )
     lines = (tmp_path / "run.jsonl").read_text().splitlines() if (tmp_path / "run.jsonl").exists() else [None]
     return code, lines[-1] and json.loads(lines[-1])
 
 
 def test_on_a_cpu_auto_leaves_norms_alone(checkpoints, run_model):
-    done = run_model("--model", checkpoints("llama"), "--engine", "resident", "--dtype", "float32", "--prompt-len", 5,
-                     "--gen-len", 4, "--loops", 1, "--warmup", 0, on_cpu=True)
+    done = run_model(
+        "--model",
+        checkpoints("llama"),
+        "--engine",
+        "resident",
+        "--dtype",
+        "float32",
+        "--prompt-len",
+        5,
+        "--gen-len",
+        4,
+        "--loops",
+        1,
+        "--warmup",
+        0,
+        on_cpu=True,
+    )
     assert done.code == 0, done.stderr
     assert done.record["norm_modules_patched"] == 0 and done.record["norm_kernels_unused_because"] == choice.NO_DEVICE
     assert "norms run as" not in done.stderr
@@ -227,8 +300,11 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def test_what_cuda_needs(monkeypatch):
-    for device, family, words in ((CPU, "llama", "no CUDA device"), (CUDA, "phi3", "phi3"),
-                                  (CUDA, "llama", "not there: no nvcc")):
+    for device, family, words in (
+        (CPU, "llama", "no CUDA device"),
+        (CUDA, "phi3", "phi3"),
+        (CUDA, "llama", "not there: no nvcc"),
+    ):
         monkeypatch.setattr(choice, "load_extension", lambda say: False)
         monkeypatch.setattr(choice, "why_unavailable", lambda: "no nvcc")
         with pytest.raises(choice.UsageError, match=f"--norm-kernels cuda: .*{words}.*auto or off"):
@@ -265,7 +341,9 @@ def test_wrong_kernels_are_found_out_and_not_used(monkeypatch):
 def test_a_trial_in_a_process_of_its_own_is_remembered_if_it_went_well(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the trial's process, or it would compile the kernels into tmp_path
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", ""
+    )  # for the trial's process, or it would compile the kernels into tmp_path
     (tmp_path / "torch.py").write_text("raise SystemExit('a file of the current folder was run')")
     monkeypatch.chdir(tmp_path)
     assert choice.try_apart(CPU, torch.bfloat16, 64) is None

@@ -7,7 +7,12 @@ import torch
 from norm_cases import EPS, NAMES, OFFSETS, arguments, plain, run, widened
 
 from zero_inference.norms import reference
-from zero_inference.norms.reference import fused_mul_grouped_poly_norm_ref, fused_mul_poly_norm_ref, poly_norm_ref, rms_norm_ref
+from zero_inference.norms.reference import (
+    fused_mul_grouped_poly_norm_ref,
+    fused_mul_poly_norm_ref,
+    poly_norm_ref,
+    rms_norm_ref,
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,22 +54,28 @@ def test_closed_formulas_are_autograds(name, rows, dim):
 def test_torchs_own_norms_agree():
     x, weight, bias, _ = widened(arguments("layer_norm", 11, 48))
     torch.testing.assert_close(rms_norm_ref(x, weight, EPS), torch.nn.functional.rms_norm(x, (48,), weight, EPS))
-    torch.testing.assert_close(reference.layer_norm_ref(x, weight, bias, EPS),
-                               torch.nn.functional.layer_norm(x, (48,), weight, bias, EPS))
+    torch.testing.assert_close(
+        reference.layer_norm_ref(x, weight, bias, EPS), torch.nn.functional.layer_norm(x, (48,), weight, bias, EPS)
+    )
 
 
 def test_poly_norm_by_hand():
     # x = (1, -2): means of x^6, x^4, x^2 are 32.5, 8.5, 2.5
     found = poly_norm_ref(torch.tensor([[1.0, -2.0]]), torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0.5]), eps=0.0)
-    by_hand = [2 / 32.5**0.5 + 3 / 8.5**0.5 + 5 / 2.5**0.5 + 0.5, 2 * -8 / 32.5**0.5 + 3 * 4 / 8.5**0.5 + 5 * -2 / 2.5**0.5 + 0.5]
+    by_hand = [
+        2 / 32.5**0.5 + 3 / 8.5**0.5 + 5 / 2.5**0.5 + 0.5,
+        2 * -8 / 32.5**0.5 + 3 * 4 / 8.5**0.5 + 5 * -2 / 2.5**0.5 + 0.5,
+    ]
     torch.testing.assert_close(found, torch.tensor([by_hand]))
 
 
 @pytest.mark.parametrize("offsets", OFFSETS)
 @pytest.mark.parametrize("rows", [0, 1, 29])
 def test_groups_are_their_experts_one_by_one(offsets, rows):
-    x, mul, weight, bias, ends, eps = (value.detach() if isinstance(value, torch.Tensor) else value
-                                       for value in arguments("fused_mul_grouped_poly_norm", rows, 16, offsets=offsets))
+    x, mul, weight, bias, ends, eps = (
+        value.detach() if isinstance(value, torch.Tensor) else value
+        for value in arguments("fused_mul_grouped_poly_norm", rows, 16, offsets=offsets)
+    )
     found = fused_mul_grouped_poly_norm_ref(x, mul, weight, bias, ends, eps)
     start = 0
     for expert, end in enumerate(ends.tolist()):
@@ -102,6 +113,9 @@ def test_llamas_and_gemmas_norms_bit_for_bit():
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x, weight = (value.detach() for value in arguments("rms_norm", 7, 96, dtype)[:2])
-        for made, how in ((LlamaRMSNorm(96, EPS), {"round_first": True}), (GemmaRMSNorm(96, EPS), {"weight_offset": 1.0})):
+        for made, how in (
+            (LlamaRMSNorm(96, EPS), {"round_first": True}),
+            (GemmaRMSNorm(96, EPS), {"weight_offset": 1.0}),
+        ):
             made.to(dtype).load_state_dict({"weight": weight})
             assert torch.equal(made(x), rms_norm_ref(x, weight, EPS, **how))

@@ -13,8 +13,8 @@ from test_sandbox import REFUSED
 
 from zero_inference.architectures import QualityBenchmark
 from zero_inference.cli import main
-from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError, UsageError
+from zero_inference.runtime.distributed import Ranks
 
 BATCH = 4
 WINDOW, STRIDE = 48, 20
@@ -26,23 +26,45 @@ WAYS = {
     "NVMe": ["--disk-offload"],
     "stream": ["--engine", "stream", "--ring-depth", "3"],
 }
-CAPITALS = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Spain": "Madrid", "Egypt": "Cairo", "Russia": "Moscow",
-            "Greece": "Athens"}
-TEXT = ("The river was low that year, and the boats lay on the mud. " * 3
-        + "Nobody spoke of rain; everybody looked at the sky. " * 4)
+CAPITALS = {
+    "France": "Paris",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Spain": "Madrid",
+    "Egypt": "Cairo",
+    "Russia": "Moscow",
+    "Greece": "Athens",
+}
+TEXT = (
+    "The river was low that year, and the boats lay on the mud. " * 3
+    + "Nobody spoke of rain; everybody looked at the sky. " * 4
+)
 
 
 def hellaswag_items() -> list[dict]:
     """15 beginnings with four endings of different lengths."""
     draw = random.Random(5)
-    endings = ["pours the water into the cup.", "is a violin of the moon, seventeen at most and never blue.", "washes it.",
-               "flies over the roof with both hands, and the table follows it.", "sits down to eat.",
-               "reads the letter once more, slowly."]
+    endings = [
+        "pours the water into the cup.",
+        "is a violin of the moon, seventeen at most and never blue.",
+        "washes it.",
+        "flies over the roof with both hands, and the table follows it.",
+        "sits down to eat.",
+        "reads the letter once more, slowly.",
+    ]
     who = ["A man", "The cook", "My sister"]
-    what = ["takes the bread out of the oven and", "opens the window and", "fills the kettle, waits until it boils, and",
-            "looks at the plate and", "comes in from the garden and"]
-    return [{"ctx": f"{one} {other}", "endings": draw.sample(endings, 4), "label": draw.randrange(4)}
-            for one in who for other in what]
+    what = [
+        "takes the bread out of the oven and",
+        "opens the window and",
+        "fills the kettle, waits until it boils, and",
+        "looks at the plate and",
+        "comes in from the garden and",
+    ]
+    return [
+        {"ctx": f"{one} {other}", "endings": draw.sample(endings, 4), "label": draw.randrange(4)}
+        for one in who
+        for other in what
+    ]
 
 
 def mmlu_items() -> list[dict]:
@@ -54,22 +76,40 @@ def mmlu_items() -> list[dict]:
         draw.shuffle(choices)
         question = f"What is the capital of {country}?"
         letters = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", choices))
-        items.append({"prompt": f"{question}{letters}\nAnswer:", "choices": list("ABCD"), "answer": choices.index(city)})
+        items.append(
+            {"prompt": f"{question}{letters}\nAnswer:", "choices": list("ABCD"), "answer": choices.index(city)}
+        )
         items.append({"prompt": f"{question}\nAnswer:", "choices": choices, "answer": choices.index(city)})
-    items.append({"prompt": "The second world war in Europe ended on",
-                  "choices": ["1945-05-08", "1944-06-06", "1939-09-01", "1918-11-11"], "answer": 0})
+    items.append(
+        {
+            "prompt": "The second world war in Europe ended on",
+            "choices": ["1945-05-08", "1944-06-06", "1939-09-01", "1918-11-11"],
+            "answer": 0,
+        }
+    )
     return items
 
 
 def problems() -> list[dict]:
     """Three, so that two ranks have unequal work; what is written for 1 and 2 stands in a text, which 1 passes with and 2 not."""
     prompt = "def {name}(a, b):\n    return a\n\n\nEXPLAINED = r'''"
-    return [{"prompt": 'def add(a, b):\n    """Add the two numbers."""\n    return', "entry_point": "add",
-             "test": "def check(f):\n    assert f(2, 3) == 5"},
-            {"prompt": "import math\n\n" + prompt.format(name="first"), "entry_point": "first",
-             "test": "'''\ndef check(f):\n    assert f(1, 2) == 1"},
-            {"prompt": prompt.format(name="impossible"), "entry_point": "impossible",
-             "test": "'''\ndef check(f):\n    assert f(1, 2) > f(1, 2)"}]
+    return [
+        {
+            "prompt": 'def add(a, b):\n    """Add the two numbers."""\n    return',
+            "entry_point": "add",
+            "test": "def check(f):\n    assert f(2, 3) == 5",
+        },
+        {
+            "prompt": "import math\n\n" + prompt.format(name="first"),
+            "entry_point": "first",
+            "test": "'''\ndef check(f):\n    assert f(1, 2) == 1",
+        },
+        {
+            "prompt": prompt.format(name="impossible"),
+            "entry_point": "impossible",
+            "test": "'''\ndef check(f):\n    assert f(1, 2) > f(1, 2)",
+        },
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +128,9 @@ def small(smollm2_folder, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("small") / "small"
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
-    build_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(folder)
+    build_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -111,19 +153,42 @@ def expected(data, plain):
     model, tokenizer = plain
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
     tasks = {}
-    for name, text, choices, target in (("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"),
-                                        ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}")):
-        tasks[name] = ConfigurableTask(config={
-            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data / f"{name}.jsonl")}},
-            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": text, "doc_to_choice": choices,
-            "doc_to_target": target, "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}
-                                                     for metric in ("acc", "acc_norm")]})
+    for name, text, choices, target in (
+        ("hellaswag", "{{ctx}}", "{{endings}}", "{{label}}"),
+        ("mmlu", "{{prompt}}", "{{choices}}", "{{answer}}"),
+    ):
+        tasks[name] = ConfigurableTask(
+            config={
+                "task": name,
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(data / f"{name}.jsonl")}},
+                "test_split": "test",
+                "output_type": "multiple_choice",
+                "doc_to_text": text,
+                "doc_to_choice": choices,
+                "doc_to_target": target,
+                "metric_list": [
+                    {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+                    for metric in ("acc", "acc_norm")
+                ],
+            }
+        )
     found = evaluator.evaluate(lm, tasks, bootstrap_iters=0)
-    answers = {name: [([float(answer[0]) for answer in sample["filtered_resps"]], sample["acc"], sample["acc_norm"])
-                      for sample in found["samples"][name]] for name in tasks}
-    return answers | {"scores": found["results"], "completions": plain_completions(model, lm.tokenizer),
-                      "text": {window: plain_log_likelihoods(model, lm.tokenizer, window, stride)
-                               for window, stride in ((WINDOW, STRIDE), (1024, 512))}}
+    answers = {
+        name: [
+            ([float(answer[0]) for answer in sample["filtered_resps"]], sample["acc"], sample["acc_norm"])
+            for sample in found["samples"][name]
+        ]
+        for name in tasks
+    }
+    return answers | {
+        "scores": found["results"],
+        "completions": plain_completions(model, lm.tokenizer),
+        "text": {
+            window: plain_log_likelihoods(model, lm.tokenizer, window, stride)
+            for window, stride in ((WINDOW, STRIDE), (1024, 512))
+        },
+    }
 
 
 def plain_completions(model, tokenizer) -> list[str]:
@@ -131,7 +196,7 @@ def plain_completions(model, tokenizer) -> list[str]:
     texts = []
     for problem in problems():
         ids = tokenizer(problem["prompt"], return_tensors="pt")
-        new = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids["input_ids"].shape[1]:]
+        new = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids["input_ids"].shape[1] :]
         text = tokenizer.decode(new, skip_special_tokens=True)
         for stop in ("\nclass", "\ndef", "\n#", "\nif", "\nprint"):
             text = text.split(stop)[0]
@@ -146,7 +211,7 @@ def plain_log_likelihoods(model, tokenizer, window: int, stride: int) -> torch.T
     while done < len(tokens):
         new = min(window if done == 1 else stride, len(tokens) - done)
         end = done + new
-        ids = torch.tensor([tokens[max(0, end - 1 - window):end - 1]])
+        ids = torch.tensor([tokens[max(0, end - 1 - window) : end - 1]])
         with torch.no_grad():
             scores = model(ids).logits[0, -new:].log_softmax(-1)
         values.append(scores.gather(1, torch.tensor(tokens[done:end])[:, None])[:, 0])
@@ -157,9 +222,30 @@ def plain_log_likelihoods(model, tokenizer, window: int, stride: int) -> torch.T
 def options(small, data, items, *more) -> list[str]:
     code = [] if REFUSED else ["--allow-code-execution", "--humaneval-tokens", str(NEW_TOKENS)]
     tasks = f"hellaswag,mmlu,perplexity{'' if REFUSED else ',humaneval'}"
-    return ["--model", str(small), "--dtype", "float32", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
-            "--warmup", "0", "--quality", tasks, "--quality-data", str(data), "--quality-batch-size", str(BATCH),
-            "--quality-items", str(items), *code, *map(str, more)]
+    return [
+        "--model",
+        str(small),
+        "--dtype",
+        "float32",
+        "--prompt-len",
+        "8",
+        "--gen-len",
+        "2",
+        "--loops",
+        "1",
+        "--warmup",
+        "0",
+        "--quality",
+        tasks,
+        "--quality-data",
+        str(data),
+        "--quality-batch-size",
+        str(BATCH),
+        "--quality-items",
+        str(items),
+        *code,
+        *map(str, more),
+    ]
 
 
 def check_against(expected, record: dict, items_file, window: int, stride: int) -> None:
@@ -187,24 +273,43 @@ def check_against(expected, record: dict, items_file, window: int, stride: int) 
         assert written[1]["verdict"] == "passed" and "AssertionError" in written[2]["verdict"]
         scores = record["quality"]["humaneval"]
         assert scores["problems"] == 3 and scores["n"] == 1 and scores["k"] == [1]
-        assert scores["pass_at_k"]["1"] == sum(scores["passed"]) / 3 == sum(one["verdict"] == "passed" for one in written) / 3
+        assert (
+            scores["pass_at_k"]["1"]
+            == sum(scores["passed"]) / 3
+            == sum(one["verdict"] == "passed" for one in written) / 3
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_scores_equal_lm_eval_on_the_plain_model(way, small, data, expected, tmp_path, capfd):
-    more = [*WAYS[way], "--perplexity-window", WINDOW, "--perplexity-stride", STRIDE, "--log-file", tmp_path / "run.log"]
+    more = [
+        *WAYS[way],
+        "--perplexity-window",
+        WINDOW,
+        "--perplexity-stride",
+        STRIDE,
+        "--log-file",
+        tmp_path / "run.log",
+    ]
     if way == "NVMe":
         more += ["--offload-dir", tmp_path / "offload"]
     assert main(["run_model.py", *options(small, data, tmp_path / "items", *more)]) == 0
     check_against(expected, json.loads((tmp_path / "run.jsonl").read_text()), tmp_path / "items", WINDOW, STRIDE)
     printed = capfd.readouterr().out
-    assert "hellaswag: accuracy" in printed and "acc_norm" in printed and "mmlu: accuracy" in printed and "stride 20" in printed
+    assert (
+        "hellaswag: accuracy" in printed
+        and "acc_norm" in printed
+        and "mmlu: accuracy" in printed
+        and "stride 20" in printed
+    )
 
 
 @pytest.mark.parametrize("way", ["cpu offload", "stream"])
 def test_two_ranks_score_as_one(way, small, data, expected, run_model, tmp_path):
     """The shares need different numbers of forwards: four letters share one, and the text is one window, for the first rank."""
-    done = run_model(*options(small, data, tmp_path / "items", "--batch-size", 2, *WAYS[way]), launcher="by hand", ranks=2)
+    done = run_model(
+        *options(small, data, tmp_path / "items", "--batch-size", 2, *WAYS[way]), launcher="by hand", ranks=2
+    )
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2
     check_against(expected, done.record, tmp_path / "items", 1024, 512)
@@ -232,7 +337,9 @@ def test_quality_benchmark_refuses_what_it_cannot_do(plain):
         rows = [hellaswag_items()[0], {"ctx": "a", "endings": list("abcd")}]
         QualityBenchmark(model, tokenizer).evaluate_task("hellaswag", rows)
     with pytest.raises(UsageError, match="allow_code_execution"):
-        QualityBenchmark(model, tokenizer).evaluate_task("humaneval", [{"prompt": "a", "test": "b", "entry_point": "c"}])
+        QualityBenchmark(model, tokenizer).evaluate_task(
+            "humaneval", [{"prompt": "a", "test": "b", "entry_point": "c"}]
+        )
     with pytest.raises(UsageError, match="tokenizer"):
         QualityBenchmark(model, None)
     with pytest.raises(ValueError, match="k = 5 with n = 1"):
@@ -244,17 +351,31 @@ def test_published_hellaswag_columns_are_read_in_lm_evals_way():
     from zero_inference.quality.data import check_items
     from zero_inference.quality.harness import choice_docs
 
-    row = {"ctx": "raw [header] text", "ctx_a": "[header] How to sit [title] Find a  chair.", "ctx_b": "then you", "label": "2",
-           "activity_label": "Sitting", "endings": ["[step] sit.", "stand.", "run.", "fly."], "split": "val"}
+    row = {
+        "ctx": "raw [header] text",
+        "ctx_a": "[header] How to sit [title] Find a  chair.",
+        "ctx_b": "then you",
+        "label": "2",
+        "activity_label": "Sitting",
+        "endings": ["[step] sit.", "stand.", "run.", "fly."],
+        "split": "val",
+    }
     (item,) = check_items("hellaswag", [("row", row)])
     assert choice_docs("hellaswag", [item]) == [
-        {"query": "Sitting: How to sit. Find a chair. Then you", "choices": [" sit.", "stand.", "run.", "fly."], "gold": 2}]
+        {
+            "query": "Sitting: How to sit. Find a chair. Then you",
+            "choices": [" sit.", "stand.", "run.", "fly."],
+            "gold": 2,
+        }
+    ]
 
 
 def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
     need_lm_eval()
     model, tokenizer = plain
-    monkeypatch.setattr(model, "lm_head", torch.nn.Linear(model.config.hidden_size, model.config.vocab_size).requires_grad_(False))
+    monkeypatch.setattr(
+        model, "lm_head", torch.nn.Linear(model.config.hidden_size, model.config.vocab_size).requires_grad_(False)
+    )
     model.lm_head.weight.fill_(float("nan"))
     for task, items in (("mmlu", mmlu_items()[:2]), ("perplexity", [{"text": TEXT}])):
         with pytest.raises(RunError, match=f"{task}.*--dtype"):
@@ -279,8 +400,30 @@ def test_a_score_that_cannot_be_had_keeps_the_timings(data, small, tmp_path, mon
         raise ValueError("no score")
 
     monkeypatch.setattr(run_module, "_quality", failing)
-    assert main(["run_model.py", "--model", str(small), "--engine", "resident", "--prompt-len", "8", "--gen-len", "3", "--loops", "1",
-                 "--quality", "mmlu", "--quality-data", str(data), "--log-file", str(tmp_path / "run.log")]) == 1
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                str(small),
+                "--engine",
+                "resident",
+                "--prompt-len",
+                "8",
+                "--gen-len",
+                "3",
+                "--loops",
+                "1",
+                "--quality",
+                "mmlu",
+                "--quality-data",
+                str(data),
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 1
+    )
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["status"] == "failed" and "no score" in record["error"] and record["decode_latency_s"] > 0
 
@@ -291,7 +434,13 @@ def test_a_perplexity_beyond_all_floats_does_not_end_a_run_that_was_measured(pla
     model, tokenizer = plain
     wild = build_model("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
     wild.lm_head.weight.data *= 1e5
-    scores = evaluate.evaluate({"perplexity": [{"text": TEXT}]}, wild, tokenizer, torch.device("cpu"),
-                               Ranks(0, 1, 0, 1, torch.device("cpu")), evaluate.QualitySettings(window=WINDOW, stride=STRIDE)).scores["perplexity"]
+    scores = evaluate.evaluate(
+        {"perplexity": [{"text": TEXT}]},
+        wild,
+        tokenizer,
+        torch.device("cpu"),
+        Ranks(0, 1, 0, 1, torch.device("cpu")),
+        evaluate.QualitySettings(window=WINDOW, stride=STRIDE),
+    ).scores["perplexity"]
     assert scores["perplexity"] == math.inf and scores["nll_per_token"] > 1000
     assert evaluate.in_words("perplexity", scores).startswith("perplexity: inf")

@@ -22,9 +22,13 @@ from zero_inference.quality import data
 from zero_inference.quality.data import check_items, load_items
 
 MMLU = {"prompt": "2 + 2 =", "choices": ["3", "4", "5", "6"], "answer": 1}
-HELLASWAG = {"ctx": "A man", "endings": ["sits, \"still\"\nor so.", "runs.", "sings.", "sleeps."], "label": 3}
-GOOD = {"mmlu": MMLU, "hellaswag": HELLASWAG, "perplexity": {"text": "Some text."},
-        "humaneval": {"prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"}}
+HELLASWAG = {"ctx": "A man", "endings": ['sits, "still"\nor so.', "runs.", "sings.", "sleeps."], "label": 3}
+GOOD = {
+    "mmlu": MMLU,
+    "hellaswag": HELLASWAG,
+    "perplexity": {"text": "Some text."},
+    "humaneval": {"prompt": "def f():", "test": "def check(f): pass", "entry_point": "f"},
+}
 
 
 def write(path, rows) -> str:
@@ -39,8 +43,10 @@ def write(path, rows) -> str:
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
-            writer.writerows({key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
-                             for row in rows)
+            writer.writerows(
+                {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+                for row in rows
+            )
     return str(path)
 
 
@@ -53,8 +59,10 @@ def test_every_kind_of_file_gives_the_same_items(task, suffix, tmp_path):
 
 
 BAD = {
-    "field missing": ({"prompt": "a", "choices": list("abcd")},
-                      r"mmlu\.jsonl:2: no field answer; mmlu needs prompt, choices, answer"),
+    "field missing": (
+        {"prompt": "a", "choices": list("abcd")},
+        r"mmlu\.jsonl:2: no field answer; mmlu needs prompt, choices, answer",
+    ),
     "label too large": (MMLU | {"answer": 4}, r":2: field answer has to be 0 to 3, and is 4"),
     "label negative": (MMLU | {"answer": -1}, r":2: field answer has to be 0 to 3, and is -1"),
     "label no number": (MMLU | {"answer": "AB"}, r":2: field answer .* is 'AB'"),
@@ -64,8 +72,14 @@ BAD = {
     "three choices": (MMLU | {"choices": list("abc")}, r":2: field choices has to be a list of 4 texts"),
     "an empty choice": (MMLU | {"choices": ["a", "", "c", "d"]}, r":2: field choices has to be text that is not empty"),
     "label too deep": (MMLU | {"answer": json.loads("[" * 900 + "]" * 900)}, r":2: field answer .* is \[+\.\.\.\]+\."),
-    "half a surrogate pair": (MMLU | {"prompt": "a\ud800"}, r":2: field prompt has half of a surrogate pair at character 1"),
-    "half a surrogate pair in a choice": (MMLU | {"choices": [*"abc", "\udfff"]}, r":2: field choices has half of a surrogate"),
+    "half a surrogate pair": (
+        MMLU | {"prompt": "a\ud800"},
+        r":2: field prompt has half of a surrogate pair at character 1",
+    ),
+    "half a surrogate pair in a choice": (
+        MMLU | {"choices": [*"abc", "\udfff"]},
+        r":2: field choices has half of a surrogate",
+    ),
     "no text": (MMLU | {"prompt": 7}, r":2: field prompt has to be text that is not empty, and is 7"),
     "no object": ([1, 2], r":2: a list where mmlu needs an object with prompt, choices, answer"),
 }
@@ -81,24 +95,36 @@ def test_a_bad_item_is_named(name, tmp_path):
 
 def test_the_line_counts_in_every_kind_of_file(tmp_path):
     bad = HELLASWAG | {"label": 9}
-    for suffix, words in (("json", r"\[2\]: field label"), ("parquet", r"\[2\]: field label"), ("csv", r"csv:4: field label")):
+    for suffix, words in (
+        ("json", r"\[2\]: field label"),
+        ("parquet", r"\[2\]: field label"),
+        ("csv", r"csv:4: field label"),
+    ):
         path = write(tmp_path / f"h.{suffix}", [HELLASWAG, HELLASWAG, bad])
         with pytest.raises(UsageError, match=words):
             load_items("hellaswag", path)
     (tmp_path / "lines.csv").write_text(
-        'prompt,choices,answer\n"two\nlines","[""a"",""b"",""c"",""d""]",0\nx,"[""a"",""b""]",0\n')
+        'prompt,choices,answer\n"two\nlines","[""a"",""b"",""c"",""d""]",0\nx,"[""a"",""b""]",0\n'
+    )
     with pytest.raises(UsageError, match=r"lines\.csv:4: field choices"):
         load_items("mmlu", tmp_path / "lines.csv")
 
 
 def test_what_is_not_data_is_said(tmp_path):
-    cases = {"empty.jsonl": ("", "no mmlu items in it"), "blank.json": ("[]", "no mmlu items"),
-             "broken.jsonl": ("{\n", r"jsonl:1: not JSON"), "one.json": ('{"prompt": 1}', "holds an object"),
-             "empty.csv": ("", "no mmlu items"), "header.csv": ("prompt,choices\n", "no mmlu"),
-             "bad.parquet": ("PAR?", "not a parquet file"), "data.xlsx": ("x", "give one of .jsonl"),
-             "deep.jsonl": ("[" * 10**5, "jsonl:1: not JSON .nested too deeply"), "deep.json": ("[" * 10**5, "nested too deeply"),
-             "deep.csv": ("prompt,choices,answer\nx," + "[" * 10**5 + ",0\n", "csv:2: field choices has to be a list"),
-             "notes.txt": ("x", "give one of")}
+    cases = {
+        "empty.jsonl": ("", "no mmlu items in it"),
+        "blank.json": ("[]", "no mmlu items"),
+        "broken.jsonl": ("{\n", r"jsonl:1: not JSON"),
+        "one.json": ('{"prompt": 1}', "holds an object"),
+        "empty.csv": ("", "no mmlu items"),
+        "header.csv": ("prompt,choices\n", "no mmlu"),
+        "bad.parquet": ("PAR?", "not a parquet file"),
+        "data.xlsx": ("x", "give one of .jsonl"),
+        "deep.jsonl": ("[" * 10**5, "jsonl:1: not JSON .nested too deeply"),
+        "deep.json": ("[" * 10**5, "nested too deeply"),
+        "deep.csv": ("prompt,choices,answer\nx," + "[" * 10**5 + ",0\n", "csv:2: field choices has to be a list"),
+        "notes.txt": ("x", "give one of"),
+    }
     for name, (text, words) in cases.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(UsageError, match=words):
@@ -195,18 +221,36 @@ REFUSED_BEHIND_LM_EVAL = [  # found only where lm-eval is installed, which is as
     (["--quality", "mmlu,hellaswag", "--quality-data", "FILE"], "give a folder"),
     (["--quality", "hellaswag", "--quality-data", "DATA"], "no file for hellaswag"),
     (["--quality", "humaneval"], "--allow-code-execution"),
-    (["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "1,5", "--humaneval-samples", "4"], "--pass-at-k 5"),
+    (
+        ["--quality", "humaneval", "--allow-code-execution", "--pass-at-k", "1,5", "--humaneval-samples", "4"],
+        "--pass-at-k 5",
+    ),
     (["--quality", "humaneval", "--allow-code-execution", "--humaneval-temperature", "0.5"], "greedy"),
-    (["--quality", "humaneval", "--allow-code-execution", "--humaneval-samples", "2", "--humaneval-temperature", "nan"],
-     "must be a number above 0"),
+    (
+        [
+            "--quality",
+            "humaneval",
+            "--allow-code-execution",
+            "--humaneval-samples",
+            "2",
+            "--humaneval-temperature",
+            "nan",
+        ],
+        "must be a number above 0",
+    ),
     (["--quality", "mmlu", "--quality-data", "PIPE"], "neither a file nor a folder"),
     (["--quality", "mmlu", "--quality-data", "a" * 5000], "no such file or folder"),
     (["--quality", "mmlu", "--quality-data", "DATA", "--quality-limit", "0"], "--quality-limit 0"),
-    (["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"],
-     "would be left out"),
+    (
+        ["--quality", "perplexity", "--quality-data", "DATA", "--perplexity-window", "8", "--perplexity-stride", "9"],
+        "would be left out",
+    ),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-window", "129"], "128 positions"),
     (["--quality", "perplexity", "--quality-data", "TEXT", "--perplexity-stride", "129"], "the window of 128 tokens"),
-    (["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"], "--quality-items /nowhere/items cannot be written"),
+    (
+        ["--quality", "mmlu", "--quality-data", "DATA", "--quality-items", "/nowhere/items"],
+        "--quality-items /nowhere/items cannot be written",
+    ),
     (["--quality", "mmlu", "--quality-data", "DATA"], "no-tokenizer has no tokenizer"),
 ]
 
@@ -220,10 +264,24 @@ def test_what_cannot_work_is_said_before_loading(options, words, tmp_path, capsy
     (tmp_path / "no-tokenizer").symlink_to(checkpoints("llama"))
     (tmp_path / "some.txt").write_text("Some text.")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    places = {"PIPE": str(tmp_path / "pipe.jsonl"), "DATA": str(tmp_path / "data"), "FILE": file,
-              "TEXT": str(tmp_path / "some.txt")}
-    argv = ["run_model.py", "--model", str(tmp_path / "no-tokenizer"), "--log-dir", str(tmp_path / "logs"), "--prompt-len", "8",
-            "--gen-len", "2", *(places.get(one, one) for one in options)]
+    places = {
+        "PIPE": str(tmp_path / "pipe.jsonl"),
+        "DATA": str(tmp_path / "data"),
+        "FILE": file,
+        "TEXT": str(tmp_path / "some.txt"),
+    }
+    argv = [
+        "run_model.py",
+        "--model",
+        str(tmp_path / "no-tokenizer"),
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--prompt-len",
+        "8",
+        "--gen-len",
+        "2",
+        *(places.get(one, one) for one in options),
+    ]
     capsys.readouterr()
     try:
         code = main(argv)
@@ -236,10 +294,12 @@ def test_what_cannot_work_is_said_before_loading(options, words, tmp_path, capsy
 
 def test_without_lm_eval_it_says_what_to_install(tmp_path):
     file = write(tmp_path / "mmlu.jsonl", [MMLU])
-    code = ("import sys, importlib.util; real = importlib.util.find_spec\n"
-            "importlib.util.find_spec = lambda name, *more: None if name == 'lm_eval' else real(name, *more)\n"
-            "from zero_inference.cli import main\n"
-            "code = main(['run_model.py', '--quality', 'mmlu', '--quality-data', sys.argv[1]])\n"
-            "assert 'torch' not in sys.modules; sys.exit(code)")
+    code = (
+        "import sys, importlib.util; real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'lm_eval' else real(name, *more)\n"
+        "from zero_inference.cli import main\n"
+        "code = main(['run_model.py', '--quality', 'mmlu', '--quality-data', sys.argv[1]])\n"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
     done = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "pip install 'lm-eval" in done.stderr, done.stderr

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from conftest import FAMILIES, VOCAB, need_smollm2
 
 from zero_inference.config import RunConfig
-from zero_inference.distributed import detect_ranks, start_process_group
 from zero_inference.engines import engine_module
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
+from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
 BOUND = {8: 0.02, 4: 0.15}
 # Rounding to 4 bits costs each random matrix 5.5% at groups of 8, 6.5% at 16 and 7.9% at 32, and the errors of embedding,
@@ -30,7 +30,9 @@ def logits_of(config: RunConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict]
     loaded = engine.load(config, spec, ranks)
     try:
         with torch.no_grad():
-            return loaded.model(ids.to(loaded.device)).logits.float().cpu(), loaded.facts | {"weight_bytes": loaded.weight_bytes}
+            return loaded.model(ids.to(loaded.device)).logits.float().cpu(), loaded.facts | {
+                "weight_bytes": loaded.weight_bytes
+            }
     finally:
         loaded.close()
 
@@ -47,8 +49,9 @@ def test_logits_stay_close(family, bits, checkpoints):
     model = "smollm2-135m" if family == "smollm2" else str(checkpoints(family, lively=False))
     ids = random_ids(5, 2, 24, VOCAB)
     exact, _ = logits_of(RunConfig(model=model, engine="resident", dtype="float32"), ids)
-    config = RunConfig(model=model, dtype="float32", cpu_offload=True, quant_bits=bits,
-                       quant_group_size=GROUP.get(family, 32))
+    config = RunConfig(
+        model=model, dtype="float32", cpu_offload=True, quant_bits=bits, quant_group_size=GROUP.get(family, 32)
+    )
     found, facts = logits_of(config, ids)
     error = relative_error(found, exact)
     assert 0 < error < BOUND[bits], error
@@ -66,12 +69,16 @@ def test_a_float16_checkpoint_in_bfloat16_is_not_garbage(bits, checkpoints):
     folder = str(checkpoints("llama", "float16", lively=False))
     ids = random_ids(6, 2, 24, VOCAB)
     exact, _ = logits_of(RunConfig(model=folder, engine="resident", dtype="float32"), ids)
-    found, _ = logits_of(RunConfig(model=folder, dtype="bfloat16", cpu_offload=True, quant_bits=bits, quant_group_size=16), ids)
+    found, _ = logits_of(
+        RunConfig(model=folder, dtype="bfloat16", cpu_offload=True, quant_bits=bits, quant_group_size=16), ids
+    )
     assert relative_error(found, exact) < BOUND[bits] + 0.02
 
 
 def test_stored_bytes_are_those_of_the_packed_format(checkpoints):
-    config = RunConfig(model=str(checkpoints("llama")), dtype="float32", cpu_offload=True, quant_bits=4, quant_group_size=32)
+    config = RunConfig(
+        model=str(checkpoints("llama")), dtype="float32", cpu_offload=True, quant_bits=4, quant_group_size=32
+    )
     _, facts = logits_of(config, random_ids(5, 1, 4, VOCAB))
     hidden, inner, kv, layers = 64, 192, 16, 3
     matrices = 2 * VOCAB * hidden + layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
@@ -81,6 +88,8 @@ def test_stored_bytes_are_those_of_the_packed_format(checkpoints):
 
 def test_functionals_are_put_back(checkpoints):
     linear, embedding = F.linear, F.embedding
-    logits_of(RunConfig(model=str(checkpoints("opt")), dtype="float32", cpu_offload=True, quant_bits=8, quant_group_size=32),
-              random_ids(5, 1, 4, VOCAB))
+    logits_of(
+        RunConfig(model=str(checkpoints("opt")), dtype="float32", cpu_offload=True, quant_bits=8, quant_group_size=32),
+        random_ids(5, 1, 4, VOCAB),
+    )
     assert F.linear is linear and F.embedding is embedding

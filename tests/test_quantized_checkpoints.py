@@ -13,28 +13,74 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
-from zero_inference.distributed import detect_ranks
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import parameter_bytes
 from zero_inference.errors import RunError
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.quantized import BlockScales, plain_tensors
 from zero_inference.models.spec import resolve_model
-from zero_inference.records import output_ids_sha256, read_records
+from zero_inference.records.records import output_ids_sha256, read_records
+from zero_inference.runtime.distributed import detect_ranks
 
 BATCH, PROMPT, GEN, BLOCK = 2, 8, 6, 128
-SHAPE = ["--batch-size", BATCH, "--prompt-len", PROMPT, "--gen-len", GEN, "--loops", 1, "--warmup", 0, "--dtype", "float32"]
-COMMON = dict(hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64,
-              tie_word_embeddings=False, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SHAPE = [
+    "--batch-size",
+    BATCH,
+    "--prompt-len",
+    PROMPT,
+    "--gen-len",
+    GEN,
+    "--loops",
+    1,
+    "--warmup",
+    0,
+    "--dtype",
+    "float32",
+]
+COMMON = dict(
+    hidden_size=192,
+    intermediate_size=320,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    vocab_size=VOCAB,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 FAMILIES = {
     "qwen3": dict(COMMON, model_type="qwen3", num_key_value_heads=2, head_dim=48),
-    "deepseek_v3": dict(COMMON, model_type="deepseek_v3", num_key_value_heads=4, moe_intermediate_size=144, n_routed_experts=4,
-                        num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1,
-                        q_lora_rank=160, kv_lora_rank=136, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=40),
+    "deepseek_v3": dict(
+        COMMON,
+        model_type="deepseek_v3",
+        num_key_value_heads=4,
+        moe_intermediate_size=144,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=160,
+        kv_lora_rank=136,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=40,
+    ),
 }
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
-       "modules_to_not_convert": ["lm_head"]}
-WAYS = {"resident": ["--engine", "resident"], "stream": ["--engine", "stream", "--gpu-memory", 0], "deepspeed": ["--cpu-offload"]}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+    "modules_to_not_convert": ["lm_head"],
+}
+WAYS = {
+    "resident": ["--engine", "resident"],
+    "stream": ["--engine", "stream", "--gpu-memory", 0],
+    "deepspeed": ["--cpu-offload"],
+}
 
 
 def in_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,8 +100,10 @@ def in_blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def write(folder, tensors: dict[str, torch.Tensor], config: dict) -> None:
     """Scales lie in another shard than their weights."""
     folder.mkdir()
-    shards = {"model-1.safetensors": {k: v for k, v in tensors.items() if not k.endswith("_scale_inv")},
-              "model-2.safetensors": {k: v for k, v in tensors.items() if k.endswith("_scale_inv")}}
+    shards = {
+        "model-1.safetensors": {k: v for k, v in tensors.items() if not k.endswith("_scale_inv")},
+        "model-2.safetensors": {k: v for k, v in tensors.items() if k.endswith("_scale_inv")},
+    }
     for name, held in shards.items():
         save_file(held, folder / name, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {key: name for name, held in shards.items() for key in held}}
@@ -65,7 +113,9 @@ def write(folder, tensors: dict[str, torch.Tensor], config: dict) -> None:
 
 def run(folder, out, *options) -> int:
     """The exit code; log and record are `out`/run.*."""
-    return main([str(word) for word in ["run_model.py", "--model", folder, *SHAPE, *options, "--log-file", out / "run.log"]])
+    return main(
+        [str(word) for word in ["run_model.py", "--model", folder, *SHAPE, *options, "--log-file", out / "run.log"]]
+    )
 
 
 def load(folder, dtype: str):
@@ -114,8 +164,11 @@ def pair(tmp_path_factory):
                     stored[key], stored[key + "_scale_inv"], true[key] = in_blocks(value)
         # of a layer that predicts further tokens, and of an older transformers: neither is part of the model
         extra, scales, _ = in_blocks(torch.randn(192, 384))
-        stored |= {"model.layers.2.eh_proj.weight": extra, "model.layers.2.eh_proj.weight_scale_inv": scales,
-                   "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+        stored |= {
+            "model.layers.2.eh_proj.weight": extra,
+            "model.layers.2.eh_proj.weight_scale_inv": scales,
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        }
         write(folder / "fp8", stored, config | {"quantization_config": FP8, "dtype": "float8_e4m3fn"})
         write(folder / "plain", true, config)
         ids = plain_ids(folder / "plain", random_ids(0, BATCH, PROMPT, VOCAB), GEN)
@@ -151,7 +204,9 @@ def test_fp8_blocks_give_the_ids_of_the_dequantized_checkpoint(family, way, pair
     record = read_records(tmp_path / "run.jsonl")[-1]
     assert record["output_ids_sha256"] == expected
     true = load_file(plain / "model-1.safetensors")
-    assert record["weight_bytes"] == sum(true[key].nbytes for key in true if "e_score_correction" not in key)  # a buffer
+    assert record["weight_bytes"] == sum(
+        true[key].nbytes for key in true if "e_score_correction" not in key
+    )  # a buffer
 
 
 def test_two_ranks_read_fp8_blocks(pair, run_model):
@@ -171,7 +226,9 @@ def test_parameters_and_the_plan_are_those_of_the_dequantized_checkpoint(family,
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("stored, expected", [("float8_e4m3fn", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")])
+@pytest.mark.parametrize(
+    "stored, expected", [("float8_e4m3fn", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")]
+)
 def test_the_dtype_of_a_run_is_never_float8(stored, expected, pair, tmp_path):
     folder = shutil.copytree(pair("qwen3")[0], tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -201,8 +258,10 @@ def test_torch_files_and_stacked_experts_are_dequantized_alike(tmp_path, pair):
     experts = "model.layers.1.mlp.experts."
     tensors = {key: value for key, value in tensors.items() if not re.search(r"experts\.\d+\.(gate|up)_proj", key)}
     true = load_file(plain / "model-1.safetensors")
-    blocks = [in_blocks(torch.cat([true[f"{experts}{number}.{part}_proj.weight"] for part in ("gate", "up")]))
-              for number in range(4)]
+    blocks = [
+        in_blocks(torch.cat([true[f"{experts}{number}.{part}_proj.weight"] for part in ("gate", "up")]))
+        for number in range(4)
+    ]
     stacked = [torch.stack([block[i] for block in blocks]) for i in range(3)]
     tensors |= {experts + "gate_up_proj": stacked[0], experts + "gate_up_proj_scale_inv": stacked[1]}
     torch.save(tensors, tmp_path / "model" / "pytorch_model.bin")
@@ -214,31 +273,43 @@ def test_torch_files_and_stacked_experts_are_dequantized_alike(tmp_path, pair):
 PROJ = "model.layers.1.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("key, value, words", [
-    (PROJ + "_scale_inv", None, ["has no " + PROJ + "_scale_inv"]),
-    (PROJ, None, [PROJ + "_scale_inv scales", "not in the checkpoint"]),
-    (PROJ, torch.ones(192, 320), [PROJ + "_scale_inv scales", "F32"]),
-    (PROJ + "_scale_inv", torch.ones(2, 2), ["shape [2, 2]", "[2, 3]", "128 x 128"]),
-    (PROJ + "_scale_inv", torch.ones(2, 3, dtype=torch.int32), ["I32", "floats"]),
-    ("lm_head.weight", torch.zeros(VOCAB, 192, dtype=torch.int8), ["lm_head.weight", "I8", "bfloat16"]),
-    ("model.layers.1.self_attn.q_proj.SCB", torch.ones(192), ["model.layers.1.self_attn.q_proj.SCB", "no place", "--quant-bits"]),
-], ids=["no scale", "no weight", "weight not fp8", "scale shape", "scale dtype", "int8", "unexpected"])
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        (PROJ + "_scale_inv", None, ["has no " + PROJ + "_scale_inv"]),
+        (PROJ, None, [PROJ + "_scale_inv scales", "not in the checkpoint"]),
+        (PROJ, torch.ones(192, 320), [PROJ + "_scale_inv scales", "F32"]),
+        (PROJ + "_scale_inv", torch.ones(2, 2), ["shape [2, 2]", "[2, 3]", "128 x 128"]),
+        (PROJ + "_scale_inv", torch.ones(2, 3, dtype=torch.int32), ["I32", "floats"]),
+        ("lm_head.weight", torch.zeros(VOCAB, 192, dtype=torch.int8), ["lm_head.weight", "I8", "bfloat16"]),
+        (
+            "model.layers.1.self_attn.q_proj.SCB",
+            torch.ones(192),
+            ["model.layers.1.self_attn.q_proj.SCB", "no place", "--quant-bits"],
+        ),
+    ],
+    ids=["no scale", "no weight", "weight not fp8", "scale shape", "scale dtype", "int8", "unexpected"],
+)
 def test_tensors_that_do_not_belong_together_fail_the_run(key, value, words, broken):
     message = broken(lambda folder: change(folder, key, value))
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("said, words", [
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["bitsandbytes"]),
-    ({"load_in_8bit": True}, ["bitsandbytes"]),
-    ({"quant_method": "gptq", "bits": 4}, ["gptq"]),
-    ({"quant_method": "awq", "bits": 4}, ["awq"]),
-    ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["compressed-tensors"]),
-    ({"quant_method": "mxfp4"}, ["mxfp4"]),
-    (FP8 | {"activation_scheme": "static"}, ["activation_scheme 'static'", "'dynamic'"]),
-    (FP8 | {"fmt": "e5m2"}, ["fmt 'e5m2'", "'e4m3'"]),
-    (FP8 | {"weight_block_size": None}, ["weight_block_size None", "blocks"]),
-], ids=lambda value: value.get("quant_method", "old") if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["bitsandbytes"]),
+        ({"load_in_8bit": True}, ["bitsandbytes"]),
+        ({"quant_method": "gptq", "bits": 4}, ["gptq"]),
+        ({"quant_method": "awq", "bits": 4}, ["awq"]),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, ["compressed-tensors"]),
+        ({"quant_method": "mxfp4"}, ["mxfp4"]),
+        (FP8 | {"activation_scheme": "static"}, ["activation_scheme 'static'", "'dynamic'"]),
+        (FP8 | {"fmt": "e5m2"}, ["fmt 'e5m2'", "'e4m3'"]),
+        (FP8 | {"weight_block_size": None}, ["weight_block_size None", "blocks"]),
+    ],
+    ids=lambda value: value.get("quant_method", "old") if isinstance(value, dict) else "",
+)
 def test_other_forms_are_refused_before_anything_is_read(said, words, broken):
     def edit(folder) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -273,11 +344,17 @@ def test_gptq_keys_are_named_though_the_config_says_nothing(checkpoints, tmp_pat
 def test_masks_that_older_versions_stored_in_each_layer_are_allowed_and_other_keys_are_not(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model("gptj", n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=32, vocab_size=VOCAB)
+    config = AutoConfig.for_model(
+        "gptj", n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=32, vocab_size=VOCAB
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     mask = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
-    old = {"transformer.h.0.attn.bias": mask, "transformer.h.0.attn.masked_bias": torch.tensor(-1e9), "h.1.attn.bias": mask.clone(),
-           "transformer.h.2.attn.q_proj.weight": torch.ones(32, 32)}
+    old = {
+        "transformer.h.0.attn.bias": mask,
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e9),
+        "h.1.attn.bias": mask.clone(),
+        "transformer.h.2.attn.q_proj.weight": torch.ones(32, 32),
+    }
     tensors = {key: value.clone() for key, value in model.state_dict().items()} | old
     write(tmp_path / "gptj", tensors, config.to_dict())
     found, _ = load(tmp_path / "gptj", "float32")
@@ -291,8 +368,10 @@ def test_masks_that_older_versions_stored_in_each_layer_are_allowed_and_other_ke
 def test_scales_may_be_powers_of_two_in_a_byte():
     stored, scales, _ = in_blocks(torch.randn(130, 140))
     powers = torch.exp2(torch.log2(scales).round())
-    values = [plain_tensors({"w": stored, "w_scale_inv": kept}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")["w"][...]
-              for kept in (powers, powers.to(torch.float8_e8m0fnu))]
+    values = [
+        plain_tensors({"w": stored, "w_scale_inv": kept}, BlockScales(BLOCK, BLOCK), torch.float32, "folder")["w"][...]
+        for kept in (powers, powers.to(torch.float8_e8m0fnu))
+    ]
     assert torch.equal(*values)
 
 

@@ -13,14 +13,17 @@ PRELUDE = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from zero_inference import distributed, limits
+from zero_inference.runtime import distributed
+from zero_inference.measure import limits
 from zero_inference.config import RunConfig
 from zero_inference.engines import deepspeed as engine
 from zero_inference.models.spec import resolve_model
 rank = int(os.environ["RANK"])
 ranks = distributed.detect_ranks()
 """
-PREFETCH = PRELUDE + """
+PREFETCH = (
+    PRELUDE
+    + """
 free = [1 << 34, 300_000][rank]  # bytes; a decoder layer has 0.2 MB
 distributed.device_free_bytes = lambda device: free
 config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_size=2, prompt_len=8, gen_len=4).validate()
@@ -37,7 +40,10 @@ print("RESULT", json.dumps({"free": ranks.free_device_bytes(), "zero": zero, "id
 loaded.close()
 distributed.stop_process_group()  # or a gloo thread that outlives Python's end may abort the process
 """
-DISKS = PRELUDE + """
+)
+DISKS = (
+    PRELUDE
+    + """
 measured = []
 
 def disk_read_gbps(folder, file_bytes):
@@ -52,6 +58,7 @@ rates = limits.measure_rates(config, resolve_model(config, "cpu"), ranks, limits
 print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gbps}))
 distributed.stop_process_group()
 """
+)
 
 
 @pytest.fixture
@@ -62,9 +69,19 @@ def two_ranks(fork_server, tmp_path):
         file, port = tmp_path / "program.py", free_port()
         file.write_text(program)
         outputs = [tmp_path / f"{rank}.out" for rank in (0, 1)]
-        ranks = start_all(lambda rank: start_python(
-            fork_server(PROGRAM), [file, argument], tmp_path, outputs[rank], outputs[rank], without_gpus() | rank_variables(rank, 2, port)
-            | {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}), (0, 1))
+        ranks = start_all(
+            lambda rank: start_python(
+                fork_server(PROGRAM),
+                [file, argument],
+                tmp_path,
+                outputs[rank],
+                outputs[rank],
+                without_gpus()
+                | rank_variables(rank, 2, port)
+                | {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)},
+            ),
+            (0, 1),
+        )
         assert wait_for_all(ranks, timeout=200) == [0, 0], [output.read_text() for output in outputs]
         lines = [line for output in outputs for line in output.read_text().splitlines() if line.startswith("RESULT ")]
         return [json.loads(line.removeprefix("RESULT ")) for line in lines]
@@ -90,9 +107,11 @@ def test_the_disk_rate_is_the_sum_of_the_nodes(two_ranks, per_node, tmp_path):
     assert first["disk_gbps"] == expected and second["disk_gbps"] == expected
 
 
-AGREE = PRELUDE + """
+AGREE = (
+    PRELUDE
+    + """
 from dataclasses import replace
-from zero_inference.agreement import refuse_other_inputs, refuse_other_requests
+from zero_inference.plan.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.errors import UsageError
 distributed.start_process_group(ranks)
 config = RunConfig(model=sys.argv[1], engine="resident", batch_size=2, log_dir=f"logs{rank}").validate()
@@ -115,6 +134,7 @@ tried(refuse_other_inputs, [spec, resolve_model(other, "cpu")][rank], ranks, ids
 print("RESULT", json.dumps(found))
 distributed.stop_process_group()
 """
+)
 
 
 def test_ranks_that_differ_are_refused_on_each(two_ranks, checkpoints, tmp_path):
@@ -127,17 +147,44 @@ def test_ranks_that_differ_are_refused_on_each(two_ranks, checkpoints, tmp_path)
     alike, loops, data, same, prompts, weights = first
     assert alike is None and same is None
     assert loops.startswith("rank 0 has --loops 2 and rank 1 has 3: ")
-    assert "rank 0 has --quality-data" in data and "rank 0 has the prompts" in prompts and "rank 0 has the weights" in weights
+    assert (
+        "rank 0 has --quality-data" in data
+        and "rank 0 has the prompts" in prompts
+        and "rank 0 has the weights" in weights
+    )
 
 
 def test_ranks_that_were_started_with_different_lengths_end(fork_server, checkpoints, tmp_path):
     """They waited for each other until somebody came, and the one with more to do for the one that had ended."""
-    command = [ROOT / "run_model.py", "--model", checkpoints("llama"), "--engine", "stream", "--batch-size", 2, "--prompt-len", 8,
-               "--loops", 1, "--warmup", 0, "--log-dir", tmp_path / "logs"]
+    command = [
+        ROOT / "run_model.py",
+        "--model",
+        checkpoints("llama"),
+        "--engine",
+        "stream",
+        "--batch-size",
+        2,
+        "--prompt-len",
+        8,
+        "--loops",
+        1,
+        "--warmup",
+        0,
+        "--log-dir",
+        tmp_path / "logs",
+    ]
     port = free_port()
-    ranks = start_all(lambda rank: start_python(
-        fork_server(PROGRAM), [*command, "--gen-len", 4 + rank], tmp_path, tmp_path / "out", tmp_path / f"{rank}.err",
-        without_gpus() | rank_variables(rank, 2, port)), (0, 1))
+    ranks = start_all(
+        lambda rank: start_python(
+            fork_server(PROGRAM),
+            [*command, "--gen-len", 4 + rank],
+            tmp_path,
+            tmp_path / "out",
+            tmp_path / f"{rank}.err",
+            without_gpus() | rank_variables(rank, 2, port),
+        ),
+        (0, 1),
+    )
     try:
         code = ranks[0].wait(timeout=100)
     finally:

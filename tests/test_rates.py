@@ -39,8 +39,12 @@ def test_the_copy_rate_is_that_of_an_independent_copy():
 
 def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
     two = [CPU, CPU]
-    for rate in (copy.device_to_host_gbps(CPU, seconds=0.1), copy.both_directions_gbps(CPU, seconds=0.1),
-                 copy.several_devices_gbps(two, seconds=0.1), compute.device_copy_gbps(CPU, seconds=0.1)):
+    for rate in (
+        copy.device_to_host_gbps(CPU, seconds=0.1),
+        copy.both_directions_gbps(CPU, seconds=0.1),
+        copy.several_devices_gbps(two, seconds=0.1),
+        compute.device_copy_gbps(CPU, seconds=0.1),
+    ):
         assert 0.1 < rate < 2000
     try:
         assert 0.01 < disk_read_gbps(tmp_path, file_bytes=64 << 20) < 500
@@ -54,7 +58,10 @@ def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
 
 def test_two_copies_at_once_count_the_bytes_of_both(monkeypatch):
     monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
-    lanes = [copy._lane(torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), value, dtype=torch.uint8)) for value in (3, 9)]
+    lanes = [
+        copy._lane(torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), value, dtype=torch.uint8))
+        for value in (3, 9)
+    ]
     moved, spent = copy._HostRound(lanes)()
     assert moved == 2 << 20 and spent > 0
     assert lanes[0].target.eq(3).all() and lanes[1].target.eq(9).all()
@@ -63,11 +70,17 @@ def test_two_copies_at_once_count_the_bytes_of_both(monkeypatch):
 def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch):
     monkeypatch.setattr(caches, "block_bytes", lambda: 1000)
     monkeypatch.setattr(copy, "LEAST_BYTES", 300)
-    layers = [torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 1000), (2, 2400), (3, 299), (4, 1200))]
+    layers = [
+        torch.full((size,), value, dtype=torch.uint8) for value, size in ((1, 1000), (2, 2400), (3, 299), (4, 1200))
+    ]
     blocks = copy.blocks_of(layers, CPU)
     seen = [next(blocks) for _ in range(5)]
-    assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)], "small ones are left out"
-    assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), "around again, where they lie"
+    assert [(int(block[0]), len(block)) for block in seen] == [(1, 1000), (2, 1000), (2, 1000), (2, 400), (4, 1000)], (
+        "small ones are left out"
+    )
+    assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), (
+        "around again, where they lie"
+    )
     lane = copy._lane(torch.zeros(1000, dtype=torch.uint8), copy.blocks_of(layers[1:], CPU))
     measure = copy._HostRound([lane])
     assert [measure()[0] for _ in range(4)] == [1000, 1000, 400, 1000], "the bytes that were copied"
@@ -122,7 +135,12 @@ class Clocks:
             self.current = which
             yield
 
-        for name, stand_in in (("Stream", Stream), ("Event", Event), ("stream", stream), ("synchronize", lambda device: None)):
+        for name, stand_in in (
+            ("Stream", Stream),
+            ("Event", Event),
+            ("stream", stream),
+            ("synchronize", lambda device: None),
+        ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(copy, "_copy_next", self.copy_next)
 
@@ -140,12 +158,29 @@ def test_a_link_is_never_idle_while_it_is_measured(monkeypatch, gb_per_s, togeth
     assert clocks.now_s == max(stream.done_s for stream in clocks.streams), "copies are still under way"
 
 
-CORES = {0: ("32768K", "0-3"), 1: ("32768K", "0-3"), 4: ("16M", "4-7"), 8: ("64M", "8-15")}  # a hybrid: its last-level caches by core
+CORES = {
+    0: ("32768K", "0-3"),
+    1: ("32768K", "0-3"),
+    4: ("16M", "4-7"),
+    8: ("64M", "8-15"),
+}  # a hybrid: its last-level caches by core
 
 
-@pytest.mark.parametrize("threads, cores, expected", [
-    (1, CORES, 128), (2, CORES, 192), (3, CORES, 224), (64, CORES, 224), (1, {0: ("1M", "0")}, 64), (1, {5: ("100M", "5")}, 200),
-    (2, {0: ("300M", "0-55"), 56: ("300M", "56-111")}, 512), (1, {}, 256), (1, {0: ("0K", "0")}, 256), (1, {0: ("unknown", "0")}, 256)])
+@pytest.mark.parametrize(
+    "threads, cores, expected",
+    [
+        (1, CORES, 128),
+        (2, CORES, 192),
+        (3, CORES, 224),
+        (64, CORES, 224),
+        (1, {0: ("1M", "0")}, 64),
+        (1, {5: ("100M", "5")}, 200),
+        (2, {0: ("300M", "0-55"), 56: ("300M", "56-111")}, 512),
+        (1, {}, 256),
+        (1, {0: ("0K", "0")}, 256),
+        (1, {0: ("unknown", "0")}, 256),
+    ],
+)
 def test_blocks_are_made_for_the_caches_of_the_cores_that_copy(threads, cores, expected, tmp_path, monkeypatch):
     for core, (size, shared) in cores.items():
         for number, words in enumerate([("1", "48K", str(core)), ("2", "1024K", str(core)), ("3", size, shared)]):
@@ -177,7 +212,10 @@ def test_matmul_counts_two_operations_a_product():
     pytest.fail(f"{measured} TFLOP/s is not what {sorted(spent)[10]} s a product are")
 
 
-@pytest.mark.parametrize("asked, taken_mib", [(0, 128), (1, 128), (128 << 20, 128), ((128 << 20) + 1, 256), (900 << 20, 1024), (1 << 40, 1024)])
+@pytest.mark.parametrize(
+    "asked, taken_mib",
+    [(0, 128), (1, 128), (128 << 20, 128), ((128 << 20) + 1, 256), (900 << 20, 1024), (1 << 40, 1024)],
+)
 def test_all_threads_read_as_much_of_a_file_within_bounds(asked, taken_mib, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "_write_and_read", lambda file, file_bytes: file_bytes)
     assert disk_read_gbps(tmp_path, asked) == taken_mib << 20

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import zero_inference
-from zero_inference import records, utils
+from zero_inference import utils
+from zero_inference.records import records
 
 ROOT = Path(zero_inference.__file__).resolve().parents[1]
 
@@ -150,7 +151,8 @@ def test_parse_log_reads_si_units_under_the_names_of_the_record(tmp_path, capsys
 
 WRITER = """
 import json, sys
-from zero_inference import records, utils
+from zero_inference import utils
+from zero_inference.records import records
 folder, writer = sys.argv[1], int(sys.argv[2])
 record = json.load(open(f"{folder}/record.json"))
 print("ready", flush=True)

@@ -10,8 +10,8 @@ from conftest import small_disk
 from test_report import make_record
 
 from zero_inference.cli import console_main
-from zero_inference.records import append_record
-from zero_inference.replace import check_replaceable, replacing
+from zero_inference.records.records import append_record
+from zero_inference.runtime.replace import check_replaceable, replacing
 from zero_inference.utils import write_benchmark_log
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from zero_inference import report
-from zero_inference.records import append_record
+from zero_inference.records.records import append_record
+from zero_inference.report import runs as report
 from zero_inference.utils import GB, get_filename, write_benchmark_log
 
 
@@ -208,16 +208,22 @@ def test_a_damaged_file_does_not_hide_the_others(tmp_path, capsys):
 
 
 def test_importing_the_report_loads_no_heavy_package():
-    for module, heavy in (("report", {"pandas", "torch", "rich", "numpy"}), ("html_report.runs", {"pandas", "torch"})):
+    for module, heavy in (
+        ("report.runs", {"pandas", "torch", "rich", "numpy"}),
+        ("report.html.runs", {"pandas", "torch"}),
+    ):
         code = f"import sys, zero_inference.{module}; print({heavy} & set(sys.modules))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "set()"
 
 
 def test_quality_stands_in_the_row_of_its_run(tmp_path):
-    quality = {"mmlu": {"accuracy": 0.3125, "stderr": 0.058}, "hellaswag": {"accuracy": 0.5, "stderr": 0.25, "acc_norm": 0.75,
-                                                                            "acc_norm_stderr": 0.125},
-               "humaneval": {"pass_at_k": {"1": 0.2}, "stderr": {"1": 0.03}}, "perplexity": {"perplexity": 12.5, "stderr": None}}
+    quality = {
+        "mmlu": {"accuracy": 0.3125, "stderr": 0.058},
+        "hellaswag": {"accuracy": 0.5, "stderr": 0.25, "acc_norm": 0.75, "acc_norm_stderr": 0.125},
+        "humaneval": {"pass_at_k": {"1": 0.2}, "stderr": {"1": 0.03}},
+        "perplexity": {"perplexity": 12.5, "stderr": None},
+    }
     append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, quality=quality))
     append_record(tmp_path / "b.jsonl", make_record(quality=None))
     frame = report.differing_columns(report.load_runs(tmp_path))

@@ -32,7 +32,9 @@ def test_readmes_norm_rates_are_those_of_the_tables(case):
         if cell == "-":
             assert f"{provider} (GB/s)" not in largest["fwd"]
         else:
-            assert cell == " / ".join(f"{float(row[f'{provider} (GB/s)']):.0f}" for row in (largest["fwd"], largest["bwd"]))
+            assert cell == " / ".join(
+                f"{float(row[f'{provider} (GB/s)']):.0f}" for row in (largest["fwd"], largest["bwd"])
+            )
 
 
 def test_no_record_names_a_path_of_the_machine_it_was_made_on():

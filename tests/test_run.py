@@ -16,15 +16,31 @@ from conftest import ROOT, VOCAB
 from zero_inference.cli import main
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.dummy import fill_dummy
-from zero_inference.records import parse_log, read_records
+from zero_inference.records.records import parse_log, read_records
 
 OPTIONS = ["--prompt-len", "12", "--gen-len", "5", "--dtype", "float32"]
 
 
 def test_log_record_and_output_agree(checkpoints, tmp_path, capfd):
     for _ in range(2):
-        assert main(["run_model.py", "--model", str(checkpoints("qwen3")), *OPTIONS, "--batch-size", "4", "--cpu-offload",
-                     "--loops", "3", "--log-dir", str(tmp_path)]) == 0
+        assert (
+            main(
+                [
+                    "run_model.py",
+                    "--model",
+                    str(checkpoints("qwen3")),
+                    *OPTIONS,
+                    "--batch-size",
+                    "4",
+                    "--cpu-offload",
+                    "--loops",
+                    "3",
+                    "--log-dir",
+                    str(tmp_path),
+                ]
+            )
+            == 0
+        )
     out = capfd.readouterr().out
     log = tmp_path / "ds-qwen3-bs4-prompt12-gen5-n1x1-cpu.log"
     blocks, records = parse_log(log), read_records(log.with_suffix(".jsonl"))
@@ -46,7 +62,12 @@ def test_log_record_and_output_agree(checkpoints, tmp_path, capfd):
 
 def test_fetched_bytes_are_the_offloaded_weights(checkpoints, tmp_path):
     folder = checkpoints("llama")
-    assert main(["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            ["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", str(tmp_path / "run.log")]
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "run.jsonl").read_text())
     vectors = 4 * 7 * 64  # the norms stay on the device
     assert record["transfers"]["host_to_device_bytes_per_step"] == record["weight_bytes"] - vectors
@@ -54,23 +75,63 @@ def test_fetched_bytes_are_the_offloaded_weights(checkpoints, tmp_path):
 
 def test_disk_reads_are_the_layers(checkpoints, tmp_path):
     big = tmp_path / "big"  # a parameter under a block of 1 MiB is not swapped, so this one needs large matrices
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
-              "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": VOCAB,
-              "max_position_embeddings": 64}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+    }
     big.mkdir()
     (big / "config.json").write_text(json.dumps(config))
-    assert main(["run_model.py", "--model", str(big), "--dummy", *OPTIONS, "--disk-offload", "--offload-dir", str(tmp_path / "offload"),
-                 "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                str(big),
+                "--dummy",
+                *OPTIONS,
+                "--disk-offload",
+                "--offload-dir",
+                str(tmp_path / "offload"),
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "run.jsonl").read_text())
     matrices = 2 * 4 * (4 * 512 * 512 + 3 * 512 * 1024)
     assert record["transfers"]["disk_read_bytes_per_step"] == matrices
     assert record["limit"]["disk_gbps"] is None or record["limit"]["floor_decode_s"] == pytest.approx(
-        4 * matrices / record["limit"]["disk_gbps"] / 1e9)
+        4 * matrices / record["limit"]["disk_gbps"] / 1e9
+    )
 
 
 def test_one_token_has_no_decode(checkpoints, tmp_path):
-    assert main(["run_model.py", "--model", str(checkpoints("opt")), "--prompt-len", "8", "--gen-len", "1", "--dtype", "float32",
-                 "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                str(checkpoints("opt")),
+                "--prompt-len",
+                "8",
+                "--gen-len",
+                "1",
+                "--dtype",
+                "float32",
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert record["decode_throughput"] is None and record["loops"][0]["step_s"] == []
     assert "decode throughput: nan token/s" in (tmp_path / "run.log").read_text()
@@ -79,8 +140,31 @@ def test_one_token_has_no_decode(checkpoints, tmp_path):
 def test_prompts_come_from_the_file_and_fill_the_length(smollm2_folder, tmp_path, capfd):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The capital of France is\n" + "The river was long and " * 40 + "\n")
-    assert main(["run_model.py", "--model", "smollm2-135m", "--prompts", str(prompts), "--batch-size", "2", "--prompt-len", "24",
-                 "--gen-len", "4", "--loops", "1", "--warmup", "0", "--cpu-offload", "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                "smollm2-135m",
+                "--prompts",
+                str(prompts),
+                "--batch-size",
+                "2",
+                "--prompt-len",
+                "24",
+                "--gen-len",
+                "4",
+                "--loops",
+                "1",
+                "--warmup",
+                "0",
+                "--cpu-offload",
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 0
+    )
     assert "[0] " in (out := capfd.readouterr().out) and "Paris" in out
 
 
@@ -95,11 +179,24 @@ def test_torch_checkpoints_are_read_too(checkpoints, tmp_path):
     for number, shard in enumerate(sorted(safe.glob("*.safetensors"))):
         tensors = load_file(shard)
         torch.save(tensors, old / f"pytorch_model-{number}.bin")
-        weight_map.update({key: f"pytorch_model-{number}.bin" for key in tensors})
+        weight_map.update(dict.fromkeys(tensors, f"pytorch_model-{number}.bin"))
     (old / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     hashes = []
     for folder in (safe, old):
-        assert main(["run_model.py", "--model", str(folder), *OPTIONS, "--cpu-offload", "--log-file", str(tmp_path / f"{folder.name}.log")]) == 0
+        assert (
+            main(
+                [
+                    "run_model.py",
+                    "--model",
+                    str(folder),
+                    *OPTIONS,
+                    "--cpu-offload",
+                    "--log-file",
+                    str(tmp_path / f"{folder.name}.log"),
+                ]
+            )
+            == 0
+        )
         hashes.append(read_records(tmp_path / f"{folder.name}.jsonl")[-1]["output_ids_sha256"])
     assert hashes[0] == hashes[1]
 
@@ -140,21 +237,75 @@ def test_dummy_weights_depend_on_seed_and_name_alone():
 
 
 def test_dummy_presets_stay_finite(tmp_path, capfd):
-    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
-                 "--warmup", "0", "--cpu-offload", "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                "opt-125m",
+                "--dummy",
+                "--prompt-len",
+                "8",
+                "--gen-len",
+                "2",
+                "--loops",
+                "1",
+                "--warmup",
+                "0",
+                "--cpu-offload",
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 0
+    )
     first = read_records(tmp_path / "run.jsonl")[0]["output_ids_sha256"]
-    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--prompt-len", "8", "--gen-len", "2", "--loops", "1",
-                 "--warmup", "0", "--engine", "resident", "--log-file", str(tmp_path / "run.log")]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                "opt-125m",
+                "--dummy",
+                "--prompt-len",
+                "8",
+                "--gen-len",
+                "2",
+                "--loops",
+                "1",
+                "--warmup",
+                "0",
+                "--engine",
+                "resident",
+                "--log-file",
+                str(tmp_path / "run.log"),
+            ]
+        )
+        == 0
+    )
     assert read_records(tmp_path / "run.jsonl")[1]["output_ids_sha256"] == first
 
 
 def test_a_killed_run_keeps_earlier_entries_and_leaves_no_files_behind(checkpoints, tmp_path):
     offload, log = tmp_path / "offload", tmp_path / "run.log"
-    options = ["--model", str(checkpoints("opt")), *OPTIONS, "--disk-offload", "--offload-dir", str(offload), "--log-file", str(log)]
+    options = [
+        "--model",
+        str(checkpoints("opt")),
+        *OPTIONS,
+        "--disk-offload",
+        "--offload-dir",
+        str(offload),
+        "--log-file",
+        str(log),
+    ]
     assert main(["run_model.py", *options, "--loops", "1"]) == 0
     before = log.read_bytes(), log.with_suffix(".jsonl").read_bytes()
-    process = subprocess.Popen([sys.executable, str(ROOT / "run_model.py"), *options, "--loops", "100000"], stderr=subprocess.PIPE,
-                               cwd=tmp_path, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "run_model.py"), *options, "--loops", "100000"],
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+    )
     deadline = time.monotonic() + 120
     while not list(offload.glob("*/zero_stage_3/**/rank0")) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -168,7 +319,7 @@ def test_a_killed_run_keeps_earlier_entries_and_leaves_no_files_behind(checkpoin
 
 
 def test_the_folder_of_a_living_run_is_left_alone(tmp_path):
-    from zero_inference.offload.workspace import OffloadWorkspace
+    from zero_inference.engines.offload_folder import OffloadWorkspace
 
     first, second = OffloadWorkspace(tmp_path), OffloadWorkspace(tmp_path)
     assert first.path.is_dir() and second.path.is_dir() and first.path != second.path
@@ -176,13 +327,16 @@ def test_the_folder_of_a_living_run_is_left_alone(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("options, words", [
-    (["--model", "opt-175b", "--cpu-offload", "--batch-size", "1024"], "does not fit"),
-    (["--model", "opt-125m", "--disk-offload"], "It fits."),
-    (["--model", "opt-125m", "--engine", "resident"], "It fits."),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--model", "opt-175b", "--cpu-offload", "--batch-size", "1024"], "does not fit"),
+        (["--model", "opt-125m", "--disk-offload"], "It fits."),
+        (["--model", "opt-125m", "--engine", "resident"], "It fits."),
+    ],
+)
 def test_dry_run_says_whether_it_fits_and_writes_nothing(options, words, tmp_path, capfd, monkeypatch):
-    from zero_inference import memory_plan
+    from zero_inference.plan import memory as memory_plan
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
@@ -195,7 +349,7 @@ def test_dry_run_says_whether_it_fits_and_writes_nothing(options, words, tmp_pat
 
 
 def test_dry_run_of_opt_66b_counts_exactly_and_names_what_would_fit(capfd, monkeypatch):
-    from zero_inference import memory_plan
+    from zero_inference.plan import memory as memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
     assert main(["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b", "--cpu-offload"]) == 2
@@ -206,7 +360,7 @@ def test_dry_run_of_opt_66b_counts_exactly_and_names_what_would_fit(capfd, monke
 
 def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(capfd, monkeypatch, no_gpu):
     """Without a GPU, whose free memory would decide too."""
-    from zero_inference import memory_plan
+    from zero_inference.plan import memory as memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
     monkeypatch.setattr(memory_plan, "_disk_free", lambda folder: 0)
@@ -227,14 +381,17 @@ def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(ca
 
 def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu):
     """Without a GPU, whose free memory would decide too."""
-    from zero_inference import memory_plan
+    from zero_inference.plan import memory as memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 35 << 30)
     monkeypatch.setattr(memory_plan, "_disk_free", lambda folder: 1 << 40)
     asked = ["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b"]
-    for given, advice in (([], "--disk-offload"), (["--cpu-offload"], "--disk-offload instead of --cpu-offload"),
-                          (["--engine", "resident"], "--engine deepspeed --disk-offload"),
-                          (["--engine", "stream", "--gpu-memory", "0"], "--engine deepspeed --disk-offload instead of --gpu-memory")):
+    for given, advice in (
+        ([], "--disk-offload"),
+        (["--cpu-offload"], "--disk-offload instead of --cpu-offload"),
+        (["--engine", "resident"], "--engine deepspeed --disk-offload"),
+        (["--engine", "stream", "--gpu-memory", "0"], "--engine deepspeed --disk-offload instead of --gpu-memory"),
+    ):
         assert main([*asked, *given]) == 2
         assert capfd.readouterr().out.rstrip().endswith(f": {advice}."), given
     assert main([*asked, "--disk-offload"]) == 0
@@ -242,7 +399,7 @@ def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu
 
 @pytest.mark.parametrize("engine, prefix", [("resident", "resident"), ("deepspeed", "ds")])
 def test_weights_of_a_run_without_offload_are_on_the_cpu_where_there_is_no_gpu(checkpoints, tmp_path, engine, prefix):
-    from zero_inference.report import load_runs
+    from zero_inference.report.runs import load_runs
 
     place = "gpu" if torch.cuda.is_available() else "cpu"
     options = ["--model", str(checkpoints("opt")), "--engine", engine, *OPTIONS]
@@ -255,9 +412,23 @@ def test_weights_of_a_run_without_offload_are_on_the_cpu_where_there_is_no_gpu(c
     # what an earlier version of this tool logged under another name is still listed, and counts as done for a sweep
     for suffix in (".log", ".jsonl"):
         (tmp_path / "old").mkdir(exist_ok=True)
-        (tmp_path / "old" / log.name.replace(f"-{place}.log", f"-gpu{suffix}")).write_bytes(log.with_suffix(suffix).read_bytes())
+        (tmp_path / "old" / log.name.replace(f"-{place}.log", f"-gpu{suffix}")).write_bytes(
+            log.with_suffix(suffix).read_bytes()
+        )
     for folder in (tmp_path, tmp_path / "old"):
         assert load_runs(folder)["engine"].tolist() == [engine]
-        sweep = subprocess.run([sys.executable, str(ROOT / "scripts" / "sweep.py"), "--list", "--launcher", "python", *options,
-                                "--log-dir", str(folder)], capture_output=True, text=True)
+        sweep = subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "scripts" / "sweep.py"),
+                "--list",
+                "--launcher",
+                "python",
+                *options,
+                "--log-dir",
+                str(folder),
+            ],
+            capture_output=True,
+            text=True,
+        )
         assert sweep.stdout == "" and "1 of 1 cases" in sweep.stderr, sweep.stdout + sweep.stderr

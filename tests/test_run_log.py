@@ -14,14 +14,28 @@ import threading
 import pytest
 from conftest import ROOT, small_disk
 
-from zero_inference import append, run_log
-from zero_inference.append import append_bytes, check_appendable
 from zero_inference.cli import main
-from zero_inference.records import append_record, parse_log, read_records
-from zero_inference.replace import check_replaceable
+from zero_inference.records import run_log
+from zero_inference.records.records import append_record, parse_log, read_records
+from zero_inference.runtime import append
+from zero_inference.runtime.append import append_bytes, check_appendable
+from zero_inference.runtime.replace import check_replaceable
 from zero_inference.utils import write_benchmark_log
 
-SHORT = ["--engine", "resident", "--prompt-len", "4", "--gen-len", "2", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
+SHORT = [
+    "--engine",
+    "resident",
+    "--prompt-len",
+    "4",
+    "--gen-len",
+    "2",
+    "--loops",
+    "1",
+    "--warmup",
+    "0",
+    "--dtype",
+    "float32",
+]
 
 
 @pytest.fixture
@@ -29,7 +43,9 @@ def run(checkpoints, tmp_path, capfd):
     """run(*options) -> exit code, stdout and the error line of a run that logs to run.log."""
 
     def start(*options, log=tmp_path / "run.log"):
-        code = main(["run_model.py", "--model", str(checkpoints("opt")), *SHORT, "--log-file", str(log), *map(str, options)])
+        code = main(
+            ["run_model.py", "--model", str(checkpoints("opt")), *SHORT, "--log-file", str(log), *map(str, options)]
+        )
         out, err = capfd.readouterr()
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
         assert len(errors) == (code != 0) and "Traceback" not in err, err
@@ -75,7 +91,7 @@ def test_a_trace_that_cannot_be_written_costs_no_result(run, tmp_path):
 
 
 def test_a_failed_run_whose_record_cannot_be_written_says_both(run, tmp_path, monkeypatch):
-    from zero_inference import generation
+    from zero_inference.measure import generation
 
     def fails(*args, **kwargs):
         raise ZeroDivisionError("the first cause")
@@ -93,12 +109,23 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_loaded(run,
     (tmp_path / "log.log").mkdir()
     (tmp_path / "record.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.log")
-    for log, words in (("log.log", f"log {tmp_path / 'log.log'} "), ("record.log", f"record {tmp_path / 'record.jsonl'} "),
-                       ("pipe.log", "neither a file nor a device"), ("n" * 251 + ".log", "record"), ("n" * 256 + ".log", "log"),
-                       ("pipe.log/run.log", "log folder"), ("record.jsonl", "end the log's in .log"), ("/", "is a folder")):
+    for log, words in (
+        ("log.log", f"log {tmp_path / 'log.log'} "),
+        ("record.log", f"record {tmp_path / 'record.jsonl'} "),
+        ("pipe.log", "neither a file nor a device"),
+        ("n" * 251 + ".log", "record"),
+        ("n" * 256 + ".log", "log"),
+        ("pipe.log/run.log", "log folder"),
+        ("record.jsonl", "end the log's in .log"),
+        ("/", "is a folder"),
+    ):
         code, _, error = run(log=tmp_path / log)
         assert code == 2 and words in error, (log, error)
-    for option, path in (("--trace", tmp_path), ("--trace", tmp_path / ("n" * 300)), ("--trace", tmp_path / "pipe.log")):
+    for option, path in (
+        ("--trace", tmp_path),
+        ("--trace", tmp_path / ("n" * 300)),
+        ("--trace", tmp_path / "pipe.log"),
+    ):
         code, _, error = run(option, path)
         assert code == 2 and option in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.log", "pipe.log", "record.jsonl"]
@@ -157,7 +184,7 @@ def test_appends_survive_the_checks_of_others(tmp_path):
 
 KILLED = """
 import sys
-from zero_inference.records import append_record
+from zero_inference.records.records import append_record
 from zero_inference.utils import write_benchmark_log
 record = dict.fromkeys("status timestamp argv engine model model_type dtype world_size num_nodes batch_size prompt_len gen_len "
                        "quant_bits quant_group_size cpu_offload disk_offload kv_offload norm_kernels dummy".split(), 1)
@@ -171,8 +198,15 @@ while True:
 
 def test_killed_writers_tear_no_line_but_their_own(tmp_path, capsys):
     """The kernel may end the write of a process that is killed, between two pages: one line or block each, which readers skip."""
-    writers = [subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True,
-                                env={**os.environ, "PYTHONPATH": str(ROOT)}) for _ in range(4)]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        for _ in range(4)
+    ]
     try:
         for number, writer in enumerate(writers):
             assert writer.stdout.readline() == "ready\n"
@@ -183,11 +217,17 @@ def test_killed_writers_tear_no_line_but_their_own(tmp_path, capsys):
         for writer in writers:
             writer.kill()
     before = (tmp_path / "run.jsonl").read_text().splitlines()
-    append_record(tmp_path / "run.jsonl", next(filter(None, map(json_or_none, before))))  # on a new line, whatever the last one left
+    append_record(
+        tmp_path / "run.jsonl", next(filter(None, map(json_or_none, before)))
+    )  # on a new line, whatever the last one left
     write_benchmark_log(tmp_path / "run.log", *range(10))
     lines = (tmp_path / "run.jsonl").read_text().splitlines()
     whole, torn = max(lines, key=len), [line for line in lines[:-1] if json_or_none(line) is None]
-    assert len(lines) == len(before) + 1 and set(lines[:-1]) == {whole, *torn} and all(whole.startswith(line) for line in torn)
+    assert (
+        len(lines) == len(before) + 1
+        and set(lines[:-1]) == {whole, *torn}
+        and all(whole.startswith(line) for line in torn)
+    )
     torn_blocks = ((tmp_path / "run.log").read_text().count("\n") + 3) // 4 - len(parse_log(tmp_path / "run.log"))
     assert len(torn) + torn_blocks <= len(writers)
     capsys.readouterr()
@@ -231,7 +271,7 @@ def test_several_processes_may_ask_about_one_file(tmp_path):
 
 
 def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_path, monkeypatch):
-    from zero_inference import memory_plan
+    from zero_inference.plan import memory as memory_plan
 
     def fails(*args):
         raise ConnectionError("the hub is gone")
@@ -239,4 +279,9 @@ def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_pat
     monkeypatch.setattr(memory_plan, "refuse_hopeless", fails)
     code, _, error = run()
     record = read_records(tmp_path / "run.jsonl")[-1]
-    assert code == 1 and record["status"] == "failed" and "the hub is gone" in record["error"] and "the hub is gone" in error
+    assert (
+        code == 1
+        and record["status"] == "failed"
+        and "the hub is gone" in record["error"]
+        and "the hub is gone" in error
+    )

@@ -26,9 +26,11 @@ REFUSED = namespaces_refused()
 needs_isolation = pytest.mark.skipif(REFUSED is not None, reason=f"no code can be run here: {REFUSED}")
 SHORT = Limits(wall_s=10.0, cpu_s=5)
 AS_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
-ASK = ("import sys\nfrom zero_inference.errors import UsageError\nfrom zero_inference.quality import sandbox\n"
-       "try: sandbox.check_isolation()\nexcept UsageError as error: print(error)\n"
-       "else: print('passed', sandbox.run_program(sys.argv[1] if sys.argv[1:] else ''))")
+ASK = (
+    "import sys\nfrom zero_inference.errors import UsageError\nfrom zero_inference.quality import sandbox\n"
+    "try: sandbox.check_isolation()\nexcept UsageError as error: print(error)\n"
+    "else: print('passed', sandbox.run_program(sys.argv[1] if sys.argv[1:] else ''))"
+)
 
 
 @needs_isolation
@@ -45,10 +47,15 @@ def ended(tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.05)
         port = server.getsockname()[1]
-        other = subprocess.Popen([*AS_USER, sys.executable, str(ROOT / "tests" / "hostile.py"), str(port), str(private)],
-                                 stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        other = subprocess.Popen(
+            [*AS_USER, sys.executable, str(ROOT / "tests" / "hostile.py"), str(port), str(private)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         outcomes = {"this user": run_hostile(port, private)}
-        outcomes["not root"] = {name: Outcome(**fields) for name, fields in json.loads(other.communicate(timeout=200)[0]).items()}
+        outcomes["not root"] = {
+            name: Outcome(**fields) for name, fields in json.loads(other.communicate(timeout=200)[0]).items()
+        }
         with pytest.raises(TimeoutError):
             server.accept()
     assert private.read_text() == "secret"
@@ -76,24 +83,37 @@ def test_a_hostile_program_fails_and_harms_nothing(user, name, ended):
 
 @needs_isolation
 def test_what_runs_to_its_end_passes():
-    outcome = run_program("import collections, hashlib, math, re, dataclasses, sys\n"
-                          "@dataclasses.dataclass\nclass P:\n    x: int\n"
-                          "open('/tmp/scratch', 'w').write('x')\nassert P(3).x == 3 and __name__ != '__main__'\n"
-                          "print('done')", SHORT)
+    outcome = run_program(
+        "import collections, hashlib, math, re, dataclasses, sys\n"
+        "@dataclasses.dataclass\nclass P:\n    x: int\n"
+        "open('/tmp/scratch', 'w').write('x')\nassert P(3).x == 3 and __name__ != '__main__'\n"
+        "print('done')",
+        SHORT,
+    )
     assert outcome == Outcome(True, "passed", "done\n")
-    outcome = run_program("import asyncio, numpy, shutil, sqlite3, subprocess, tempfile\n"
-                          "assert numpy.linalg.inv(numpy.eye(200)).sum() == 200\n"
-                          "base = sqlite3.connect('/tmp/base')\nbase.execute('create table t (a)')\nbase.commit()\n"
-                          "shutil.copy2('/tmp/base', tempfile.mkdtemp())\nasyncio.run(asyncio.sleep(0.01))", SHORT)
+    outcome = run_program(
+        "import asyncio, numpy, shutil, sqlite3, subprocess, tempfile\n"
+        "assert numpy.linalg.inv(numpy.eye(200)).sum() == 200\n"
+        "base = sqlite3.connect('/tmp/base')\nbase.execute('create table t (a)')\nbase.commit()\n"
+        "shutil.copy2('/tmp/base', tempfile.mkdtemp())\nasyncio.run(asyncio.sleep(0.01))",
+        SHORT,
+    )
     assert outcome.passed, outcome
 
 
 @needs_isolation
 def test_processes_end_with_the_one_that_asked(tmp_path):
     """A killed run leaves no program running."""
-    asker = subprocess.Popen([sys.executable, "-c", "from zero_inference.quality.sandbox import *; print('up', flush=True); "
-                                                    "run_program('import time; time.sleep(1000)', Limits(wall_s=500))"],
-                             cwd=ROOT, stdout=subprocess.PIPE)
+    asker = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from zero_inference.quality.sandbox import *; print('up', flush=True); "
+            "run_program('import time; time.sleep(1000)', Limits(wall_s=500))",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
     asker.stdout.readline()
     deadline = time.monotonic() + 20
     while len(started := psutil.Process(asker.pid).children(recursive=True)) < 4 and time.monotonic() < deadline:
@@ -105,12 +125,18 @@ def test_processes_end_with_the_one_that_asked(tmp_path):
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("spoil", ["echo 0 > /proc/sys/user/max_user_namespaces", "echo 0 > /proc/sys/user/max_net_namespaces"])
+@pytest.mark.parametrize(
+    "spoil", ["echo 0 > /proc/sys/user/max_user_namespaces", "echo 0 > /proc/sys/user/max_net_namespaces"]
+)
 def test_without_isolation_nothing_runs_and_the_reason_is_said(spoil, tmp_path):
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode:
         pytest.skip("a system that refuses namespaces cannot be made here, because it refuses them")
-    done = subprocess.run(["unshare", "-Ur", "sh", "-c", f"{spoil} && exec {sys.executable} -c \"$0\"", ASK], cwd=ROOT,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-Ur", "sh", "-c", f'{spoil} && exec {sys.executable} -c "$0"', ASK],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert "shut in" in done.stdout and "No space left" in done.stdout and "leave humaneval out" in done.stdout, done
 
 
@@ -135,12 +161,19 @@ def test_an_interpreter_installed_into_the_home_folder_does_not_show_it(way, lin
         Path(home, "link").symlink_to(home)
         python = f"{home}{link}/bin/{library.name}"
         Path(home, "lib", library.name).symlink_to(library)
-        started = subprocess.run([python, "-c", "import sys; print(sys.base_prefix)"], env={}, capture_output=True, text=True)
+        started = subprocess.run(
+            [python, "-c", "import sys; print(sys.base_prefix)"], env={}, capture_output=True, text=True
+        )
         if started.stdout.strip() != home + link:
             pytest.skip(f"a copy of this interpreter does not run: {started}")
         source = f"import os; print(os.__file__); print(open('{home}/.ssh/key').read())"
-        done = subprocess.run([*way, python, "-B", "-c", ASK, source], capture_output=True, text=True, umask=0o077,
-                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]})
+        done = subprocess.run(
+            [*way, python, "-B", "-c", ASK, source],
+            capture_output=True,
+            text=True,
+            umask=0o077,
+            env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+        )
         assert "passed Outcome(passed=False" in done.stdout and "No such file" in done.stdout, done
         assert f"{home}/lib/{library.name}/os.py" in done.stdout and "secret" not in done.stdout
 
@@ -154,14 +187,23 @@ def test_a_home_folder_among_those_of_the_system_is_not_shown(way):
     with tempfile.TemporaryDirectory(dir="/usr/lib") as home:
         os.chmod(home, 0o755)
         Path(home, "key").write_text("secret")
-        source = ("import os\nfor home in (%r, %r):\n    if os.path.exists(home):\n        assert os.listdir(home) == []\n        try: open(home + '/x', 'w')\n"
-                  "        except OSError: print('shut')" % (home, home.removeprefix("/usr")))
-        done = subprocess.run([*way, sys.executable, "-c", ASK, source], capture_output=True, text=True, cwd=ROOT,
-                              env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]})
+        source = (
+            "import os\nfor home in (%r, %r):\n    if os.path.exists(home):\n        assert os.listdir(home) == []\n        try: open(home + '/x', 'w')\n"
+            "        except OSError: print('shut')" % (home, home.removeprefix("/usr"))
+        )
+        done = subprocess.run(
+            [*way, sys.executable, "-c", ASK, source],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={"HOME": home, "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+        )
         assert "passed Outcome(passed=True" in done.stdout and "shut" in done.stdout, done
 
 
-@pytest.mark.parametrize("machine, header", [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")])
+@pytest.mark.parametrize(
+    "machine, header", [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")]
+)
 def test_system_calls_have_the_numbers_of_the_kernels_headers(machine, header):
     path = Path("/usr/include", header)
     if not path.exists():

@@ -23,7 +23,9 @@ def setup(tmp_path):
     def run(venv: str) -> tuple[Path, subprocess.CompletedProcess]:
         # without a compiler the script does not look for libaio, which it might install
         environment = {"PATH": "/usr/bin:/bin", "CC": "no-such-compiler", "PYTHON": str(python), "VENV": venv}
-        return checkout / venv, subprocess.run(["bash", checkout / "scripts" / "setup.sh"], env=environment, capture_output=True, text=True)
+        return checkout / venv, subprocess.run(
+            ["bash", checkout / "scripts" / "setup.sh"], env=environment, capture_output=True, text=True
+        )
 
     return run
 
@@ -35,7 +37,9 @@ def test_a_folder_that_it_did_not_make_is_left_as_it_is(setup, tmp_path):
         (folder / "chapter").write_text("precious")
         _, done = setup(venv)
         assert done.returncode == 1 and f"{venv} is in use for something else" in done.stderr
-        assert [file.name for file in folder.iterdir()] == ["chapter"] and (folder / "chapter").read_text() == "precious"
+        assert [file.name for file in folder.iterdir()] == ["chapter"] and (
+            folder / "chapter"
+        ).read_text() == "precious"
     (tmp_path / "a checkout" / "file").write_text("precious")
     folder, done = setup("file")
     assert done.returncode == 1 and folder.read_text() == "precious"

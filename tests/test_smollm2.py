@@ -1,4 +1,5 @@
 """The built-in model: converted once whatever happens, and it writes English."""
+
 import json
 import os
 import pathlib
@@ -19,8 +20,14 @@ CALL = "from zero_inference.models.smollm2 import smollm2_checkpoint; print(smol
 
 def start(cache):
     environment = {**os.environ, "ZERO_INFERENCE_CACHE": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", CALL], env=environment, text=True, start_new_session=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", CALL],
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,9 @@ def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
     assert first == second
     assert (first_log + second_log).count("unpacking") == 1
     folder = pathlib.Path(first.strip())
-    assert sorted(converted["cache"].iterdir()) == sorted([folder, folder.with_suffix(".lock"), converted["cache"] / "torch.py"])
+    assert sorted(converted["cache"].iterdir()) == sorted(
+        [folder, folder.with_suffix(".lock"), converted["cache"] / "torch.py"]
+    )
     assert (folder / "model.safetensors").stat().st_size > 200_000_000
 
 
@@ -101,6 +110,8 @@ def test_a_cache_that_cannot_be_written_is_a_usage_error(monkeypatch, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(smollm2, "_find_gguf", lambda: (tmp_path / "model.gguf", "0"))
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: name)  # with the package that reads the file, or without
+    monkeypatch.setattr(
+        smollm2.importlib.util, "find_spec", lambda name: name
+    )  # with the package that reads the file, or without
     with pytest.raises(UsageError, match="ZERO_INFERENCE_CACHE"):
         smollm2.smollm2_checkpoint()

@@ -9,19 +9,31 @@ import statistics
 import pytest
 
 from zero_inference.cli import main
-from zero_inference.generation import Loop
-from zero_inference.records import FIELD_NAMES, FURTHER_FIELDS
-from zero_inference.steadiness import decode_evenness, in_words, load_warning, warning_of
+from zero_inference.measure.generation import Loop
+from zero_inference.measure.steadiness import decode_evenness, in_words, load_warning, warning_of
+from zero_inference.records.records import FIELD_NAMES, FURTHER_FIELDS
 
 
 def loops_of(*step_s: list[float]) -> list[Loop]:
-    return [Loop(prefill_s=0.5, decode_s=sum(steps), total_s=0.5 + sum(steps), step_s=steps, host_to_device_bytes_per_step=None,
-                 device_to_host_bytes_per_step=None, disk_read_bytes_per_step=None) for steps in step_s]
+    return [
+        Loop(
+            prefill_s=0.5,
+            decode_s=sum(steps),
+            total_s=0.5 + sum(steps),
+            step_s=steps,
+            host_to_device_bytes_per_step=None,
+            device_to_host_bytes_per_step=None,
+            disk_read_bytes_per_step=None,
+        )
+        for steps in step_s
+    ]
 
 
 def test_loops_that_differ_are_told_and_warned_of():
     evenness = decode_evenness(loops_of([0.1] * 10, [0.1] * 10, [0.125] * 10))
-    assert evenness["decode_spread"] == pytest.approx(0.25) and evenness["slowest_step_over_median"] == pytest.approx(1.0)
+    assert evenness["decode_spread"] == pytest.approx(0.25) and evenness["slowest_step_over_median"] == pytest.approx(
+        1.0
+    )
     assert in_words(evenness, 3) == "decode latency of 3 loops: 1.000 to 1.250 s, 25.0% of the median apart"
     assert "25%" in warning_of(evenness)
     assert warning_of(decode_evenness(loops_of([0.1] * 10, [0.109] * 10))) is None
@@ -33,16 +45,21 @@ def test_a_step_that_stands_out_is_told_with_its_place_even_if_the_loops_agree()
     evenness = decode_evenness(loops_of(stalled, stalled))
     assert evenness["decode_spread"] == 0 and evenness["slowest_step_over_median"] == pytest.approx(1.7 / 0.06)
     assert evenness["slowest_step_at"]["step"] == 7 and evenness["slowest_step_at"]["step_s"] == 1.7
-    assert "decode step 7 of loop" in in_words(evenness, 2) and "1.700 s, 28.3 times the median step" in in_words(evenness, 2)
+    assert "decode step 7 of loop" in in_words(evenness, 2) and "1.700 s, 28.3 times the median step" in in_words(
+        evenness, 2
+    )
 
 
-@pytest.mark.parametrize("loops, words", [
-    ([[0.1, 0.1, 0.2]], None),  # one loop: no spread
-    ([[0.1, 0.1, 0.1, 0.5]], "decode step 4 of loop 1"),
-    ([[], [], []], None),  # one token: no decode
-    ([[0.1], [0.1]], "decode latency of 2 loops"),
-    ([[0.1, 0.9], [0.1, 0.9]], "decode latency of 2 loops"),  # of two steps neither is the odd one
-])
+@pytest.mark.parametrize(
+    "loops, words",
+    [
+        ([[0.1, 0.1, 0.2]], None),  # one loop: no spread
+        ([[0.1, 0.1, 0.1, 0.5]], "decode step 4 of loop 1"),
+        ([[], [], []], None),  # one token: no decode
+        ([[0.1], [0.1]], "decode latency of 2 loops"),
+        ([[0.1, 0.9], [0.1, 0.9]], "decode latency of 2 loops"),  # of two steps neither is the odd one
+    ],
+)
 def test_nothing_is_said_that_cannot_be_known(loops, words):
     evenness = decode_evenness(loops_of(*loops))
     said = in_words(evenness, len(loops))
@@ -58,7 +75,18 @@ def test_a_load_beyond_the_usable_cores_is_warned_of():
 
 
 def test_a_run_prints_and_records_the_spread_of_its_loops(checkpoints, tmp_path, capfd):
-    options = ["--model", str(checkpoints("opt")), "--engine", "resident", "--prompt-len", "8", "--gen-len", "6", "--dtype", "float32"]
+    options = [
+        "--model",
+        str(checkpoints("opt")),
+        "--engine",
+        "resident",
+        "--prompt-len",
+        "8",
+        "--gen-len",
+        "6",
+        "--dtype",
+        "float32",
+    ]
     assert main(["run_model.py", *options, "--loops", "3", "--log-file", str(tmp_path / "three.log")]) == 0
     out, err = capfd.readouterr()
     record = json.loads((tmp_path / "three.jsonl").read_text())
@@ -73,7 +101,9 @@ def test_a_run_prints_and_records_the_spread_of_its_loops(checkpoints, tmp_path,
     assert ("of their median apart" in err) == (record["decode_spread"] > 0.1)
     assert ("load average was" in err) == (record["load_average_before"] > record["usable_cores"])
     assert (tmp_path / "three.log").read_text().count("\n") == 4, "older readers know four lines"
-    assert {field.name for field in FURTHER_FIELDS} <= record.keys() and not {field.name for field in FURTHER_FIELDS} & set(FIELD_NAMES)
+    assert {field.name for field in FURTHER_FIELDS} <= record.keys() and not {
+        field.name for field in FURTHER_FIELDS
+    } & set(FIELD_NAMES)
 
     assert main(["run_model.py", *options, "--loops", "1", "--log-file", str(tmp_path / "one.log")]) == 0
     out, err = capfd.readouterr()

@@ -15,33 +15,53 @@ import pytest
 import torch
 from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, too_few_gpus, without_gpus
 
-from zero_inference import generation
 from zero_inference.config import RunConfig
-from zero_inference.distributed import detect_ranks, start_process_group
 from zero_inference.engines import engine_module
+from zero_inference.engines.stream.layout import LayerLayout
+from zero_inference.engines.stream.residency import decide_residency
+from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
+from zero_inference.engines.stream.timeline import Copy, LayerSpan, Timeline
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.limits import LinkRate
+from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.link import copy
+from zero_inference.measure import generation
+from zero_inference.measure.limits import LinkRate
+from zero_inference.measure.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.offload.kv_cache import DeviceKVCache
-from zero_inference.offload.layout import LayerLayout
-from zero_inference.offload.residency import decide_residency
-from zero_inference.offload.streams import ComputeStream, DeviceStreams
-from zero_inference.offload.timeline import Copy, LayerSpan, Timeline
-from zero_inference.profiling import TRACED_TOKENS, link_use_in
-from zero_inference.records import output_ids_sha256
+from zero_inference.records.records import output_ids_sha256
+from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN = 2, 9, 8
 LONGER = {
     "llama-7-layers": dict(FAMILIES["llama"], num_hidden_layers=7),
     "experts-in-every-other-layer": dict(
-        model_type="qwen2_moe", hidden_size=64, intermediate_size=192, moe_intermediate_size=64, shared_expert_intermediate_size=64,
-        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
-        decoder_sparse_step=2, max_position_embeddings=128, tie_word_embeddings=False),
+        model_type="qwen2_moe",
+        hidden_size=64,
+        intermediate_size=192,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ),
     "sliding-windows": dict(
-        model_type="gemma2", hidden_size=64, intermediate_size=192, num_hidden_layers=5, num_attention_heads=4, head_dim=16,
-        num_key_value_heads=2, sliding_window=8, query_pre_attn_scalar=16, max_position_embeddings=128),
+        model_type="gemma2",
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        head_dim=16,
+        num_key_value_heads=2,
+        sliding_window=8,
+        query_pre_attn_scalar=16,
+        max_position_embeddings=128,
+    ),
 }
 
 
@@ -65,7 +85,14 @@ def longer(tmp_path_factory):
 
 
 def load(folder, **options):
-    chosen = {"model": str(folder), "engine": "stream", "dtype": "float32", "batch_size": BATCH, "prompt_len": PROMPT, "gen_len": GEN}
+    chosen = {
+        "model": str(folder),
+        "engine": "stream",
+        "dtype": "float32",
+        "batch_size": BATCH,
+        "prompt_len": PROMPT,
+        "gen_len": GEN,
+    }
     if options.get("engine", "stream") == "stream":
         chosen["gpu_memory"] = 0  # on a GPU small models would stay there
     config = RunConfig(**chosen | options).validate()
@@ -117,8 +144,12 @@ def test_any_number_of_resident_layers(bits, longer):
     folder, expected = longer("llama-7-layers")
     seen, first = set(), None
     for kept in range(8):
-        loaded, spec, ranks = load(folder, quant_bits=bits, quant_group_size=32 if bits == 8 else 64,
-                                   gpu_memory=kept * (190 if bits == 16 else 60.2) * 1024 / 2**30)
+        loaded, spec, ranks = load(
+            folder,
+            quant_bits=bits,
+            quant_group_size=32 if bits == 8 else 64,
+            gpu_memory=kept * (190 if bits == 16 else 60.2) * 1024 / 2**30,
+        )
         seen.add(loaded.facts["stream"]["resident_layers"])
         ids = generate(loaded, spec, ranks).output_ids
         first = ids if first is None else first
@@ -199,8 +230,12 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off,
     compute = ComputeStream(model, streams, host_waits)
     with pytest.raises(RuntimeError, match="full device") if breaks_off else contextlib.nullcontext():
         model(torch.zeros(1))
-    assert streams.order == ["own waits for caller's", "computes on the own", "caller's waits for own",
-                             *["the host waits for own"] * host_waits]
+    assert streams.order == [
+        "own waits for caller's",
+        "computes on the own",
+        "caller's waits for own",
+        *["the host waits for own"] * host_waits,
+    ]
     assert streams.at == "caller's"
     compute.close()
     streams.order.clear()
@@ -213,7 +248,9 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off,
 def test_on_a_gpu_no_layer_computes_on_the_default_stream(checkpoints):
     loaded, _, ranks = load(checkpoints("llama"))
     seen = set()
-    loaded.model.model.layers[1].register_forward_pre_hook(lambda *args: seen.add(torch.cuda.current_stream().cuda_stream))
+    loaded.model.model.layers[1].register_forward_pre_hook(
+        lambda *args: seen.add(torch.cuda.current_stream().cuda_stream)
+    )
     loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device))
     assert seen and torch.cuda.default_stream().cuda_stream not in seen
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -276,13 +313,39 @@ def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
     exact.close()
 
 
-@pytest.mark.parametrize("options", [["--quant-bits", "8", "--quant-group-size", "32", "--gpu-memory", "0"],
-                                     ["--kv-offload", "--ring-depth", "2", "--gpu-memory", "0.0006"]], ids="-".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--quant-bits", "8", "--quant-group-size", "32", "--gpu-memory", "0"],
+        ["--kv-offload", "--ring-depth", "2", "--gpu-memory", "0.0006"],
+    ],
+    ids="-".join,
+)
 def test_two_ranks_hold_half_of_each_layer_and_give_the_same_ids(options, checkpoints, run_model):
     folder = checkpoints("mixtral")
-    both = [run_model("--model", folder, "--engine", "stream", "--dtype", "float32", "--batch-size", 4, "--prompt-len", PROMPT,
-                      "--gen-len", GEN, "--loops", 1, *options, launcher=launcher, ranks=ranks, on_cpu=too_few_gpus(2))
-            for launcher, ranks in (("python", 1), ("by hand", 2))]
+    both = [
+        run_model(
+            "--model",
+            folder,
+            "--engine",
+            "stream",
+            "--dtype",
+            "float32",
+            "--batch-size",
+            4,
+            "--prompt-len",
+            PROMPT,
+            "--gen-len",
+            GEN,
+            "--loops",
+            1,
+            *options,
+            launcher=launcher,
+            ranks=ranks,
+            on_cpu=too_few_gpus(2),
+        )
+        for launcher, ranks in (("python", 1), ("by hand", 2))
+    ]
     assert [done.code for done in both] == [0, 0], both[1].stderr
     one, two = (done.record for done in both)
     assert one["output_ids_sha256"] == two["output_ids_sha256"]
@@ -296,8 +359,28 @@ def test_two_ranks_hold_half_of_each_layer_and_give_the_same_ids(options, checkp
 
 
 def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, tmp_path):
-    done = run_model("--model", checkpoints("qwen3"), "--engine", "stream", "--dtype", "float32", "--batch-size", 2, "--prompt-len", 8,
-                     "--gen-len", 6, "--loops", 2, "--ring-depth", 2, "--gpu-memory", 0, "--trace", tmp_path / "trace.json")
+    done = run_model(
+        "--model",
+        checkpoints("qwen3"),
+        "--engine",
+        "stream",
+        "--dtype",
+        "float32",
+        "--batch-size",
+        2,
+        "--prompt-len",
+        8,
+        "--gen-len",
+        6,
+        "--loops",
+        2,
+        "--ring-depth",
+        2,
+        "--gpu-memory",
+        0,
+        "--trace",
+        tmp_path / "trace.json",
+    )
     assert done.code == 0, done.stderr
     record = done.record
     assert record["cpu_offload"] and record["engine"] == "stream" and record["ds_config"] is None
@@ -305,7 +388,9 @@ def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, t
     copies = steps * 3 - 1  # the first of the window only opens it
     assert use["copied_bytes"] == copies * record["stream"]["slot_bytes"]
     assert use["busy_s"] > 0 and min(use.values()) >= 0
-    assert use["busy_s"] + use["slot_wait_s"] + use["host_late_s"] + use["step_start_s"] <= record["loops"][-1]["total_s"]
+    assert (
+        use["busy_s"] + use["slot_wait_s"] + use["host_late_s"] + use["step_start_s"] <= record["loops"][-1]["total_s"]
+    )
     limit = record["limit"]
     assert limit["bound_by"] in ("device_memory", "matmul", "link") and 0 < limit["fraction_of_limit"] < 1
     floors = {name: steps * step_s for name, step_s in limit["floor_step_s"].items()}
@@ -322,8 +407,25 @@ def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, t
 
 @pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
 def test_a_trace_of_any_engine_shows_the_layers(engine, checkpoints, run_model, tmp_path):
-    done = run_model("--model", checkpoints("llama"), "--engine", engine, "--cpu-offload", "--dtype", "float32", "--prompt-len", 8,
-                     "--gen-len", 6, "--loops", 1, "--warmup", 0, "--trace", tmp_path / "trace.json")
+    done = run_model(
+        "--model",
+        checkpoints("llama"),
+        "--engine",
+        engine,
+        "--cpu-offload",
+        "--dtype",
+        "float32",
+        "--prompt-len",
+        8,
+        "--gen-len",
+        6,
+        "--loops",
+        1,
+        "--warmup",
+        0,
+        "--trace",
+        tmp_path / "trace.json",
+    )
     assert done.code == 0, done.stderr
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     seen = [event["name"] for event in events if event.get("cat") == "user_annotation"]  # CUDA adds gpu_user_annotation
@@ -336,12 +438,22 @@ def test_a_trace_of_any_engine_shows_the_layers(engine, checkpoints, run_model, 
 
 def test_link_use_of_a_trace_counts_overlapping_copies_once():
     def copy(ts, dur):
-        return {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": ts, "dur": dur, "args": {"bytes": 1000}}
+        return {
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD (Pinned -> Device)",
+            "ts": ts,
+            "dur": dur,
+            "args": {"bytes": 1000},
+        }
 
     layers = [{"cat": "user_annotation", "name": "layer 0", "ts": ts, "dur": 1} for ts in (0, 100, 200)]
     use = link_use_in(layers + [copy(50, 10), copy(100, 50), copy(120, 50), copy(200, 30)])
-    assert use["busy_s"] == pytest.approx(100e-6) and use["idle_s"] == pytest.approx(30e-6) and use["copied_bytes"] == 3000
-    on_device = [dict(layer, cat="gpu_user_annotation", ts=layer["ts"] + 70) for layer in layers]  # CUDA's second sight of them
+    assert (
+        use["busy_s"] == pytest.approx(100e-6) and use["idle_s"] == pytest.approx(30e-6) and use["copied_bytes"] == 3000
+    )
+    on_device = [
+        dict(layer, cat="gpu_user_annotation", ts=layer["ts"] + 70) for layer in layers
+    ]  # CUDA's second sight of them
     assert link_use_in(layers + on_device + [copy(50, 10), copy(100, 50), copy(120, 50), copy(200, 30)]) == use
     assert link_use_in(layers) is None and link_use_in([copy(0, 1)]) is None
 
@@ -378,8 +490,9 @@ on_device = stream["ring_depth"] * stream["slot_bytes"] + stream["workspace_byte
 print((memory("VmHWM") - before - on_device) / loaded.weight_bytes, loaded.weight_bytes)
 """)
     for bits, bound in ((16, 1.1), (8, 1.25)):  # 20 MB of quantizer are a tenth of these weights
-        done = subprocess.run([sys.executable, str(program), str(bits)], capture_output=True, text=True, cwd=tmp_path,
-                              env=without_gpus())
+        done = subprocess.run(
+            [sys.executable, str(program), str(bits)], capture_output=True, text=True, cwd=tmp_path, env=without_gpus()
+        )
         assert done.returncode == 0, done.stderr
         ratio, stored = map(float, done.stdout.split()[-2:])
         assert stored > 100e6 and ratio < bound, (bits, ratio)
@@ -405,14 +518,18 @@ def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     with pytest.raises(DoesNotFit, match="--ring-depth 4 or less"):
         decide_residency(eight, 0, 6 * gib, 2, 5)
     squeezed = decide_residency(eight, 0, 6 * gib, 3, None)
-    assert len(squeezed.resident) == 3 and squeezed.depth == 3, "an automatic ring makes room for what was asked to stay"
+    assert len(squeezed.resident) == 3 and squeezed.depth == 3, (
+        "an automatic ring makes room for what was asked to stay"
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_fit_and_their_advice_works(seed):
     draw = random.Random(seed)
     for _ in range(100):
-        layouts = layouts_of(*[draw.randint(1, 40) << 26 for _ in range(draw.randint(2, 24))], workspace=draw.choice([0, 1 << 27]))
+        layouts = layouts_of(
+            *[draw.randint(1, 40) << 26 for _ in range(draw.randint(2, 24))], workspace=draw.choice([0, 1 << 27])
+        )
         room, depth = draw.randint(1 << 28, 40 << 30), draw.choice([None, None, 2, 3, 9])
         wanted = draw.choice([None, 0, draw.randint(0, 300) / 10])
         try:
@@ -449,14 +566,20 @@ def test_idle_time_goes_to_who_caused_it():
     timeline.forward = 1
 
     def copy(start, end, free=None, span=None, first=False):
-        timeline.copies.append(Copy(0, 10, free and Moment(free), span and LayerSpan(*span), Moment(start), Moment(end), 1, first))
+        timeline.copies.append(
+            Copy(0, 10, free and Moment(free), span and LayerSpan(*span), Moment(start), Moment(end), 1, first)
+        )
 
     copy(0, 10)
     copy(15, 20, free=15, span=(3, Moment(8)))  # its slot's layer computed from 8 to 15: the device
-    copy(60, 70, free=60, span=(0, Moment(55)))  # the first layer of a step began at 55 only: start of a step, then 5 ms of computing
+    copy(
+        60, 70, free=60, span=(0, Moment(55))
+    )  # the first layer of a step began at 55 only: start of a step, then 5 ms of computing
     copy(90, 95, free=60, span=(1, Moment(60)))  # free since long: the host did not ask
     use = timeline.link_use()
-    assert (use.busy_s, use.slot_wait_s, use.step_start_s, use.host_late_s) == pytest.approx((0.020, 0.010, 0.035, 0.020))
+    assert (use.busy_s, use.slot_wait_s, use.step_start_s, use.host_late_s) == pytest.approx(
+        (0.020, 0.010, 0.035, 0.020)
+    )
     assert use.copied_bytes == 30
 
 
@@ -494,7 +617,9 @@ def test_a_group_size_that_does_not_divide_is_refused(checkpoints):
     with pytest.raises(UsageError, match="--quant-group-size 48.*use --quant-group-size 64"):
         load(checkpoints("llama"), quant_bits=4, quant_group_size=48)
     with pytest.raises(UsageError, match="--quant-group-size 256.*use --quant-group-size 64"):
-        load(checkpoints("llama"), quant_bits=4, quant_group_size=256)  # wider than every matrix: nothing would be quantized
+        load(
+            checkpoints("llama"), quant_bits=4, quant_group_size=256
+        )  # wider than every matrix: nothing would be quantized
 
 
 def test_tied_weights_stay_tied_and_on_the_device(checkpoints):
@@ -507,8 +632,20 @@ def test_tied_weights_stay_tied_and_on_the_device(checkpoints):
 
 def test_host_memory_that_is_refused_is_a_clear_error(run_model):
     # on the CPU: a CUDA context maps more than any such limit
-    done = run_model("--model", "opt-1.3b", "--dummy", "--dtype", "bfloat16", "--engine", "stream", "--prompt-len", 8, "--gen-len", 2,
-                     on_cpu=True, memory_bytes=2 << 30)
+    done = run_model(
+        "--model",
+        "opt-1.3b",
+        "--dummy",
+        "--dtype",
+        "bfloat16",
+        "--engine",
+        "stream",
+        "--prompt-len",
+        8,
+        "--gen-len",
+        2,
+        on_cpu=True,
+        memory_bytes=2 << 30,
+    )
     assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
     assert "memory" in done.stderr and done.record["status"] == "failed"
-

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from zero_inference.records import read_records
+from zero_inference.records.records import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 
-PROGRAM = '''
+PROGRAM = """
 import argparse, os, sys, time
 from datetime import datetime, timezone
-from zero_inference.records import append_record
+from zero_inference.records.records import append_record
 from zero_inference.utils import get_filename
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -65,7 +65,7 @@ name = get_filename(args.model, args.batch_size, args.prompt_len, args.gen_len, 
 append_record(os.path.join(args.log_dir, name + ".jsonl"), record)
 print("[rank0]: RuntimeError: the traceback", file=sys.stderr)
 sys.exit(failed)
-'''
+"""
 
 
 @pytest.fixture
@@ -266,4 +266,6 @@ def test_names_that_are_no_file_names_and_folders_that_cannot_be_made_cost_one_l
     (program.parent / "file").touch()
     for folder in ("file/x", "/proc/x"):
         done = sweep(program, "--log-dir", program.parent / folder)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "cannot be made" in done.stderr, done.stderr
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "cannot be made" in done.stderr, (
+            done.stderr
+        )

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.models.prompts import random_ids
-from zero_inference.records import output_ids_sha256
+from zero_inference.records.records import output_ids_sha256
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
@@ -23,9 +23,32 @@ def test_both_sides_in_the_file(equal, engine, tmp_path):
     table = tensors["model.decoder.embed_tokens.weight"]
     tensors["lm_head.weight"] = table.clone() if equal else table.flip(0).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
-    assert main(["run_model.py", "--model", str(tmp_path / "model"), "--dtype", "float32", "--prompt-len", "9", "--gen-len", "6",
-                 "--loops", "1", "--warmup", "0", "--log-file", str(tmp_path / "run.log"), *engine]) == 0
+    assert (
+        main(
+            [
+                "run_model.py",
+                "--model",
+                str(tmp_path / "model"),
+                "--dtype",
+                "float32",
+                "--prompt-len",
+                "9",
+                "--gen-len",
+                "6",
+                "--loops",
+                "1",
+                "--warmup",
+                "0",
+                "--log-file",
+                str(tmp_path / "run.log"),
+                *engine,
+            ]
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "run.jsonl").read_text())
     unique = sum(p.numel() for p in model.parameters()) + (0 if equal else table.numel())
     assert record["weight_bytes"] == 4 * unique
-    assert record["output_ids_sha256"] == output_ids_sha256(plain_ids(tmp_path / "model", random_ids(0, 1, 9, VOCAB), 6))
+    assert record["output_ids_sha256"] == output_ids_sha256(
+        plain_ids(tmp_path / "model", random_ids(0, 1, 9, VOCAB), 6)
+    )

@@ -12,7 +12,7 @@ from conftest import FAMILIES, VOCAB, plain_ids
 
 from zero_inference.cli import main
 from zero_inference.models.prompts import random_ids
-from zero_inference.records import output_ids_sha256
+from zero_inference.records.records import output_ids_sha256
 
 BATCH, PROMPT, GEN = 3, 13, 9
 WAYS = {
@@ -45,9 +45,28 @@ def reference(folder, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path):
     folder = checkpoints(family)
-    code = main(["run_model.py", "--model", str(folder), "--dtype", "float32", "--batch-size", str(BATCH), "--prompt-len", str(PROMPT),
-                 "--gen-len", str(GEN), "--loops", "2", "--warmup", "1", "--log-file", str(tmp_path / "run.log"),
-                 *in_folder(WAYS[way], tmp_path / "offload")])
+    code = main(
+        [
+            "run_model.py",
+            "--model",
+            str(folder),
+            "--dtype",
+            "float32",
+            "--batch-size",
+            str(BATCH),
+            "--prompt-len",
+            str(PROMPT),
+            "--gen-len",
+            str(GEN),
+            "--loops",
+            "2",
+            "--warmup",
+            "1",
+            "--log-file",
+            str(tmp_path / "run.log"),
+            *in_folder(WAYS[way], tmp_path / "offload"),
+        ]
+    )
     assert code == 0
     record = json.loads((tmp_path / "run.jsonl").read_text())
     expected = reference(folder, family)
@@ -70,33 +89,80 @@ def _meta_parameters(folder):
 
 
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
-    from zero_inference.models.spec import load_tokenizer, resolve_model
     from zero_inference.config import RunConfig
     from zero_inference.models.prompts import read_prompts, text_ids
+    from zero_inference.models.spec import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
     expected = plain_ids(smollm2_folder, text_ids(tokenizer, read_prompts(None, 2), 40), 12)
     for way in (["--cpu-offload", "--kv-offload"], ["--engine", "accelerate", "--cpu-offload"], ["--engine", "stream"]):
         log = tmp_path / "-".join(["smollm2", *way]).replace("/", "")
-        assert main(["run_model.py", "--model", "smollm2-135m", "--dtype", "float32", "--batch-size", "2", "--prompt-len", "40",
-                     "--gen-len", "12", "--loops", "1", "--warmup", "0", "--log-file", f"{log}.log",
-                     *in_folder(way, tmp_path / "offload")]) == 0
-        assert json.loads((tmp_path / f"{log.name}.jsonl").read_text())["output_ids_sha256"] == output_ids_sha256(expected), way
+        assert (
+            main(
+                [
+                    "run_model.py",
+                    "--model",
+                    "smollm2-135m",
+                    "--dtype",
+                    "float32",
+                    "--batch-size",
+                    "2",
+                    "--prompt-len",
+                    "40",
+                    "--gen-len",
+                    "12",
+                    "--loops",
+                    "1",
+                    "--warmup",
+                    "0",
+                    "--log-file",
+                    f"{log}.log",
+                    *in_folder(way, tmp_path / "offload"),
+                ]
+            )
+            == 0
+        )
+        assert json.loads((tmp_path / f"{log.name}.jsonl").read_text())["output_ids_sha256"] == output_ids_sha256(
+            expected
+        ), way
     text = tokenizer.decode(expected[0], skip_special_tokens=True).strip()
     assert text in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("launcher, options", [
-    ("deepspeed", ["--cpu-offload"]), ("deepspeed", ["--disk-offload"]), ("torchrun", ["--cpu-offload", "--kv-offload"])],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    "launcher, options",
+    [
+        ("deepspeed", ["--cpu-offload"]),
+        ("deepspeed", ["--disk-offload"]),
+        ("torchrun", ["--cpu-offload", "--kv-offload"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model, tmp_path):
     folder = checkpoints("mixtral")
     batch = 4
-    done = run_model("--model", folder, "--dtype", "float32", "--batch-size", batch, "--prompt-len", PROMPT, "--gen-len", GEN,
-                     "--loops", 1, *in_folder(options, tmp_path / "offload"), launcher=launcher, ranks=2)
+    done = run_model(
+        "--model",
+        folder,
+        "--dtype",
+        "float32",
+        "--batch-size",
+        batch,
+        "--prompt-len",
+        PROMPT,
+        "--gen-len",
+        GEN,
+        "--loops",
+        1,
+        *in_folder(options, tmp_path / "offload"),
+        launcher=launcher,
+        ranks=2,
+    )
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2 and done.record["num_nodes"] == 1
-    assert done.record["output_ids_sha256"] == output_ids_sha256(plain_ids(folder, random_ids(0, batch, PROMPT, VOCAB), GEN))
+    assert done.record["output_ids_sha256"] == output_ids_sha256(
+        plain_ids(folder, random_ids(0, batch, PROMPT, VOCAB), GEN)
+    )
     if launcher == "deepspeed":
         port = re.search(r"--master_port=(\d+)", done.stdout + done.stderr)[1]
         assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))

@@ -21,7 +21,7 @@ def run_python(code, **options):
 
 def test_light_modules_load_no_heavy_package():
     done = run_python(
-        "import sys, zero_inference.utils, zero_inference.records, zero_inference.environment\n"
+        "import sys, zero_inference.utils, zero_inference.records.records, zero_inference.runtime.environment\n"
         "import zero_inference.models.preset_table\n"
         "print(sorted({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules)))",
         check=True,
@@ -105,7 +105,9 @@ def test_cache_bytes_uses_the_hidden_size_where_no_heads_are_named():
 
 
 def test_cache_bytes_uses_the_heads_where_they_are_named():
-    gemma_7b = SimpleNamespace(hidden_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16, head_dim=256)
+    gemma_7b = SimpleNamespace(
+        hidden_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16, head_dim=256
+    )
     assert utils.cache_bytes(gemma_7b, 64, 100) == 2 * 64 * 100 * 28 * 4096 * 2
     assert utils.cache_bytes(tiny_llama(), 5, 11) == 2 * 5 * 11 * 3 * (2 * 10) * 2
     no_head_dim = SimpleNamespace(

@@ -15,9 +15,9 @@ import pytest
 from conftest import VOCAB, small_disk
 
 from zero_inference.cli import main
+from zero_inference.engines import offload_folder as workspace
+from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
 from zero_inference.link.disk import disk_read_gbps
-from zero_inference.offload import workspace
-from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -26,6 +26,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 def left_by_a_killed_run(folder: Path, size: int = 1000) -> Path:
     """A workspace whose process ended without removing it."""
+
     def hold(sender) -> None:
         path = OffloadWorkspace(folder).path
         (path / "zero_stage_3").mkdir()
@@ -119,10 +120,21 @@ def disk_of_8_mib(tmp_path):
 def model_of(folder: Path, width: int, layers: int) -> Path:
     """A configuration with `layers` times 10 `width`^2 weights in matrices that are large enough to be swapped."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": 2 * width,
-        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": VOCAB,
-        "max_position_embeddings": 64}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "hidden_size": width,
+                "intermediate_size": 2 * width,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 8,
+                "vocab_size": VOCAB,
+                "max_position_embeddings": 64,
+            }
+        )
+    )
     return folder
 
 
@@ -130,10 +142,33 @@ def model_of(folder: Path, width: int, layers: int) -> Path:
 def test_a_disk_that_fills_while_loading(engine, disk_of_8_mib, tmp_path, monkeypatch, capfd):
     usage = shutil.disk_usage(disk_of_8_mib)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))  # another program writes there meanwhile
-        assert main(["run_model.py", "--model", str(model_of(tmp_path / "model", 512, 2)), "--dummy", "--prompt-len", "4",
-                     "--gen-len", "2", "--dtype", "float32", "--engine", engine, "--disk-offload", "--offload-dir", str(disk_of_8_mib),
-                     "--log-file", str(tmp_path / "run.log")]) == 1
+        patch.setattr(
+            shutil, "disk_usage", lambda path: usage._replace(free=1 << 40)
+        )  # another program writes there meanwhile
+        assert (
+            main(
+                [
+                    "run_model.py",
+                    "--model",
+                    str(model_of(tmp_path / "model", 512, 2)),
+                    "--dummy",
+                    "--prompt-len",
+                    "4",
+                    "--gen-len",
+                    "2",
+                    "--dtype",
+                    "float32",
+                    "--engine",
+                    engine,
+                    "--disk-offload",
+                    "--offload-dir",
+                    str(disk_of_8_mib),
+                    "--log-file",
+                    str(tmp_path / "run.log"),
+                ]
+            )
+            == 1
+        )
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "No space left on device" in line and str(disk_of_8_mib) in line and "--offload-dir" in line
     (record,) = map(json.loads, (tmp_path / "run.jsonl").read_text().splitlines())
@@ -147,7 +182,10 @@ def test_a_killed_speed_test_leaves_no_file(tmp_path):
     files = Path(f"/proc/{process.pid}/fd")
 
     def under_way() -> bool:
-        return any(os.path.islink(file) and "read-test-" in os.readlink(file) and os.stat(file).st_size for file in files.iterdir())
+        return any(
+            os.path.islink(file) and "read-test-" in os.readlink(file) and os.stat(file).st_size
+            for file in files.iterdir()
+        )
 
     wait_for(under_way)
     process.kill()

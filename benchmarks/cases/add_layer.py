@@ -21,10 +21,13 @@ class AddLayerCase(DiffCase):
 
     def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
         torch.manual_seed(0)
-        return {"x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "residual": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "weight": random_tensor(hidden, dtype=dtype, device=device),
-                "bias": random_tensor(hidden, dtype=dtype, device=device), "eps": eps}
+        return {
+            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "residual": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "weight": random_tensor(hidden, dtype=dtype, device=device),
+            "bias": random_tensor(hidden, dtype=dtype, device=device),
+            "eps": eps,
+        }
 
     def make_naive(self, inputs):
         return add_then_norm

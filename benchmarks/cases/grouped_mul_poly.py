@@ -23,10 +23,14 @@ class GroupedMulPolyCase(DiffCase):
         shares = torch.rand(EXPERTS)
         shares[::8] = 0.0
         offsets = (shares.cumsum(0) / shares.sum() * (rows - rows // 64)).round().to(torch.int32)
-        return {"x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "mul": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "weight": random_tensor(EXPERTS, 3, dtype=dtype, device=device),
-                "bias": random_tensor(EXPERTS, 1, dtype=dtype, device=device), "offsets": offsets.to(device), "eps": eps}
+        return {
+            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "mul": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "weight": random_tensor(EXPERTS, 3, dtype=dtype, device=device),
+            "bias": random_tensor(EXPERTS, 1, dtype=dtype, device=device),
+            "offsets": offsets.to(device),
+            "eps": eps,
+        }
 
     def make_naive(self, inputs):
         return fused_mul_grouped_poly_norm_ref

@@ -16,9 +16,12 @@ class LayerCase(DiffCase):
 
     def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
         torch.manual_seed(0)
-        return {"x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "weight": random_tensor(hidden, dtype=dtype, device=device),
-                "bias": random_tensor(hidden, dtype=dtype, device=device), "eps": eps}
+        return {
+            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "weight": random_tensor(hidden, dtype=dtype, device=device),
+            "bias": random_tensor(hidden, dtype=dtype, device=device),
+            "eps": eps,
+        }
 
     def make_naive(self, inputs):
         return lambda x, weight, bias, eps: torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)

@@ -16,10 +16,13 @@ class MulPolyCase(DiffCase):
 
     def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
         torch.manual_seed(0)
-        return {"x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "mul": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "weight": random_tensor(3, dtype=dtype, device=device),
-                "bias": random_tensor(1, dtype=dtype, device=device), "eps": eps}
+        return {
+            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "mul": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "weight": random_tensor(3, dtype=dtype, device=device),
+            "bias": random_tensor(1, dtype=dtype, device=device),
+            "eps": eps,
+        }
 
     def make_naive(self, inputs):
         return fused_mul_poly_norm_ref

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 
 def found(makers: dict[str, Callable[[], Callable]]) -> dict[str, Callable]:

@@ -16,9 +16,12 @@ class PolyCase(DiffCase):
 
     def build_inputs(self, hidden, bs, sl, dtype, eps, device="cuda"):
         torch.manual_seed(0)
-        return {"x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
-                "weight": random_tensor(3, dtype=dtype, device=device),
-                "bias": random_tensor(1, dtype=dtype, device=device), "eps": eps}
+        return {
+            "x": random_tensor(bs, sl, hidden, dtype=dtype, device=device),
+            "weight": random_tensor(3, dtype=dtype, device=device),
+            "bias": random_tensor(1, dtype=dtype, device=device),
+            "eps": eps,
+        }
 
     def make_naive(self, inputs):
         return poly_norm_ref

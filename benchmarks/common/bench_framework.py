@@ -11,8 +11,9 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -20,8 +21,16 @@ from .diff_engine import DiffCase, Inputs, _as_tuple, dtype_name
 
 WARMUP_MS, REP_MS = 5.0, 25.0  # of a cell: 384 cells a case and dtype would take a minute at do_bench's own 25 and 100
 LEAST_LAUNCHES = 10  # whatever REP_MS allows, behind each median
-LINE_NAMES = {"naive": "Naive", "compiled": "Compiled", "cuda": "Cuda", "speedup": "SpeedUp", "compiled_cuda": "Compiled Cuda",
-              "torch": "Torch", "liger": "Liger", "quack": "Quack"}
+LINE_NAMES = {
+    "naive": "Naive",
+    "compiled": "Compiled",
+    "cuda": "Cuda",
+    "speedup": "SpeedUp",
+    "compiled_cuda": "Compiled Cuda",
+    "torch": "Torch",
+    "liger": "Liger",
+    "quack": "Quack",
+}
 X_NAMES = ["dim", "batch_size", "seq_len"]
 FIRST_LINES = ["naive", "compiled", "cuda", "speedup"]
 Config = tuple[int, int, int]  # dim, batch size, sequence length
@@ -33,8 +42,17 @@ def problem_of(config: Config) -> tuple[int, int]:
     return dim, batch * length
 
 
-def make_fwd_benchmark_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype, eps: float = 1e-6,
-                                peers: bool = False, warmup_ms: float = WARMUP_MS, rep_ms: float = REP_MS):
+def make_fwd_benchmark_for_case(
+    *,
+    case: DiffCase,
+    configs: list[Config],
+    plot_name: str,
+    dtype: torch.dtype,
+    eps: float = 1e-6,
+    peers: bool = False,
+    warmup_ms: float = WARMUP_MS,
+    rep_ms: float = REP_MS,
+):
     """A `perf_report` benchmark of the forward pass: columns in us, and `SpeedUp`, naive over cuda.
 
     Its attribute `times` is a Times; run it with `benchmark.run(print_data=True, save_path=...)`.
@@ -42,22 +60,47 @@ def make_fwd_benchmark_for_case(*, case: DiffCase, configs: list[Config], plot_n
     return _table(case, configs, plot_name, Times(case, dtype, eps, peers, False, warmup_ms, rep_ms))
 
 
-def make_bwd_benchmark_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype, eps: float = 1e-6,
-                                peers: bool = False, warmup_ms: float = WARMUP_MS, rep_ms: float = REP_MS):
+def make_bwd_benchmark_for_case(
+    *,
+    case: DiffCase,
+    configs: list[Config],
+    plot_name: str,
+    dtype: torch.dtype,
+    eps: float = 1e-6,
+    peers: bool = False,
+    warmup_ms: float = WARMUP_MS,
+    rep_ms: float = REP_MS,
+):
     """The same of the backward pass alone, with the gradients of everything that has one."""
     return _table(case, configs, plot_name, Times(case, dtype, eps, peers, True, warmup_ms, rep_ms))
 
 
-def make_fwd_benchmark_plot_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype,
-                                     eps: float = 1e-6, peers: bool = False, warmup_ms: float = WARMUP_MS,
-                                     rep_ms: float = REP_MS):
+def make_fwd_benchmark_plot_for_case(
+    *,
+    case: DiffCase,
+    configs: list[Config],
+    plot_name: str,
+    dtype: torch.dtype,
+    eps: float = 1e-6,
+    peers: bool = False,
+    warmup_ms: float = WARMUP_MS,
+    rep_ms: float = REP_MS,
+):
     """Speedups over naive by sequence length: one line a provider."""
     return _speedups(case, configs, plot_name, Times(case, dtype, eps, peers, False, warmup_ms, rep_ms))
 
 
-def make_bwd_benchmark_plot_for_case(*, case: DiffCase, configs: list[Config], plot_name: str, dtype: torch.dtype,
-                                     eps: float = 1e-6, peers: bool = False, warmup_ms: float = WARMUP_MS,
-                                     rep_ms: float = REP_MS):
+def make_bwd_benchmark_plot_for_case(
+    *,
+    case: DiffCase,
+    configs: list[Config],
+    plot_name: str,
+    dtype: torch.dtype,
+    eps: float = 1e-6,
+    peers: bool = False,
+    warmup_ms: float = WARMUP_MS,
+    rep_ms: float = REP_MS,
+):
     """The same of the backward pass."""
     return _speedups(case, configs, plot_name, Times(case, dtype, eps, peers, True, warmup_ms, rep_ms))
 
@@ -74,8 +117,16 @@ class Times:
         on_size: called with each config when all its providers are measured.
     """
 
-    def __init__(self, case: DiffCase, dtype: torch.dtype, eps: float, peers: bool, backward: bool, warmup_ms: float = WARMUP_MS,
-                 rep_ms: float = REP_MS):
+    def __init__(
+        self,
+        case: DiffCase,
+        dtype: torch.dtype,
+        eps: float,
+        peers: bool,
+        backward: bool,
+        warmup_ms: float = WARMUP_MS,
+        rep_ms: float = REP_MS,
+    ):
         self.case, self.dtype, self.eps, self.peers, self.backward = case, dtype, eps, peers, backward
         self.warmup_ms, self.rep_ms = warmup_ms, rep_ms
         small = case.build_inputs(128, 1, 128, dtype, eps)
@@ -102,7 +153,9 @@ class Times:
             launches = self._launches[problem]
             self.us[config, provider] = statistics.median(launches) if launches else math.nan
             if launches:
-                self.spread_us[config, provider] = tuple(launches[round(share * (len(launches) - 1))] for share in (0.2, 0.8))
+                self.spread_us[config, provider] = tuple(
+                    launches[round(share * (len(launches) - 1))] for share in (0.2, 0.8)
+                )
         return self.us[config, provider]
 
     def _measured(self, config: Config, provider: str) -> list[float]:
@@ -114,8 +167,10 @@ class Times:
                 raise
             self._failed.add(provider)
             lines = str(error).strip().splitlines() or [""]
-            print(f"note: no times of {provider}, {self.title}, from {config} on: {type(error).__name__}: {lines[0][:200]}",
-                  file=sys.stderr)
+            print(
+                f"note: no times of {provider}, {self.title}, from {config} on: {type(error).__name__}: {lines[0][:200]}",
+                file=sys.stderr,
+            )
             return []
 
     def _launches_us(self, call: Callable[[], Any]) -> list[float]:
@@ -151,8 +206,12 @@ class Times:
             key = self.case.name, provider
             if key not in _COMPILED:
                 made = self.case.make_naive(inputs) if provider == "compiled" else self.case.make_cuda(inputs)
-                torch._dynamo.config.recompile_limit = 256  # each size is compiled for itself, as who has one size gets it
-                torch._functorch.config.donated_buffer = False  # a backward pass that is timed runs again on what it saved
+                torch._dynamo.config.recompile_limit = (
+                    256  # each size is compiled for itself, as who has one size gets it
+                )
+                torch._functorch.config.donated_buffer = (
+                    False  # a backward pass that is timed runs again on what it saved
+                )
                 _COMPILED[key] = torch.compile(made, fullgraph=True, dynamic=False)
             return _COMPILED[key]
         return self.case.make_peers(inputs)[provider]
@@ -177,8 +236,18 @@ def _table(case: DiffCase, configs: list[Config], plot_name: str, times: Times):
 
     lines = FIRST_LINES + [provider for provider in times.providers if provider not in FIRST_LINES]
 
-    @perf_report(Benchmark(x_names=X_NAMES, x_vals=configs, line_arg="provider", line_vals=lines,
-                           line_names=[LINE_NAMES[line] for line in lines], ylabel="us", plot_name=plot_name, args={}))
+    @perf_report(
+        Benchmark(
+            x_names=X_NAMES,
+            x_vals=configs,
+            line_arg="provider",
+            line_vals=lines,
+            line_names=[LINE_NAMES[line] for line in lines],
+            ylabel="us",
+            plot_name=plot_name,
+            args={},
+        )
+    )
     def benchmark(dim: int, batch_size: int, seq_len: int, provider: str) -> float:
         config = (dim, batch_size, seq_len)
         value = speedup(times, config) if provider == "speedup" else times.of(config, provider)
@@ -196,8 +265,18 @@ def _speedups(case: DiffCase, configs: list[Config], plot_name: str, times: Time
     lines = [provider for provider in times.providers if provider != "naive"]
     by_length = {config[2]: config for config in configs}
 
-    @perf_report(Benchmark(x_names=["seq_len"], x_vals=list(by_length), line_arg="provider", line_vals=lines,
-                           line_names=[LINE_NAMES[line] for line in lines], ylabel="speedup", plot_name=plot_name, args={}))
+    @perf_report(
+        Benchmark(
+            x_names=["seq_len"],
+            x_vals=list(by_length),
+            line_arg="provider",
+            line_vals=lines,
+            line_names=[LINE_NAMES[line] for line in lines],
+            ylabel="speedup",
+            plot_name=plot_name,
+            args={},
+        )
+    )
     def benchmark(seq_len: int, provider: str) -> float:
         value = speedup(times, by_length[seq_len], provider)
         if provider == lines[-1]:
@@ -221,16 +300,28 @@ def write_table(path: Path, times: Times) -> None:
     configs = list(dict.fromkeys(config for config, _ in times.us))
     us = {provider: [times.of(config, provider) for config in configs] for provider in times.providers}
     columns = {name: [config[place] for config in configs] for place, name in enumerate(X_NAMES)}
-    columns |= {f"{LINE_NAMES[line]} (us)": us[line] if line in us else [speedup(times, config) for config in configs]
-                for line in FIRST_LINES}
-    columns |= {f"{LINE_NAMES[provider]} (GB/s)": list(map(times.rate_gbps, configs, values)) for provider, values in us.items()}
-    columns |= {f"{LINE_NAMES[provider]} (us)": values for provider, values in us.items()}  # those that are there keep their place
+    columns |= {
+        f"{LINE_NAMES[line]} (us)": us[line] if line in us else [speedup(times, config) for config in configs]
+        for line in FIRST_LINES
+    }
+    columns |= {
+        f"{LINE_NAMES[provider]} (GB/s)": list(map(times.rate_gbps, configs, values)) for provider, values in us.items()
+    }
+    columns |= {
+        f"{LINE_NAMES[provider]} (us)": values for provider, values in us.items()
+    }  # those that are there keep their place
     if times.graph_us:
-        columns |= {f"{LINE_NAMES[provider]} graph (us)": [times.graph_us.get((config, provider)) for config in configs]
-                    for provider in us}
+        columns |= {
+            f"{LINE_NAMES[provider]} graph (us)": [times.graph_us.get((config, provider)) for config in configs]
+            for provider in us
+        }
     for place, name in enumerate(("p20", "p80")):
-        columns |= {f"{LINE_NAMES[provider]} {name} (us)": [times.spread_us.get((config, provider), (None, None))[place]
-                                                            for config in configs] for provider in us}
+        columns |= {
+            f"{LINE_NAMES[provider]} {name} (us)": [
+                times.spread_us.get((config, provider), (None, None))[place] for config in configs
+            ]
+            for provider in us
+        }
     part = path.with_suffix(".part")
     with open(part, "w", newline="") as file:
         writer = csv.writer(file)
@@ -252,8 +343,11 @@ def geometric_mean(values: list[float]) -> float:
 def speedups_of(times: Times, configs: list[Config]) -> dict[str, list[float]]:
     """Speedups over naive by provider, without naive and those that failed."""
     speedups = {provider: [speedup(times, config, provider) for config in configs] for provider in times.providers}
-    return {LINE_NAMES[provider]: values for provider, values in speedups.items()
-            if provider != "naive" and not any(map(math.isnan, values))}
+    return {
+        LINE_NAMES[provider]: values
+        for provider, values in speedups.items()
+        if provider != "naive" and not any(map(math.isnan, values))
+    }
 
 
 def draw_speedups(lengths: list[int], speedups: dict[str, list[float]], title: str, path: Path) -> None:

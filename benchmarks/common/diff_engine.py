@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ class DiffCase(ABC):
     grouped = False
 
     @abstractmethod
-    def build_inputs(self, hidden: int, bs: int, sl: int, dtype: torch.dtype, eps: float, device: str = "cuda") -> Inputs:
+    def build_inputs(
+        self, hidden: int, bs: int, sl: int, dtype: torch.dtype, eps: float, device: str = "cuda"
+    ) -> Inputs:
         """Random inputs and weights; x [bs, sl, hidden]. Tensors that get gradients require them."""
 
     @abstractmethod
@@ -60,9 +63,19 @@ class DiffCase(ABC):
         """All tensors that get gradients: activations, weights and biases."""
 
 
-def calculate_diff(case: DiffCase, *, bs: int, sl: int, hidden_size: int, dtype: torch.dtype = torch.bfloat16, eps: float = 1e-6,
-                   atol: float | None = None, rtol: float | None = None, device: str = "cuda",
-                   provider: Callable[[Inputs], Provider] | None = None) -> dict[str, float]:
+def calculate_diff(
+    case: DiffCase,
+    *,
+    bs: int,
+    sl: int,
+    hidden_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-6,
+    atol: float | None = None,
+    rtol: float | None = None,
+    device: str = "cuda",
+    provider: Callable[[Inputs], Provider] | None = None,
+) -> dict[str, float]:
     """Outputs and all gradients of `provider` (the CUDA operator) against the naive one in float64.
 
     A difference may be `atol` times the largest value of the reference plus `rtol` times its own value; both default to
@@ -95,8 +108,9 @@ def calculate_diff(case: DiffCase, *, bs: int, sl: int, hidden_size: int, dtype:
         errors[name] = float(difference.max() / scale)
         if not bool((difference <= atol * scale + rtol * there.abs()).all()):  # nan too
             where = f"batch {bs}, sequence {sl}, hidden {hidden_size}, {dtype_name(dtype)}"
-            raise WrongResult(f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value "
-                              f"({where}; allowed {atol:.0e})")
+            raise WrongResult(
+                f"{case.name}: {name} is off by {errors[name]:.1e} of its largest value ({where}; allowed {atol:.0e})"
+            )
     return errors
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zero_inference.config import RunConfig
-    from zero_inference.distributed import Ranks
     from zero_inference.engines.base import LoadedModel
     from zero_inference.models.spec import ModelSpec
+    from zero_inference.runtime.distributed import Ranks
 
 
 def loaded_by_options(description: str) -> tuple[RunConfig, ModelSpec, Ranks, LoadedModel]:
@@ -22,9 +22,9 @@ def loaded_by_options(description: str) -> tuple[RunConfig, ModelSpec, Ranks, Lo
     args = parser.parse_args()
     config = RunConfig(**{name: getattr(args, name) for name in FIELD_NAMES}).validate()
 
-    from zero_inference.distributed import detect_ranks, start_process_group
     from zero_inference.engines import engine_module
     from zero_inference.models.spec import resolve_model
+    from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
     ranks = detect_ranks(args.local_rank)
     spec = resolve_model(config, ranks.device.type)

@@ -11,9 +11,10 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any
 
 from .bench_framework import problem_of
 from .worker import Worker, WorkerFailed, serve
@@ -29,8 +30,13 @@ def make_workers(count: int, environment: Mapping[str, str] = os.environ) -> lis
     folder = Path(__file__).resolve().parents[1]
     path = os.pathsep.join(filter(None, [str(folder), str(folder.parent), environment.get("PYTHONPATH")]))
     # one thread: a pool of compilers takes longer to start than the few kernels of a child to compile
-    workers = [Worker([sys.executable, "-m", "common.graph_times"],
-                      {**environment, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1"}) for _ in range(count)]
+    workers = [
+        Worker(
+            [sys.executable, "-m", "common.graph_times"],
+            {**environment, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        )
+        for _ in range(count)
+    ]
     for worker in workers:
         worker.start()
     return workers
@@ -73,15 +79,28 @@ def add_graph_times(times, configs: list[tuple[int, int, int]], worker: Worker) 
             if problem in known or provider in failed or math.isnan(us):
                 continue
             try:
-                known[problem] = times.graph_us[config, provider] = worker.ask(request("graph", times, config, provider), ANSWER_S)
+                known[problem] = times.graph_us[config, provider] = worker.ask(
+                    request("graph", times, config, provider), ANSWER_S
+                )
             except WorkerFailed as failure:
                 failed.add(provider)
-                print(f"note: no CUDA-graph times of {provider}, {times.title}, from {config} on: {failure}", file=sys.stderr)
+                print(
+                    f"note: no CUDA-graph times of {provider}, {times.title}, from {config} on: {failure}",
+                    file=sys.stderr,
+                )
 
 
 def request(what: str, times, config: tuple[int, int, int], provider: str) -> dict[str, Any]:
-    return {"what": what, "case": times.case.name, "dtype": str(times.dtype).removeprefix("torch."), "eps": times.eps,
-            "peers": times.peers, "backward": times.backward, "config": config, "provider": provider}
+    return {
+        "what": what,
+        "case": times.case.name,
+        "dtype": str(times.dtype).removeprefix("torch."),
+        "eps": times.eps,
+        "peers": times.peers,
+        "backward": times.backward,
+        "config": config,
+        "provider": provider,
+    }
 
 
 def answer(asked: dict[str, Any]) -> float | None:

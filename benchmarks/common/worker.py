@@ -10,7 +10,8 @@ import os
 import select
 import subprocess
 import sys
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 
 class WorkerFailed(Exception):
@@ -27,8 +28,9 @@ class Worker:
     def start(self) -> None:
         """Start the child if there is none, so that it can import what it needs before the first request."""
         if self._process is None:
-            self._process = subprocess.Popen(self.command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                             env=self.environment)
+            self._process = subprocess.Popen(
+                self.command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment
+            )
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> Any:
         """What the child answers. Raises WorkerFailed if it cannot, dies, or takes longer than `timeout_s` seconds."""

@@ -11,9 +11,9 @@ from typing import Any
 
 from zero_inference.config import QUALITY_FIELDS, RunConfig
 from zero_inference.errors import UsageError
-from zero_inference.processes import isolated_module, run_with_group
-from zero_inference.records import STATUS_FAILED, STATUS_OK, read_records
-from zero_inference.text import file_stem
+from zero_inference.records.records import STATUS_FAILED, STATUS_OK, read_records
+from zero_inference.runtime.processes import isolated_module, run_with_group
+from zero_inference.runtime.text import file_stem
 
 # What `compare` says itself, to every run.
 TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose", "local-rank"}
@@ -35,8 +35,9 @@ class Arm:
         return file_stem(self.name)
 
 
-def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str],
-              config_of: Callable[[list[str]], RunConfig]) -> list[Arm]:
+def read_arms(
+    models: Sequence[str], texts: Sequence[str], shared: Sequence[str], config_of: Callable[[list[str]], RunConfig]
+) -> list[Arm]:
     """The arms that `--model NAME` and `--arm "NAME=OPTIONS"` ask for; `shared` options are of all of them, an arm's own win.
 
     Args:
@@ -50,7 +51,7 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
     for text in texts:
         name, equals, options = text.partition("=")
         if not equals or not name.strip() or name.startswith("-") or not name.isprintable():
-            raise UsageError(f"--arm {text!r}: write a name, = and options, such as \"int4=--model X --quant-bits 4\".")
+            raise UsageError(f'--arm {text!r}: write a name, = and options, such as "int4=--model X --quant-bits 4".')
         try:
             asked.append((name.strip(), shlex.split(options)))
         except ValueError as error:
@@ -58,20 +59,27 @@ def read_arms(models: Sequence[str], texts: Sequence[str], shared: Sequence[str]
     arms = [_arm(name, [*shared, *options], config_of) for name, options in asked]
     _refuse_shared_files(arms)
     if len(arms) < 2:
-        raise UsageError(f"{len(arms)} arm was given and two are compared: add --model NAME or --arm \"NAME=OPTIONS\"."
-                         if arms else "nothing to compare: give --model NAME twice, or --arm \"NAME=OPTIONS\".")
+        raise UsageError(
+            f'{len(arms)} arm was given and two are compared: add --model NAME or --arm "NAME=OPTIONS".'
+            if arms
+            else 'nothing to compare: give --model NAME twice, or --arm "NAME=OPTIONS".'
+        )
     stems = [arm.file_stem for arm in arms]
     for arm in arms:
         if stems.count(arm.file_stem) > 1:
-            raise UsageError(f"two arms are called {arm.name}, or their names differ too little for separate files: name them with "
-                             "--arm \"NAME=--model ...\".")
+            raise UsageError(
+                f"two arms are called {arm.name}, or their names differ too little for separate files: name them with "
+                '--arm "NAME=--model ...".'
+            )
     return arms
 
 
 def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
     given = {_option_name(word) for word in options if word.startswith("--")}
     if taken := sorted(given & TAKEN):
-        raise UsageError(f"arm {name}: --{taken[0]} is for compare to say; drop it (compare has --log-dir and --warmup-tries).")
+        raise UsageError(
+            f"arm {name}: --{taken[0]} is for compare to say; drop it (compare has --log-dir and --warmup-tries)."
+        )
     try:
         return Arm(name, tuple(options), config_of(options))
     except UsageError as error:
@@ -84,8 +92,10 @@ def _refuse_shared_files(arms: Sequence[Arm]) -> None:
         for arm in arms:
             file = getattr(arm.config, name)
             if file and by_file.setdefault(os.path.abspath(file), arm.name) != arm.name:
-                raise UsageError(f"arm {arm.name}: --{name.replace('_', '-')} {file} is also written by arm "
-                                 f"{by_file[os.path.abspath(file)]}; give each arm a file of its own.")
+                raise UsageError(
+                    f"arm {arm.name}: --{name.replace('_', '-')} {file} is also written by arm "
+                    f"{by_file[os.path.abspath(file)]}; give each arm a file of its own."
+                )
 
 
 def _option_name(word: str) -> str:
@@ -141,7 +151,7 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
     options = arm.options if number == 0 else speed_only(arm.options)
     before = _records(log)
     code = _run_process([*options, *extra, "--log-file", str(log)], output, ranks)
-    new = _records(log)[len(before):]
+    new = _records(log)[len(before) :]
     if new and (new[-1].get("status") != STATUS_OK or code == 0):
         return new[-1]
     return {"status": STATUS_FAILED, "error": last_words(output.read_text(errors="replace"), code)}
@@ -151,7 +161,9 @@ def _run_process(options: Sequence[str], output: Path, ranks: int) -> int:
     """`zero-inference run` with `options` in `ranks` processes, all that it prints in `output`; the exit code."""
     command = isolated_module("zero_inference", "run", *options)
     if ranks > 1:
-        command = isolated_module("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python", *command)
+        command = isolated_module(
+            "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python", *command
+        )
     return run_with_group(command, output)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_inference.architectures.statistics import percentile
-from zero_inference.generation import settled
+from zero_inference.measure.generation import settled
 from zero_inference.models.prompts import random_ids
 from zero_inference.utils import GB, text_config
 
@@ -78,15 +78,21 @@ class ArchitectureBenchmark:
             torch.cuda.synchronize(self.device)
             held = torch.cuda.max_memory_allocated(self.device) - before
         else:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ) as profile:
                 yield memory
-            changes = sorted((event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events()
-                             if event.name() == "[memory]")
+            changes = sorted(
+                (event.start_ns(), event.nbytes())
+                for event in profile.profiler.kineto_results.events()
+                if event.name() == "[memory]"
+            )
             held = int(np.cumsum([0, *(nbytes for _, nbytes in changes)]).max())
         memory.peak_bytes = sum(unique.values()) + held
 
-    def benchmark_generation(self, prompt_tokens: int | torch.Tensor, generation_length: int,
-                             num_runs: int = 20) -> BenchmarkResult:
+    def benchmark_generation(
+        self, prompt_tokens: int | torch.Tensor, generation_length: int, num_runs: int = 20
+    ) -> BenchmarkResult:
         """Greedy generation of exactly `generation_length` tokens with a KV cache, each run from the same prompt.
 
         Args:
@@ -102,15 +108,18 @@ class ArchitectureBenchmark:
         self._check_positions(ids.shape[1] + generation_length)
         from transformers import GenerationConfig
 
-        settings = GenerationConfig(max_new_tokens=generation_length, do_sample=False, num_beams=1, use_cache=True,
-                                    pad_token_id=0)
+        settings = GenerationConfig(
+            max_new_tokens=generation_length, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0
+        )
         mask = torch.ones_like(ids)
 
         def generate() -> None:
             self.model.generate(ids, attention_mask=mask, generation_config=settings)
 
         with self._without_own_settings():
-            return self._result(f"gen_p{ids.shape[1]}_l{generation_length}", generate, ids.shape[0] * generation_length, num_runs)
+            return self._result(
+                f"gen_p{ids.shape[1]}_l{generation_length}", generate, ids.shape[0] * generation_length, num_runs
+            )
 
     def benchmark_batch_throughput(self, batch_size: int, seq_len: int, num_runs: int = 50) -> BenchmarkResult:
         """Forward passes over the same [batch_size, seq_len] random ids; all positions are computed and none is cached.
@@ -134,13 +143,18 @@ class ArchitectureBenchmark:
             while len(warmup_s) < WARMUP_TRIES and not settled(warmup_s, WARMUP_SPREAD):
                 warmup_s.append(self._seconds(run))
             if not settled(warmup_s, WARMUP_SPREAD):
-                warnings.warn(f"{name}: {WARMUP_TRIES} warm-up runs, and the last ones still differ by more than "
-                              f"{WARMUP_SPREAD:.0%}", stacklevel=3)
+                warnings.warn(
+                    f"{name}: {WARMUP_TRIES} warm-up runs, and the last ones still differ by more than "
+                    f"{WARMUP_SPREAD:.0%}",
+                    stacklevel=3,
+                )
             times_s = [self._seconds(run) for _ in range(num_runs)]
             with self.measure_memory() as memory:
                 run()
             flops = self.count_flops(run)
-        p50, p95, p99 = (None if (value := percentile(times_s, percent)) is None else 1e3 * value for percent in (50, 95, 99))
+        p50, p95, p99 = (
+            None if (value := percentile(times_s, percent)) is None else 1e3 * value for percent in (50, 95, 99)
+        )
         return BenchmarkResult(name, tokens / (p50 / 1e3), p50, p95, p99, memory.peak_bytes / GB, flops)
 
     def count_flops(self, run: Callable[[], None]) -> int:
@@ -167,7 +181,9 @@ class ArchitectureBenchmark:
     def _ids(self, prompt_tokens: int | torch.Tensor) -> torch.Tensor:
         if isinstance(prompt_tokens, torch.Tensor):
             if prompt_tokens.dim() != 2 or not prompt_tokens.numel() or prompt_tokens.is_floating_point():
-                raise ValueError(f"prompt_tokens must be ids [batch, P], got {prompt_tokens.dtype} {list(prompt_tokens.shape)}")
+                raise ValueError(
+                    f"prompt_tokens must be ids [batch, P], got {prompt_tokens.dtype} {list(prompt_tokens.shape)}"
+                )
             return prompt_tokens.to(self.device)
         _check(prompt_tokens=prompt_tokens)
         return random_ids(self.seed, 1, prompt_tokens, self._vocabulary()).to(self.device)

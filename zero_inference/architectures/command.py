@@ -16,8 +16,8 @@ from typing import Any
 from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.signals import exit_on_stop
-from zero_inference.tables import FORMATS
+from zero_inference.report.tables import FORMATS
+from zero_inference.runtime.signals import exit_on_stop
 
 WARMUP_SPREAD = 0.05
 MOST = 10_000  # rounds, warm-up loops, processes
@@ -26,18 +26,41 @@ Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of e
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference compare`; what follows `--` is run_model.py's, for every arm."""
-    parser.usage = "%(prog)s (--model NAME | --arm \"NAME=OPTIONS\") ... [options] [-- options of run_model.py for every arm]"
+    parser.usage = (
+        '%(prog)s (--model NAME | --arm "NAME=OPTIONS") ... [options] [-- options of run_model.py for every arm]'
+    )
     parser.add_argument("--model", action="append", default=[], metavar="NAME", help="an arm: this model; repeat")
-    parser.add_argument("--arm", action="append", default=[], metavar="NAME=OPTIONS",
-                        help="an arm: options of run_model.py, such as \"int4=--model X --quant-bits 4 --engine stream\"; repeat")
+    parser.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="NAME=OPTIONS",
+        help='an arm: options of run_model.py, such as "int4=--model X --quant-bits 4 --engine stream"; repeat',
+    )
     parser.add_argument("--baseline", metavar="NAME", help="the arm that others are held against (default: the first)")
-    parser.add_argument("--rounds", type=_at_least_one, default=3, metavar="N",
-                        help="times through the arms and back, A B B A: two runs of each (default: 3, the least for a verdict)")
-    parser.add_argument("--warmup-tries", type=_at_least_three, default=10, metavar="N",
-                        help=f"most warm-up loops of a run, until they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)")
-    parser.add_argument("--num-gpus", type=_at_least_one, default=1, metavar="N", help="processes of each run (default: 1)")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="for logs and records (default: a new folder in logs/)")
-    parser.add_argument("--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)")
+    parser.add_argument(
+        "--rounds",
+        type=_at_least_one,
+        default=3,
+        metavar="N",
+        help="times through the arms and back, A B B A: two runs of each (default: 3, the least for a verdict)",
+    )
+    parser.add_argument(
+        "--warmup-tries",
+        type=_at_least_three,
+        default=10,
+        metavar="N",
+        help=f"most warm-up loops of a run, until they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)",
+    )
+    parser.add_argument(
+        "--num-gpus", type=_at_least_one, default=1, metavar="N", help="processes of each run (default: 1)"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="for logs and records (default: a new folder in logs/)"
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+    )
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -45,7 +68,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     if argv[:1] != ["compare"] or "--" not in argv:
         return argv, []
     at = argv.index("--")
-    return argv[:at], argv[at + 1:]
+    return argv[:at], argv[at + 1 :]
 
 
 def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[str]], RunConfig]) -> int:
@@ -67,12 +90,16 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         raise UsageError(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}.")
     for arm in arms:
         if arm.config.batch_size % args.num_gpus:
-            raise UsageError(f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus "
-                             f"{args.num_gpus}; use a multiple of it.")
+            raise UsageError(
+                f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus "
+                f"{args.num_gpus}; use a multiple of it."
+            )
     try:
         folder = _log_folder(args.log_dir)
     except OSError as error:
-        raise UsageError(f"the log folder {error.filename} cannot be made ({error.strerror}); choose another --log-dir.") from error
+        raise UsageError(
+            f"the log folder {error.filename} cannot be made ({error.strerror}); choose another --log-dir."
+        ) from error
     if not os.access(folder, os.W_OK):
         raise UsageError(f"the log folder {folder} cannot be written to; choose another --log-dir.")
     extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
@@ -84,13 +111,27 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     runs = _run_all(arms, args, extra, folder)
 
     from zero_inference.architectures import table
-    from zero_inference.tables import print_rows, shown_columns
+    from zero_inference.report.tables import print_rows, shown_columns
 
     rows = table.arm_rows(arms, runs, baseline)
     if args.format == "json":
-        print(json.dumps({"baseline": baseline, "rounds": args.rounds, "log_dir": str(folder), "arms": rows,
-                          "runs": [{"arm": name, "pass": number, **table.run_facts(record)}
-                                   for name, of_arm in runs.items() for number, record in of_arm]}, indent=2, allow_nan=False))
+        print(
+            json.dumps(
+                {
+                    "baseline": baseline,
+                    "rounds": args.rounds,
+                    "log_dir": str(folder),
+                    "arms": rows,
+                    "runs": [
+                        {"arm": name, "pass": number, **table.run_facts(record)}
+                        for name, of_arm in runs.items()
+                        for number, record in of_arm
+                    ],
+                },
+                indent=2,
+                allow_nan=False,
+            )
+        )
     else:
         columns = table.columns(rows)
         if args.format != "csv":
@@ -141,7 +182,9 @@ def _outcome(record: dict[str, Any], tries: int) -> str:
     if record["status"] != "ok":
         return f"failed: {' '.join(str(record['error']).split())}"
     rate = record["decode_throughput"] if record["decode_throughput"] is not None else record["total_throughput"]
-    unsettled = f" (not settled: {tries} warm-up loops still differed by 5%)" if record.get("warmed_up") is False else ""
+    unsettled = (
+        f" (not settled: {tries} warm-up loops still differed by 5%)" if record.get("warmed_up") is False else ""
+    )
     return f"{rate:.3f} token/s{unsettled}"
 
 
@@ -156,5 +199,7 @@ def _at_least_three(text: str) -> int:
 def _at_least(least: int, text: str) -> int:
     value = int(text)
     if not least <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text} is " + (f"less than {least}" if value < least else f"more than {MOST}"))
+        raise argparse.ArgumentTypeError(
+            f"{text} is " + (f"less than {least}" if value < least else f"more than {MOST}")
+        )
     return value

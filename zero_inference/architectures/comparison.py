@@ -19,10 +19,40 @@ if TYPE_CHECKING:
     import torch
 
 SPEED, QUALITY, FAILED = "speed", "quality", "failed"
-COLUMNS = ("architecture", "type", "config", "pass", "throughput", "latency_p50", "latency_p95", "latency_p99", "memory_gb",
-           "flops", "accuracy", "stderr", "total", "error")
-SUMMARY = ("architecture", "type", "config", "runs", "throughput", "speedup", "speedup_low", "speedup_high", "memory_gb", "flops",
-           "accuracy", "stderr", "accuracy_difference", "accuracy_difference_stderr", "verdict", "error")
+COLUMNS = (
+    "architecture",
+    "type",
+    "config",
+    "pass",
+    "throughput",
+    "latency_p50",
+    "latency_p95",
+    "latency_p99",
+    "memory_gb",
+    "flops",
+    "accuracy",
+    "stderr",
+    "total",
+    "error",
+)
+SUMMARY = (
+    "architecture",
+    "type",
+    "config",
+    "runs",
+    "throughput",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "memory_gb",
+    "flops",
+    "accuracy",
+    "stderr",
+    "accuracy_difference",
+    "accuracy_difference_stderr",
+    "verdict",
+    "error",
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +85,10 @@ class BenchmarkConfig:
             raise ValueError("nothing to do: give generation, batch or quality")
 
 
-def compare_architectures(architectures: Mapping[str, torch.nn.Module | Callable[[], torch.nn.Module]],
-                          benchmark_config: BenchmarkConfig | Mapping[str, Any]) -> pandas.DataFrame:
+def compare_architectures(
+    architectures: Mapping[str, torch.nn.Module | Callable[[], torch.nn.Module]],
+    benchmark_config: BenchmarkConfig | Mapping[str, Any],
+) -> pandas.DataFrame:
     """Benchmark every architecture in turn: A B B A A B ..., so that drift of the machine meets all alike.
 
     Args:
@@ -83,16 +115,22 @@ def compare_architectures(architectures: Mapping[str, torch.nn.Module | Callable
             continue
         try:
             with _in_turn(architectures[name], device) as model:
-                rows += [{"architecture": name, "pass": number} | row for row in _turn(name, model, device, config, number)]
+                rows += [
+                    {"architecture": name, "pass": number} | row for row in _turn(name, model, device, config, number)
+                ]
         except Exception as error:  # of the model's own code: it must not take the others along
             reason = str(error).strip().splitlines() or [""]
-            rows.append({"architecture": name, "type": FAILED, "pass": number, "error": f"{type(error).__name__}: {reason[0]}"})
+            rows.append(
+                {"architecture": name, "type": FAILED, "pass": number, "error": f"{type(error).__name__}: {reason[0]}"}
+            )
     return frame_of(rows)
 
 
 def schedule(names: Sequence[str], passes: int) -> list[tuple[int, str]]:
     """(pass, name) in the order to run: each pass has every name once, every other pass in reverse (A B, B A, A B, ...)."""
-    return [(number, name) for number in range(passes) for name in (names if number % 2 == 0 else list(reversed(names)))]
+    return [
+        (number, name) for number in range(passes) for name in (names if number % 2 == 0 else list(reversed(names)))
+    ]
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
@@ -140,16 +178,25 @@ def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
 
 
 def _speed(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
-    row = {"runs": len(group), "throughput": group["throughput"].median(), "memory_gb": group["memory_gb"].max(),
-           "flops": group["flops"].max()}
+    row = {
+        "runs": len(group),
+        "throughput": group["throughput"].median(),
+        "memory_gb": group["memory_gb"].max(),
+        "flops": group["flops"].max(),
+    }
     pairs = group.merge(base, on="pass", suffixes=("", "_base"))
     if pairs.empty:
         return row
     if group["architecture"].iloc[0] == base["architecture"].iloc[0]:
         return row | {"speedup": 1.0, "verdict": "baseline"}
     ratio = statistics.speedup(pairs["throughput"].tolist(), pairs["throughput_base"].tolist())
-    return row | {"runs": ratio.pairs, "speedup": ratio.median, "speedup_low": ratio.low, "speedup_high": ratio.high,
-                  "verdict": ratio.verdict}
+    return row | {
+        "runs": ratio.pairs,
+        "speedup": ratio.median,
+        "speedup_low": ratio.low,
+        "speedup_high": ratio.high,
+        "verdict": ratio.verdict,
+    }
 
 
 def _quality(group: pandas.DataFrame, base: pandas.DataFrame) -> dict[str, Any]:
@@ -170,12 +217,15 @@ def _score(row: pandas.Series) -> statistics.Score:
     return statistics.Score(row["accuracy"], error, items)
 
 
-def _turn(name: str, model: torch.nn.Module, device: torch.device, config: BenchmarkConfig,
-          number: int) -> Iterator[dict[str, Any]]:
+def _turn(
+    name: str, model: torch.nn.Module, device: torch.device, config: BenchmarkConfig, number: int
+) -> Iterator[dict[str, Any]]:
     from zero_inference.architectures.benchmark import ArchitectureBenchmark
 
     benchmark = ArchitectureBenchmark(model, device)
-    results = [benchmark.benchmark_generation(prompt, length, config.generation_runs) for prompt, length in config.generation]
+    results = [
+        benchmark.benchmark_generation(prompt, length, config.generation_runs) for prompt, length in config.generation
+    ]
     results += [benchmark.benchmark_batch_throughput(batch, seq, config.batch_runs) for batch, seq in config.batch]
     for result in results:
         fields = asdict(result)
@@ -200,11 +250,21 @@ def quality_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, 
             errors = score.get("stderr")
             for k, value in score["pass_at_k"].items():
                 error = errors.get(k) if isinstance(errors, Mapping) else errors
-                yield {"type": QUALITY, "config": f"{task} pass@{k}", "accuracy": value, "stderr": error,
-                       "total": score.get("problems")}
+                yield {
+                    "type": QUALITY,
+                    "config": f"{task} pass@{k}",
+                    "accuracy": value,
+                    "stderr": error,
+                    "total": score.get("problems"),
+                }
         elif "accuracy" in score:
-            yield {"type": QUALITY, "config": task, "accuracy": score["accuracy"], "stderr": score.get("stderr"),
-                   "total": score.get("total")}
+            yield {
+                "type": QUALITY,
+                "config": task,
+                "accuracy": score["accuracy"],
+                "stderr": score.get("stderr"),
+                "total": score.get("total"),
+            }
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from zero_inference.config import QUALITY_TASKS
-from zero_inference.distributed import Ranks
 from zero_inference.errors import UsageError
 from zero_inference.quality.data import check_items, load_items, rows_of
 from zero_inference.quality.evaluate import QualitySettings, evaluate
 from zero_inference.quality.sandbox import check_isolation
+from zero_inference.runtime.distributed import Ranks
 
 
 class QualityBenchmark:
@@ -30,8 +30,15 @@ class QualityBenchmark:
         ValueError: a k of pass@k that is larger than the number of samples.
     """
 
-    def __init__(self, model, tokenizer, *, device: torch.device | str | None = None, allow_code_execution: bool = False,
-                 **settings):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        device: torch.device | str | None = None,
+        allow_code_execution: bool = False,
+        **settings,
+    ):
         if tokenizer is None:
             raise UsageError("quality is measured on text, and no tokenizer was given: pass the model's.")
         self.model, self.tokenizer = model, tokenizer

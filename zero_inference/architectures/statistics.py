@@ -90,7 +90,9 @@ def student_quantile(probability: float, freedom: int) -> float:
     log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
 
     def below(t: float) -> float:
-        angle = math.atan(t / math.sqrt(freedom))  # t = sqrt(freedom) tan(angle): the density becomes cos(angle)^(freedom - 1)
+        angle = math.atan(
+            t / math.sqrt(freedom)
+        )  # t = sqrt(freedom) tan(angle): the density becomes cos(angle)^(freedom - 1)
         angles = np.linspace(0, angle, 4001)
         area = np.trapezoid(np.cos(angles) ** (freedom - 1), angles)
         return 0.5 + math.exp(log_scale) * math.sqrt(freedom) * float(area)

@@ -10,8 +10,8 @@ from typing import Any
 from zero_inference.architectures import statistics
 from zero_inference.architectures.arms import Arm
 from zero_inference.architectures.comparison import QUALITY, SPEED, frame_of, quality_rows, summarize
-from zero_inference.records import STATUS_OK
-from zero_inference.tables import Column, decimals, gib, percent
+from zero_inference.records.records import STATUS_OK
+from zero_inference.report.tables import Column, decimals, gib, percent
 
 PHASES = ("decode", "prefill", "total")
 Runs = Mapping[str, Sequence[tuple[int, dict[str, Any]]]]
@@ -65,10 +65,13 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """COLUMNS, those of each quality task that any arm has, and the error's."""
     found = list(COLUMNS)
     for task in dict.fromkeys(task for row in rows for task in row.get("quality", {})):
-        found += [Column(f"{task}_accuracy", task, decimals(4)), Column(f"{task}_stderr", f"{task} se", decimals(4)),
-                  Column(f"{task}_difference", f"{task} difference", lambda value: f"{value:+.4f}"),
-                  Column(f"{task}_difference_stderr", f"{task} difference se", decimals(4)),
-                  Column(f"{task}_verdict", f"{task} verdict", numeric=False)]
+        found += [
+            Column(f"{task}_accuracy", task, decimals(4)),
+            Column(f"{task}_stderr", f"{task} se", decimals(4)),
+            Column(f"{task}_difference", f"{task} difference", lambda value: f"{value:+.4f}"),
+            Column(f"{task}_difference_stderr", f"{task} difference se", decimals(4)),
+            Column(f"{task}_verdict", f"{task} verdict", numeric=False),
+        ]
     return [*found, ERROR]
 
 
@@ -77,15 +80,20 @@ def for_people(found: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> tu
     the whole run's throughput only where there is no decode."""
     rows = [dict(row) for row in rows]
     left_out = {"step_samples", "weight_bytes"}
-    left_out |= {name for name in ("model", "engine", "dtype", "quant_bits", "runs") if len({row.get(name) for row in rows}) == 1}
+    left_out |= {
+        name for name in ("model", "engine", "dtype", "quant_bits", "runs") if len({row.get(name) for row in rows}) == 1
+    }
     if any(row.get("decode_throughput") for row in rows):
         left_out |= {column.name for column in found if column.name.startswith("total_")}
     for phase in PHASES:
         left_out |= {f"{phase}_speedup_low", f"{phase}_speedup_high"}
         for row in rows:
             row[f"{phase}_speedup"] = _ratio(*(row.get(f"{phase}_speedup{end}") for end in ("", "_low", "_high")))
-    return [replace(column, show=str) if column.name.endswith("_speedup") else column for column in found
-            if column.name not in left_out], rows
+    return [
+        replace(column, show=str) if column.name.endswith("_speedup") else column
+        for column in found
+        if column.name not in left_out
+    ], rows
 
 
 def _ratio(middle: float | None, low: float | None, high: float | None) -> str | None:
@@ -104,10 +112,17 @@ def arm_rows(arms: Sequence[Arm], runs: Runs, baseline: str) -> list[dict[str, A
     return [_row(arm, runs[arm.name], runs[baseline], summary) for arm in arms]
 
 
-def _row(arm: Arm, of_arm: Sequence[tuple[int, dict]], of_baseline: Sequence[tuple[int, dict]], summary) -> dict[str, Any]:
+def _row(
+    arm: Arm, of_arm: Sequence[tuple[int, dict]], of_baseline: Sequence[tuple[int, dict]], summary
+) -> dict[str, Any]:
     config = arm.config
-    row: dict[str, Any] = {"arm": arm.name, "model": config.model, "engine": config.engine, "quant_bits": config.quant_bits,
-                           "runs": len(of_arm)}
+    row: dict[str, Any] = {
+        "arm": arm.name,
+        "model": config.model,
+        "engine": config.engine,
+        "quant_bits": config.quant_bits,
+        "runs": len(of_arm),
+    }
     failed = next((record for _, record in of_arm if record["status"] != STATUS_OK), None)
     if failed is not None:
         return row | {"error": " ".join(str(failed["error"]).split())}
@@ -115,9 +130,13 @@ def _row(arm: Arm, of_arm: Sequence[tuple[int, dict]], of_baseline: Sequence[tup
     steps = [step for record in records for loop in record["loops"] for step in loop["step_s"]]
     row |= {"dtype": records[0]["dtype"], "step_samples": len(steps)}
     row |= {f"step_p{each}_s": statistics.percentile(steps, each) for each in (50, 95, 99)}
-    row |= {name: max((record[name] for record in records if record[name] is not None), default=None)
-            for name in ("peak_gpu_bytes", "peak_host_bytes", "weight_bytes")}
-    shares = sorted(share for record in records if (share := (record.get("limit") or {}).get("fraction_of_limit")) is not None)
+    row |= {
+        name: max((record[name] for record in records if record[name] is not None), default=None)
+        for name in ("peak_gpu_bytes", "peak_host_bytes", "weight_bytes")
+    }
+    shares = sorted(
+        share for record in records if (share := (record.get("limit") or {}).get("fraction_of_limit")) is not None
+    )
     row["fraction_of_limit"] = shares[len(shares) // 2] if shares else None
     row["unsettled_runs"] = sum(record.get("warmed_up") is False for record in records) or None
     ids = {record["output_ids_sha256"] for record in records}
@@ -125,11 +144,18 @@ def _row(arm: Arm, of_arm: Sequence[tuple[int, dict]], of_baseline: Sequence[tup
     mine = summary[summary["architecture"] == arm.name]
     for each in mine.to_dict("records"):
         if each["type"] == SPEED:
-            row |= {f"{each['config']}_{name}": _plain(each[name])
-                    for name in ("throughput", "speedup", "speedup_low", "speedup_high", "verdict")}
+            row |= {
+                f"{each['config']}_{name}": _plain(each[name])
+                for name in ("throughput", "speedup", "speedup_low", "speedup_high", "verdict")
+            }
         elif each["type"] == QUALITY:
-            names = {"accuracy": "accuracy", "stderr": "stderr", "accuracy_difference": "difference",
-                     "accuracy_difference_stderr": "difference_stderr", "verdict": "verdict"}
+            names = {
+                "accuracy": "accuracy",
+                "stderr": "stderr",
+                "accuracy_difference": "difference",
+                "accuracy_difference_stderr": "difference_stderr",
+                "verdict": "verdict",
+            }
             score = {short: _plain(each[name]) for name, short in names.items()}
             row.setdefault("quality", {})[each["config"]] = score
             row |= {f"{each['config']}_{short}": value for short, value in score.items()}
@@ -143,10 +169,20 @@ def _summary(arms: Sequence[Arm], runs: Runs, baseline: str):
             rows.append({"architecture": arm.name, "type": "failed", "error": "failed"})
             continue
         for number, record in runs[arm.name]:
-            rows += [{"architecture": arm.name, "type": SPEED, "config": phase, "pass": number,
-                      "throughput": record[f"{phase}_throughput"]}
-                     for phase in PHASES if record[f"{phase}_throughput"] is not None]
-            rows += [{"architecture": arm.name, "pass": number} | row for row in quality_rows(record.get("quality") or {})]
+            rows += [
+                {
+                    "architecture": arm.name,
+                    "type": SPEED,
+                    "config": phase,
+                    "pass": number,
+                    "throughput": record[f"{phase}_throughput"],
+                }
+                for phase in PHASES
+                if record[f"{phase}_throughput"] is not None
+            ]
+            rows += [
+                {"architecture": arm.name, "pass": number} | row for row in quality_rows(record.get("quality") or {})
+            ]
     return summarize(frame_of(rows), baseline)
 
 
@@ -159,32 +195,53 @@ def _plain(value: Any) -> Any:
 
 def run_facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """What the JSON output tells of one run; the record in the log folder has the rest."""
-    names = ("status", "timestamp", "prefill_throughput", "decode_throughput", "total_throughput", "warmed_up",
-             "warmup_total_s", "error")
+    names = (
+        "status",
+        "timestamp",
+        "prefill_throughput",
+        "decode_throughput",
+        "total_throughput",
+        "warmed_up",
+        "warmup_total_s",
+        "error",
+    )
     return {name: record[name] for name in names if record.get(name) is not None}
 
 
 def captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     """The lines under the table."""
-    lines = [f"speedup: median over pairs of runs next to each other, against {baseline} (97% interval, by bootstrap over the "
-             "pairs); no difference: the interval holds 1"]
+    lines = [
+        f"speedup: median over pairs of runs next to each other, against {baseline} (97% interval, by bootstrap over the "
+        "pairs); no difference: the interval holds 1"
+    ]
     if any(row["arm"] == baseline and row.get("error") for row in rows):
         lines = [f"no speedup: the baseline {baseline} failed"]
-    if any(row.get("decode_verdict") == statistics.TOO_FEW or row.get("total_verdict") == statistics.TOO_FEW for row in rows):
+    if any(
+        row.get("decode_verdict") == statistics.TOO_FEW or row.get("total_verdict") == statistics.TOO_FEW
+        for row in rows
+    ):
         least = statistics.LEAST_PAIRS
         lines.append(f"too few runs: a verdict takes {least} runs of each arm, --rounds {least // 2}")
     few = [row["arm"] for row in rows if 0 < (row.get("step_samples") or 0) < statistics.LEAST_SAMPLES[99]]
     if few:
-        lines.append(f"no p99 below {statistics.LEAST_SAMPLES[99]} steps: {', '.join(few)}; raise --loops, --gen-len or --rounds")
+        lines.append(
+            f"no p99 below {statistics.LEAST_SAMPLES[99]} steps: {', '.join(few)}; raise --loops, --gen-len or --rounds"
+        )
     unsettled = [row["arm"] for row in rows if row.get("unsettled_runs")]
     if unsettled:
-        lines.append(f"not settled: runs whose last warm-up loops still differed by 5% or more ({', '.join(unsettled)})")
+        lines.append(
+            f"not settled: runs whose last warm-up loops still differed by 5% or more ({', '.join(unsettled)})"
+        )
     if any("quality" in row for row in rows):
-        lines.append("difference: of the scores, against the baseline; se: standard errors, added as of independent samples")
+        lines.append(
+            "difference: of the scores, against the baseline; se: standard errors, added as of independent samples"
+        )
     verdicts = {score["verdict"] for row in rows for score in row.get("quality", {}).values()}
     if statistics.TOO_FEW_ITEMS in verdicts:
-        lines.append(f"too few items: a verdict takes {statistics.LEAST_ITEMS} items of each arm; use more data, "
-                     "or raise --quality-limit")
+        lines.append(
+            f"too few items: a verdict takes {statistics.LEAST_ITEMS} items of each arm; use more data, "
+            "or raise --quality-limit"
+        )
     if statistics.NO_ERROR in verdicts:
         lines.append("no standard error: scores of one item, or whose error was not recorded, have no verdict")
     return lines

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 _ENGINES = {
-    "deepspeed": "zero_inference.engines.deepspeed",
-    "stream": "zero_inference.engines.stream",
+    "deepspeed": "zero_inference.engines.deepspeed.engine",
+    "stream": "zero_inference.engines.stream.engine",
     "accelerate": "zero_inference.engines.accelerate",
     "resident": "zero_inference.engines.resident",
 }

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Callable
 
 import torch
 
 from zero_inference.config import RunConfig
-from zero_inference.distributed import Ranks
 from zero_inference.engines.base import Footprint, LoadedModel, Transfers, parameter_bytes
+from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
-from zero_inference.offload.workspace import OffloadWorkspace, check_offload_folder, write
+from zero_inference.runtime.distributed import Ranks
 
 
 def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     """Raises UsageError: several ranks, or an offload folder that cannot be used or has too little space."""
     if ranks.world_size > 1:
-        raise UsageError(f"--engine accelerate runs in one process and {ranks.world_size} were started: start one, "
-                         "or use --engine deepspeed.")
+        raise UsageError(
+            f"--engine accelerate runs in one process and {ranks.world_size} were started: start one, "
+            "or use --engine deepspeed."
+        )
     model = spec.outline
     if config.disk_offload and not config.dry_run:
         check_offload_folder(config.offload_path, parameter_bytes(model))
 
 
-def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
+def load(
+    config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None
+) -> LoadedModel:
     """Load into host memory, then `cpu_offload` or `disk_offload` with the device to execute on."""
     from accelerate import cpu_offload, disk_offload
 
@@ -55,8 +58,14 @@ def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[i
     warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
     transfers = Transfers()
     _count_reads(model, transfers, from_disk=workspace is not None)
-    return LoadedModel(model=model, device=ranks.device, dtype=spec.dtype, weight_bytes=weight_bytes, transfers=transfers,
-                       close=workspace.close if workspace else lambda: None)
+    return LoadedModel(
+        model=model,
+        device=ranks.device,
+        dtype=spec.dtype,
+        weight_bytes=weight_bytes,
+        transfers=transfers,
+        close=workspace.close if workspace else lambda: None,
+    )
 
 
 def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:

@@ -9,14 +9,15 @@ An engine is a module with three functions:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 
+from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.errors import UsageError
-from zero_inference.offload.timeline import Timeline
-from zero_inference.offload.transfers import Transfers
+from zero_inference.runtime.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,14 @@ def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int
     """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
     last = shape[-1]
     fitting = [size for size in (256, 128, 64, 32, 16, 8) if last % size == 0 and last % packs == 0]
-    change = f"use --quant-group-size {fitting[0]} or another divisor" if fitting else "this model cannot be quantized so, drop --quant-bits"
-    return UsageError(f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}.")
+    change = (
+        f"use --quant-group-size {fitting[0]} or another divisor"
+        if fitting
+        else "this model cannot be quantized so, drop --quant-bits"
+    )
+    return UsageError(
+        f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}."
+    )
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:

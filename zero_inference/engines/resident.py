@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 
 from zero_inference.config import RunConfig
-from zero_inference.distributed import Ranks
 from zero_inference.engines.base import Footprint, LoadedModel, parameter_bytes
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
+from zero_inference.runtime.distributed import Ranks
 
 
 def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
@@ -19,7 +19,9 @@ def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
     _ = spec.outline
 
 
-def load(config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None) -> LoadedModel:
+def load(
+    config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None
+) -> LoadedModel:
     """Each rank holds the whole model and its share of the batch."""
     model = empty_model(spec)
 

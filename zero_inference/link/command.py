@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_inference.distributed import Ranks
     from zero_inference.link.system import GpuLink
+    from zero_inference.runtime.distributed import Ranks
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,23 @@ class Result:
     all_ranks: float | None
 
     def fields(self) -> dict[str, Any]:
-        return {"value": self.value, "all_ranks": self.all_ranks, "unit": self.ceiling.unit, "what": self.ceiling.what,
-                "bounds": self.ceiling.bounds}
+        return {
+            "value": self.value,
+            "all_ranks": self.all_ranks,
+            "unit": self.ceiling.unit,
+            "what": self.ceiling.what,
+            "bounds": self.ceiling.bounds,
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference link`."""
-    parser.add_argument("--disk", metavar="DIR", type=Path,
-                        help="read from the disk of this folder too; writes 1 GiB there and removes it")
+    parser.add_argument(
+        "--disk",
+        metavar="DIR",
+        type=Path,
+        help="read from the disk of this folder too; writes 1 GiB there and removes it",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # set by the deepspeed launcher
 
@@ -66,13 +75,15 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
     import torch
 
-    from zero_inference.distributed import detect_ranks, start_process_group, stop_process_group
-    from zero_inference.watch import PeerWatch, lost_connection
+    from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
+    from zero_inference.runtime.watch import PeerWatch, lost_connection
 
     ranks = detect_ranks(args.local_rank)
     if ranks.device.type == "cuda" and ranks.local_rank >= torch.cuda.device_count():
-        raise UsageError(f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
-                         "start one rank a GPU.")
+        raise UsageError(
+            f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
+            "start one rank a GPU."
+        )
     watch = PeerWatch(ranks, lambda reason: reason)  # a rank that is lost ends the others
     watch.start()
     failed = True
@@ -94,8 +105,13 @@ def main(args: argparse.Namespace) -> int:
     if not ranks.is_first:
         return 0
     if args.json:
-        print(json.dumps(report | {"ceilings": {each.ceiling.name: each.fields() for each in report["ceilings"]}},
-                         indent=2, allow_nan=False))
+        print(
+            json.dumps(
+                report | {"ceilings": {each.ceiling.name: each.fields() for each in report["ceilings"]}},
+                indent=2,
+                allow_nan=False,
+            )
+        )
     else:
         _print(report)
     return 0
@@ -110,43 +126,97 @@ def _ceilings(ranks: Ranks, disk: Path | None) -> list[Ceiling]:
     device = ranks.device
     if device.type == "cuda":
         rates = [
-            Ceiling("host_to_device_pinned_gbps", "GB/s", "host to GPU, page-locked",
-                    "bounds decode with weights in host memory",
-                    lambda: copy.host_to_device_gbps(device, pinned=True)),
-            Ceiling("host_to_device_pageable_gbps", "GB/s", "host to GPU, pageable",
-                    "bounds the same with --pin-memory 0", lambda: copy.host_to_device_gbps(device, pinned=False)),
-            Ceiling("device_to_host_pinned_gbps", "GB/s", "GPU to host, page-locked",
-                    "bounds writing keys and values with --kv-offload", lambda: copy.device_to_host_gbps(device)),
-            Ceiling("both_directions_gbps", "GB/s", "both ways at once, page-locked, summed",
-                    "at best the two together: keys and values leave while weights arrive",
-                    lambda: copy.both_directions_gbps(device)),
+            Ceiling(
+                "host_to_device_pinned_gbps",
+                "GB/s",
+                "host to GPU, page-locked",
+                "bounds decode with weights in host memory",
+                lambda: copy.host_to_device_gbps(device, pinned=True),
+            ),
+            Ceiling(
+                "host_to_device_pageable_gbps",
+                "GB/s",
+                "host to GPU, pageable",
+                "bounds the same with --pin-memory 0",
+                lambda: copy.host_to_device_gbps(device, pinned=False),
+            ),
+            Ceiling(
+                "device_to_host_pinned_gbps",
+                "GB/s",
+                "GPU to host, page-locked",
+                "bounds writing keys and values with --kv-offload",
+                lambda: copy.device_to_host_gbps(device),
+            ),
+            Ceiling(
+                "both_directions_gbps",
+                "GB/s",
+                "both ways at once, page-locked, summed",
+                "at best the two together: keys and values leave while weights arrive",
+                lambda: copy.both_directions_gbps(device),
+            ),
         ]
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         if ranks.world_size == 1 and len(devices) > 1:
             count = len(devices)
-            rates.append(Ceiling("all_devices_gbps", "GB/s", f"host to all {count} GPUs at once, page-locked, summed",
-                                 f"bounds decode of {count} ranks; below {count} x one GPU they share a link or host memory",
-                                 lambda: copy.several_devices_gbps(devices)))
+            rates.append(
+                Ceiling(
+                    "all_devices_gbps",
+                    "GB/s",
+                    f"host to all {count} GPUs at once, page-locked, summed",
+                    f"bounds decode of {count} ranks; below {count} x one GPU they share a link or host memory",
+                    lambda: copy.several_devices_gbps(devices),
+                )
+            )
         dtypes, memory = (torch.bfloat16, torch.float16), "GPU memory"
     else:
         rates = [
-            Ceiling("host_memory_copy_gbps", "GB/s", f"{copy.kind_of(device)} (bytes counted once)",
-                    "there is no GPU: fetching offloaded weights is a copy like this",
-                    lambda: copy.host_to_device_gbps(device, pinned=False)),
-            Ceiling("host_memory_two_copies_gbps", "GB/s", f"{copy.kind_of(device)}, two at once, summed",
-                    "keys and values are written while weights are fetched", lambda: copy.both_directions_gbps(device)),
+            Ceiling(
+                "host_memory_copy_gbps",
+                "GB/s",
+                f"{copy.kind_of(device)} (bytes counted once)",
+                "there is no GPU: fetching offloaded weights is a copy like this",
+                lambda: copy.host_to_device_gbps(device, pinned=False),
+            ),
+            Ceiling(
+                "host_memory_two_copies_gbps",
+                "GB/s",
+                f"{copy.kind_of(device)}, two at once, summed",
+                "keys and values are written while weights are fetched",
+                lambda: copy.both_directions_gbps(device),
+            ),
         ]
         dtypes, memory = (torch.bfloat16, torch.float32), "host memory"
-    rates.append(Ceiling("device_copy_gbps", "GB/s", f"copy inside {memory}, read + write",
-                         "bounds decode with weights on the device", lambda: compute.device_copy_gbps(device)))
+    rates.append(
+        Ceiling(
+            "device_copy_gbps",
+            "GB/s",
+            f"copy inside {memory}, read + write",
+            "bounds decode with weights on the device",
+            lambda: compute.device_copy_gbps(device),
+        )
+    )
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
-        rates.append(Ceiling(f"matmul_{name}_tflops", "TFLOP/s", f"matrix product in {name}",
-                             "bounds prefill, and decode with a large batch",
-                             lambda dtype=dtype: compute.matmul_tflops(device, dtype)))
+        rates.append(
+            Ceiling(
+                f"matmul_{name}_tflops",
+                "TFLOP/s",
+                f"matrix product in {name}",
+                "bounds prefill, and decode with a large batch",
+                lambda dtype=dtype: compute.matmul_tflops(device, dtype),
+            )
+        )
     if disk is not None:
-        rates.append(Ceiling("disk_read_gbps", "GB/s", f"read of {disk}, past the page cache",
-                             "bounds decode with --disk-offload", lambda: disk_read_gbps(disk), first_only=True))
+        rates.append(
+            Ceiling(
+                "disk_read_gbps",
+                "GB/s",
+                f"read of {disk}, past the page cache",
+                "bounds decode with --disk-offload",
+                lambda: disk_read_gbps(disk),
+                first_only=True,
+            )
+        )
     return rates
 
 
@@ -165,17 +235,25 @@ def _report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
     pinned = next((each.value for each in results if each.ceiling.name == "host_to_device_pinned_gbps"), None)
     for index, gpu in enumerate(gpus or [None]):
         warnings += warnings_for(gpu, host, pinned if index == 0 else None)  # the first is the one that was measured
-    rows = _from_all(ranks, {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes})
+    rows = _from_all(
+        ranks, {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
+    )
     return {
         "device": ranks.device.type,
         "world_size": ranks.world_size,
         "ceilings": results,
-        "gpus": [{"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gbps}
-                 for rank, row in enumerate(rows) for gpu in row["gpus"]],
+        "gpus": [
+            {"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gbps}
+            for rank, row in enumerate(rows)
+            for gpu in row["gpus"]
+        ],
         "host": dataclasses.asdict(host),
         "numa_nodes_of_ranks": [row["numa_nodes"] for row in rows],
-        "warnings": list(dict.fromkeys(f"{row['node']}: {line}" if ranks.num_nodes > 1 else line
-                                       for row in rows for line in row["warnings"])),
+        "warnings": list(
+            dict.fromkeys(
+                f"{row['node']}: {line}" if ranks.num_nodes > 1 else line for row in rows for line in row["warnings"]
+            )
+        ),
     }
 
 
@@ -184,7 +262,7 @@ def _measured(ceiling: Ceiling, ranks: Ranks) -> tuple[float | None, str | None]
     import torch
 
     from zero_inference.errors import RunError
-    from zero_inference.text import first_line
+    from zero_inference.runtime.text import first_line
 
     ranks.barrier()
     if ceiling.first_only and not ranks.is_first:
@@ -272,15 +350,19 @@ def _facts(report: dict[str, Any]) -> list[str]:
         rank = f"rank {gpu['rank']}, " if report["world_size"] > 1 else ""
         told = f"told by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi told"
         limit = f", {gpu['limit_gbps']:.1f} GB/s before packet headers" if gpu["limit_gbps"] else ""
-        lines.append(f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express generation {_shown(gpu['generation'])} of "
-                     f"{_shown(gpu['generation_max'])}, lanes {_shown(gpu['width'])} of {_shown(gpu['width_max'])}{limit}; "
-                     f"NUMA node {_shown(gpu['numa_node'])} ({told})")
+        lines.append(
+            f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express generation {_shown(gpu['generation'])} of "
+            f"{_shown(gpu['generation_max'])}, lanes {_shown(gpu['width'])} of {_shown(gpu['width_max'])}{limit}; "
+            f"NUMA node {_shown(gpu['numa_node'])} ({told})"
+        )
     host = report["host"]
     memlock = "none" if host["memlock_bytes"] is None else f"{host['memlock_bytes'] / 2**30:.3f} GiB"
     nodes = " | ".join(",".join(map(str, nodes)) or "unknown" for nodes in report["numa_nodes_of_ranks"])
     who = "each rank" if report["world_size"] > 1 else "this process"
-    lines.append(f"host memory: {host['memory_bytes'] / 2**30:.1f} GiB, {host['memory_available_bytes'] / 2**30:.1f} GiB "
-                 f"available; limit of locked memory: {memlock}; NUMA nodes of {who}: {nodes}")
+    lines.append(
+        f"host memory: {host['memory_bytes'] / 2**30:.1f} GiB, {host['memory_available_bytes'] / 2**30:.1f} GiB "
+        f"available; limit of locked memory: {memlock}; NUMA nodes of {who}: {nodes}"
+    )
     return lines
 
 

@@ -10,7 +10,9 @@ import torch
 
 from zero_inference.link import caches
 
-CUDA_BLOCK_BYTES = 1 << 30  # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
+CUDA_BLOCK_BYTES = (
+    1 << 30
+)  # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
 SECONDS = 0.2
 
 

@@ -18,11 +18,13 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from zero_inference.link import caches
-from zero_inference.offload.host_memory import host_empty
+from zero_inference.runtime.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
 BLOCKS = 8  # of a round and lane: 39 ms at 55 GB/s
-LEAST_BYTES = 16 << 20  # of a block of somebody else's memory: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
+LEAST_BYTES = (
+    16 << 20
+)  # of a block of somebody else's memory: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
 
 T = TypeVar("T")
 
@@ -63,8 +65,9 @@ def host_to_device_gbps(device: torch.device, pinned: bool, seconds: float = 0.5
     return statistics.median(host_to_device_rounds(device, pinned, seconds))
 
 
-def host_to_device_rounds(device: torch.device, pinned: bool, seconds: float = 0.5,
-                          sources: Iterator[torch.Tensor] | None = None) -> list[float]:
+def host_to_device_rounds(
+    device: torch.device, pinned: bool, seconds: float = 0.5, sources: Iterator[torch.Tensor] | None = None
+) -> list[float]:
     """GB/s of each round, three or more, of copies from host memory to `device`.
 
     Args:
@@ -81,7 +84,9 @@ def host_to_device_rounds(device: torch.device, pinned: bool, seconds: float = 0
 def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor] | None:
     """The bytes of `tensors` (uint8, one dimension) in blocks that a round can copy to `device`, again and again; None where they are
     so small that starting the copies would be what is measured."""
-    blocks = [block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= LEAST_BYTES]
+    blocks = [
+        block for tensor in tensors for block in tensor.split(block_bytes(device)) if block.numel() >= LEAST_BYTES
+    ]
     return itertools.cycle(blocks) if blocks else None
 
 
@@ -107,14 +112,18 @@ def several_devices_gbps(devices: Sequence[torch.device], seconds: float = 0.5) 
     As much goes to each, and the slowest ends the round: what ranks that wait for each other get.
     Raises RunError as `host_to_device_rounds`.
     """
-    return statistics.median(_rounds([_lane(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds))
+    return statistics.median(
+        _rounds([_lane(_device_block(device), _host_block(device, pinned=True)) for device in devices], seconds)
+    )
 
 
 def while_copying(device: torch.device, read: Callable[[], T]) -> T:
     """What `read` returns while page-locked copies to `device`, a CUDA device, are under way: an idle GPU slows its link."""
     target, source = _device_block(device), _host_block(device, pinned=True)
     with torch.cuda.device(device):
-        for _ in range(40):  # 10.7 GB: 0.2 s at generation 5 x16, 0.9 s at 3 x16; the link stays up for some seconds more
+        for _ in range(
+            40
+        ):  # 10.7 GB: 0.2 s at generation 5 x16, 0.9 s at 3 x16; the link stays up for some seconds more
             target.copy_(source, non_blocking=True)
         value = read()
         torch.cuda.synchronize(device)

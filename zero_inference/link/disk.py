@@ -70,4 +70,6 @@ def _write_and_read(file: int, file_bytes: int) -> float:
 
 
 def _read_every(file: int, first: int, file_bytes: int, buffer: mmap.mmap) -> int:
-    return sum(os.preadv(file, [buffer], offset) for offset in range(first * CHUNK_BYTES, file_bytes, THREADS * CHUNK_BYTES))
+    return sum(
+        os.preadv(file, [buffer], offset) for offset in range(first * CHUNK_BYTES, file_bytes, THREADS * CHUNK_BYTES)
+    )

@@ -10,16 +10,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_inference.environment import available_host_bytes
+from zero_inference.runtime.environment import available_host_bytes
 
 # Generation -> (GT/s of a lane, share of the transferred bits that are data), PCI Express Base Specification, revisions 1.0 to
 # 6.0: 8b/10b, then 128b/130b; from 6.0 flits of 256 bytes with 236 of packets (6 are link control, 8 CRC, 6 error correction).
-LANES = {1: (2.5, 8 / 10), 2: (5.0, 8 / 10), 3: (8.0, 128 / 130), 4: (16.0, 128 / 130), 5: (32.0, 128 / 130),
-         6: (64.0, 236 / 256)}
+LANES = {
+    1: (2.5, 8 / 10),
+    2: (5.0, 8 / 10),
+    3: (8.0, 128 / 130),
+    4: (16.0, 128 / 130),
+    5: (32.0, 128 / 130),
+    6: (64.0, 236 / 256),
+}
 WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 EXPECTED_SHARE = 0.8  # of the above; packet headers take the rest (an H200 at generation 5 x16: 55.5 of 63.0 GB/s, 88%)
-SMI_FIELDS = ("uuid", "pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current",
-              "pcie.link.width.max")
+SMI_FIELDS = (
+    "uuid",
+    "pci.bus_id",
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+)
 
 
 @dataclass(frozen=True)
@@ -78,8 +90,10 @@ def read_gpu_link(uuid: str, name: str, root: str = "/") -> GpuLink:
     if known.get("pci_id"):
         folder = Path(root) / "sys/bus/pci/devices" / known["pci_id"]
         width = _number(_read(folder / "max_link_width"))
-        for key, own in (("generation_max", parse_link_speed(_read(folder / "max_link_speed"))),
-                         ("width_max", width if width in WIDTHS else None)):
+        for key, own in (
+            ("generation_max", parse_link_speed(_read(folder / "max_link_speed"))),
+            ("width_max", width if width in WIDTHS else None),
+        ):
             known[key] = max((value for value in (known.get(key), own) if value is not None), default=None)
         node = _number(_read(folder / "numa_node"))
         known["numa_node"] = node if node is not None and node >= 0 else None  # -1: no node known
@@ -90,16 +104,22 @@ def read_host(root: str = "/") -> Host:
     import psutil
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return Host(numa_nodes=tuple(numa_nodes(os.sched_getaffinity(0), root)),
-                memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
-                memory_bytes=psutil.virtual_memory().total, memory_available_bytes=available_host_bytes())
+    return Host(
+        numa_nodes=tuple(numa_nodes(os.sched_getaffinity(0), root)),
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        memory_bytes=psutil.virtual_memory().total,
+        memory_available_bytes=available_host_bytes(),
+    )
 
 
 def numa_nodes(cpus: Iterable[int], root: str = "/") -> list[int]:
     """The NUMA nodes that have any of `cpus`, ascending; empty where the kernel names none."""
     wanted = set(cpus)
-    return sorted(int(folder.name.removeprefix("node")) for folder in (Path(root) / "sys/devices/system/node").glob("node[0-9]*")
-                  if wanted & parse_cpulist(_read(folder / "cpulist")))
+    return sorted(
+        int(folder.name.removeprefix("node"))
+        for folder in (Path(root) / "sys/devices/system/node").glob("node[0-9]*")
+        if wanted & parse_cpulist(_read(folder / "cpulist"))
+    )
 
 
 def parse_cpulist(text: str) -> set[int]:
@@ -145,10 +165,12 @@ def warnings_for(gpu: GpuLink | None, host: Host, pinned_gbps: float | None = No
     """
     found = _link_warnings(gpu, host, pinned_gbps) if gpu is not None else []
     if host.memlock_bytes is not None and host.memlock_bytes < host.memory_available_bytes:
-        found.append(f"the limit of locked memory is {_size(host.memlock_bytes)}, with {_size(host.memory_available_bytes)} of "
-                     "host memory available: page-locked weights above it may be refused (CUDA often does not count it, for root "
-                     "and in containers), and whoever locks memory itself, such as buffers of libaio reads, is held to it; "
-                     "`ulimit -l unlimited` lifts it.")
+        found.append(
+            f"the limit of locked memory is {_size(host.memlock_bytes)}, with {_size(host.memory_available_bytes)} of "
+            "host memory available: page-locked weights above it may be refused (CUDA often does not count it, for root "
+            "and in containers), and whoever locks memory itself, such as buffers of libaio reads, is held to it; "
+            "`ulimit -l unlimited` lifts it."
+        )
     return found
 
 
@@ -156,19 +178,27 @@ def _link_warnings(gpu: GpuLink, host: Host, pinned_gbps: float | None) -> list[
     name = f"GPU {gpu.pci_id or '?'} ({gpu.name})"
     found = []
     if gpu.width and gpu.width_max and gpu.width < gpu.width_max:
-        found.append(f"{name} has {gpu.width} of {gpu.width_max} PCI Express lanes: copies take {gpu.width_max / gpu.width:g} "
-                     "times as long; look at the slot, the riser and how the mainboard shares lanes.")
+        found.append(
+            f"{name} has {gpu.width} of {gpu.width_max} PCI Express lanes: copies take {gpu.width_max / gpu.width:g} "
+            "times as long; look at the slot, the riser and how the mainboard shares lanes."
+        )
     if gpu.generation and gpu.generation_max and gpu.generation < gpu.generation_max:
-        found.append(f"{name} has a link of PCI Express generation {gpu.generation}, and could do {gpu.generation_max}: the "
-                     "slot, a switch or a BIOS setting holds it back (or it was idle when asked: GPUs lower it then).")
+        found.append(
+            f"{name} has a link of PCI Express generation {gpu.generation}, and could do {gpu.generation_max}: the "
+            "slot, a switch or a BIOS setting holds it back (or it was idle when asked: GPUs lower it then)."
+        )
     if gpu.numa_node is not None and host.numa_nodes and gpu.numa_node not in host.numa_nodes:
         nodes = ", ".join(map(str, host.numa_nodes))
-        found.append(f"{name} is at NUMA node {gpu.numa_node} and this process runs on {nodes}: its memory is remote to the GPU; "
-                     f"start it under `numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node}`.")
+        found.append(
+            f"{name} is at NUMA node {gpu.numa_node} and this process runs on {nodes}: its memory is remote to the GPU; "
+            f"start it under `numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node}`."
+        )
     if pinned_gbps is not None and gpu.limit_gbps is not None and pinned_gbps < EXPECTED_SHARE * gpu.limit_gbps:
-        found.append(f"{name}: page-locked copies reach {pinned_gbps:.1f} GB/s, {pinned_gbps / gpu.limit_gbps:.0%} of the "
-                     f"{gpu.limit_gbps:.1f} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
-                     "usual); other GPUs on the same switch, remote or busy host memory, or a virtual machine may be why.")
+        found.append(
+            f"{name}: page-locked copies reach {pinned_gbps:.1f} GB/s, {pinned_gbps / gpu.limit_gbps:.0%} of the "
+            f"{gpu.limit_gbps:.1f} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
+            "usual); other GPUs on the same switch, remote or busy host memory, or a virtual machine may be why."
+        )
     return found
 
 
@@ -187,17 +217,20 @@ def _ask_nvml(uuid: str) -> dict | None:
     except pynvml.NVMLError:
         return None
     else:
+
         def known(ask) -> int | None:
             try:
                 return int(ask(gpu))
             except pynvml.NVMLError:  # a virtual GPU knows some of these and not others
                 return None
 
-        return {"pci_id": sysfs_pci_id(bus_id.decode() if isinstance(bus_id, bytes) else bus_id),
-                "generation": known(pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
-                "generation_max": known(pynvml.nvmlDeviceGetMaxPcieLinkGeneration),
-                "width": known(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
-                "width_max": known(pynvml.nvmlDeviceGetMaxPcieLinkWidth)}
+        return {
+            "pci_id": sysfs_pci_id(bus_id.decode() if isinstance(bus_id, bytes) else bus_id),
+            "generation": known(pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
+            "generation_max": known(pynvml.nvmlDeviceGetMaxPcieLinkGeneration),
+            "width": known(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
+            "width_max": known(pynvml.nvmlDeviceGetMaxPcieLinkWidth),
+        }
     finally:
         pynvml.nvmlShutdown()
 

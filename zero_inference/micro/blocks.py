@@ -46,8 +46,13 @@ def _bert(config) -> tuple[nn.Module, dict[str, Call]]:
     from transformers.models.bert.modeling_bert import BertLayer
 
     block = BertLayer(config, layer_idx=1)
-    return block, {"layer": block, "attention": lambda x: block.attention(x)[0], "feed_forward": block.feed_forward_chunk,
-                   "dense": block.intermediate.dense, "dense_activation": block.intermediate}
+    return block, {
+        "layer": block,
+        "attention": lambda x: block.attention(x)[0],
+        "feed_forward": block.feed_forward_chunk,
+        "dense": block.intermediate.dense,
+        "dense_activation": block.intermediate,
+    }
 
 
 def _gpt2(config) -> tuple[nn.Module, dict[str, Call]]:
@@ -55,8 +60,13 @@ def _gpt2(config) -> tuple[nn.Module, dict[str, Call]]:
 
     block = GPT2Block(config, layer_idx=1)
     mlp = block.mlp
-    return block, {"layer": block, "attention": lambda x: block.attn(x)[0], "feed_forward": mlp, "dense": mlp.c_fc,
-                   "dense_activation": lambda x: mlp.act(mlp.c_fc(x))}
+    return block, {
+        "layer": block,
+        "attention": lambda x: block.attn(x)[0],
+        "feed_forward": mlp,
+        "dense": mlp.c_fc,
+        "dense_activation": lambda x: mlp.act(mlp.c_fc(x)),
+    }
 
 
 def _t5(config) -> tuple[nn.Module, dict[str, Call]]:
@@ -72,18 +82,26 @@ def _t5(config) -> tuple[nn.Module, dict[str, Call]]:
             biases[seq] = torch.randn(1, config.num_heads, seq, seq, device=x.device, dtype=x.dtype)
         return biases[seq]
 
-    return block, {"layer": lambda x: block(x, position_bias=bias(x))[0],
-                   "attention": lambda x: block.layer[0](x, position_bias=bias(x))[0],
-                   "feed_forward": block.layer[-1], "dense": inner.wi, "dense_activation": lambda x: inner.act(inner.wi(x))}
+    return block, {
+        "layer": lambda x: block(x, position_bias=bias(x))[0],
+        "attention": lambda x: block.layer[0](x, position_bias=bias(x))[0],
+        "feed_forward": block.layer[-1],
+        "dense": inner.wi,
+        "dense_activation": lambda x: inner.act(inner.wi(x)),
+    }
 
 
 def _opt(config) -> tuple[nn.Module, dict[str, Call]]:
     from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
     block = OPTDecoderLayer(config, layer_idx=1)
-    return block, {"layer": block, "attention": lambda x: block.self_attn(x)[0],
-                   "feed_forward": lambda x: block.fc2(block.activation_fn(block.fc1(x))), "dense": block.fc1,
-                   "dense_activation": lambda x: block.activation_fn(block.fc1(x))}
+    return block, {
+        "layer": block,
+        "attention": lambda x: block.self_attn(x)[0],
+        "feed_forward": lambda x: block.fc2(block.activation_fn(block.fc1(x))),
+        "dense": block.fc1,
+        "dense_activation": lambda x: block.activation_fn(block.fc1(x)),
+    }
 
 
 def _llama(config) -> tuple[nn.Module, dict[str, Call]]:
@@ -99,18 +117,33 @@ def _llama(config) -> tuple[nn.Module, dict[str, Call]]:
         return angles[seq]
 
     mlp = block.mlp
-    return block, {"layer": lambda x: block(x, position_embeddings=at(x)),
-                   "attention": lambda x: block.self_attn(x, position_embeddings=at(x))[0],
-                   "feed_forward": mlp, "dense": mlp.gate_proj, "dense_activation": lambda x: mlp.act_fn(mlp.gate_proj(x))}
+    return block, {
+        "layer": lambda x: block(x, position_embeddings=at(x)),
+        "attention": lambda x: block.self_attn(x, position_embeddings=at(x))[0],
+        "feed_forward": mlp,
+        "dense": mlp.gate_proj,
+        "dense_activation": lambda x: mlp.act_fn(mlp.gate_proj(x)),
+    }
 
 
 # Config class's model_type -> what builds it, and whether its attention is causal.
 FAMILIES: dict[str, tuple[Callable, bool]] = {
-    "bert": (_bert, False), "gpt2": (_gpt2, True), "t5": (_t5, False), "opt": (_opt, True), "llama": (_llama, True)}
+    "bert": (_bert, False),
+    "gpt2": (_gpt2, True),
+    "t5": (_t5, False),
+    "opt": (_opt, True),
+    "llama": (_llama, True),
+}
 OWN = {"bert-large": BERT_LARGE, "gpt2-medium": GPT2_MEDIUM, "t5-large": T5_LARGE}
 SHORT = {"opt": "opt-13b", "llama": "llama-3.1-8b"}
 DEFAULT_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-13b", "llama-3.1-8b")
-CPU_BLOCKS = ("bert-large", "gpt2-medium", "t5-large", "opt-1.3b", "llama-3.2-1b")  # a step of opt-13b takes seconds there
+CPU_BLOCKS = (
+    "bert-large",
+    "gpt2-medium",
+    "t5-large",
+    "opt-1.3b",
+    "llama-3.2-1b",
+)  # a step of opt-13b takes seconds there
 
 
 def block_config(name: str):
@@ -125,8 +158,10 @@ def block_config(name: str):
         return AutoConfig.for_model(**OWN[name])
     preset = find_preset(name)
     if preset is None or preset.config["model_type"] not in FAMILIES:
-        raise UsageError(f"--blocks {name}: there is no such block; take {', '.join((*DEFAULT_BLOCKS, *SHORT))}, "
-                         "or a preset of the OPT and Llama families.")
+        raise UsageError(
+            f"--blocks {name}: there is no such block; take {', '.join((*DEFAULT_BLOCKS, *SHORT))}, "
+            "or a preset of the OPT and Llama families."
+        )
     return preset.to_config()
 
 
@@ -135,10 +170,17 @@ def shape_of(config) -> BlockShape:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     names = ("intermediate_size", "ffn_dim", "d_ff", "n_inner")
-    inner = next((size for name in names if isinstance(size := getattr(config, name, None), int)), 4 * config.hidden_size)
-    return BlockShape(hidden=config.hidden_size, query=heads * width,
-                      key=kv_width(config), inner=inner,
-                      matrices=3 if config.model_type == "llama" else 2, causal=FAMILIES[config.model_type][1])
+    inner = next(
+        (size for name in names if isinstance(size := getattr(config, name, None), int)), 4 * config.hidden_size
+    )
+    return BlockShape(
+        hidden=config.hidden_size,
+        query=heads * width,
+        key=kv_width(config),
+        inner=inner,
+        matrices=3 if config.model_type == "llama" else 2,
+        causal=FAMILIES[config.model_type][1],
+    )
 
 
 def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None, seed: int = 0) -> Block:
@@ -148,7 +190,9 @@ def build_block(name: str, device: torch.device, dtype: torch.dtype, config=None
     torch.manual_seed(seed)
     make, _ = FAMILIES[config.model_type]
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # straight in `dtype`: an opt-175b block in float32 first would need twice the memory
+    torch.set_default_dtype(
+        dtype
+    )  # straight in `dtype`: an opt-175b block in float32 first would need twice the memory
     try:
         with torch.device(device):
             module, parts = make(config)

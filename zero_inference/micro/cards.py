@@ -50,9 +50,14 @@ def cards() -> tuple[Card, ...]:
         return Rate(value, table["sources"][source])
 
     return tuple(
-        Card(name=row["name"], matches=tuple(row["matches"]),
-             tflops={kind: rate(row["tflops"][kind]) for kind in RATES if kind in row["tflops"]}, memory=rate(row["memory_gbps"]))
-        for row in table["cards"])
+        Card(
+            name=row["name"],
+            matches=tuple(row["matches"]),
+            tflops={kind: rate(row["tflops"][kind]) for kind in RATES if kind in row["tflops"]},
+            memory=rate(row["memory_gbps"]),
+        )
+        for row in table["cards"]
+    )
 
 
 def find_card(device_name: str) -> Card | None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import RunError, UsageError
-from zero_inference.replace import check_output_file, replacing
-from zero_inference.tables import FORMATS, Column, RowPrinter
+from zero_inference.report.tables import FORMATS, Column, RowPrinter
+from zero_inference.runtime.replace import check_output_file, replacing
 
 if TYPE_CHECKING:
     import torch
@@ -55,33 +55,55 @@ class Benchmark:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference micro`."""
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="{matmul,elementwise,layer}",
-                                     parser_class=type(parser))
+    commands = parser.add_subparsers(
+        dest="benchmark", required=True, metavar="{matmul,elementwise,layer}", parser_class=type(parser)
+    )
     parsers = {name: commands.add_parser(name, help=benchmark.what) for name, benchmark in BENCHMARKS.items()}
     for name, each in parsers.items():
         seconds = LAYER_MIN_RUN_TIME_S if name == "layer" else 3.0
         each.add_argument("--device", choices=("cuda", "cpu"), help="(default: the GPU where there is one)")
-        each.add_argument("--min-run-time", type=_seconds, default=seconds, metavar="S",
-                          help="seconds a figure is measured for (default: %(default)g)")
-        each.add_argument("--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)")
+        each.add_argument(
+            "--min-run-time",
+            type=_seconds,
+            default=seconds,
+            metavar="S",
+            help="seconds a figure is measured for (default: %(default)g)",
+        )
+        each.add_argument(
+            "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+        )
         each.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the figures too")
     for name in ("matmul", "layer"):
-        parsers[name].add_argument("--longest-call", type=_seconds, default=LONGEST_CALL_S, metavar="S",
-                                   help="skip a size of which one call is expected to take longer (default: %(default)g)")
+        parsers[name].add_argument(
+            "--longest-call",
+            type=_seconds,
+            default=LONGEST_CALL_S,
+            metavar="S",
+            help="skip a size of which one call is expected to take longer (default: %(default)g)",
+        )
     parsers["matmul"].add_argument("--sizes", nargs="+", type=_count, metavar="N", help=_default("n", MATMUL_SIZES))
     parsers["matmul"].add_argument("--dtype", nargs="+", choices=KINDS, help="(default: all that the device has)")
-    parsers["elementwise"].add_argument("--sizes", nargs="+", type=_count, metavar="N",
-                                        help="elements (default: 2^14 to 2^28 by 4, on a CPU to 2^26)")
+    parsers["elementwise"].add_argument(
+        "--sizes", nargs="+", type=_count, metavar="N", help="elements (default: 2^14 to 2^28 by 4, on a CPU to 2^26)"
+    )
     layer = parsers["layer"]
-    layer.add_argument("--blocks", nargs="+", metavar="NAME",
-                       help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, on a "
-                            "CPU opt-1.3b and llama-3.2-1b of the last two)")
+    layer.add_argument(
+        "--blocks",
+        nargs="+",
+        metavar="NAME",
+        help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, on a "
+        "CPU opt-1.3b and llama-3.2-1b of the last two)",
+    )
     layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=_default("tokens", LAYER_SEQS))
     layer.add_argument("--batch", nargs="+", type=_count, metavar="B", help=_default("sequences", LAYER_BATCHES))
     layer.add_argument("--dtype", choices=KINDS, help="(default: fp16, on a CPU fp32)")
-    layer.add_argument("--norm-kernels", choices=NORM_KERNELS, default="auto",
-                       help="a second row of each OPT and Llama block, with this package's norm kernels (default: auto, where "
-                            "there are any)")
+    layer.add_argument(
+        "--norm-kernels",
+        choices=NORM_KERNELS,
+        default="auto",
+        help="a second row of each OPT and Llama block, with this package's norm kernels (default: auto, where "
+        "there are any)",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -113,14 +135,18 @@ def main(args: argparse.Namespace) -> int:
         _plot(args.plot, module, rows, rates, device_name(rates.device))
     failed = [row for row in rows if row.get("error")]
     if failed:
-        raise RunError(f"{len(failed)} of {len(rows)} rows were not measured ({failed[0]['error']}): ask for smaller sizes.")
+        raise RunError(
+            f"{len(failed)} of {len(rows)} rows were not measured ({failed[0]['error']}): ask for smaller sizes."
+        )
     return 0
 
 
 def _matmul_rows(args, rates: MachineRates, module: ModuleType):
     kinds = args.dtype or _kinds(rates.device)
     _check_kinds(kinds, rates.device)
-    return module.measure(rates, args.sizes or MATMUL_SIZES[rates.device.type], kinds, args.min_run_time, args.longest_call)
+    return module.measure(
+        rates, args.sizes or MATMUL_SIZES[rates.device.type], kinds, args.min_run_time, args.longest_call
+    )
 
 
 def _elementwise_rows(args, rates: MachineRates, module: ModuleType):
@@ -141,11 +167,15 @@ def _layer_rows(args, rates: MachineRates, module: ModuleType):
         positions = getattr(config, "max_position_embeddings", None)
         if positions and max(seqs) > positions:
             raise UsageError(f"--seq {max(seqs)}: {name} has {positions} positions; shorten it.")
-    patch = norm_patch(args.norm_kernels, rates.device, DTYPES[kind], [config.model_type for config in configs.values()])
+    patch = norm_patch(
+        args.norm_kernels, rates.device, DTYPES[kind], [config.model_type for config in configs.values()]
+    )
     return module.measure(rates, blocks, seqs, batches, kind, args.min_run_time, args.longest_call, patch)
 
 
-def norm_patch(asked: str, device: torch.device, dtype: torch.dtype, families: Sequence[str]) -> Callable[[Block], int] | None:
+def norm_patch(
+    asked: str, device: torch.device, dtype: torch.dtype, families: Sequence[str]
+) -> Callable[[Block], int] | None:
     """What puts our norm kernels into a block and says on stderr how many norms it replaced, or why none; None to try nowhere.
 
     With `auto` the kernels are compiled and tried when the first block needs them, after its row without them.
@@ -178,24 +208,41 @@ def norm_patch(asked: str, device: torch.device, dtype: torch.dtype, families: S
         reason = why_not(block.family)
         facts = apply_norm_kernels("auto" if reason else asked, reason, block.module, lambda line: None, block.family)
         count = facts["norm_modules_patched"]
-        _say(f"{block.name}: " + (f"our kernels in {count} norms" if count else
-                                  f"norms run as transformers has them: {facts['norm_kernels_unused_because']}"))
+        _say(
+            f"{block.name}: "
+            + (
+                f"our kernels in {count} norms"
+                if count
+                else f"norms run as transformers has them: {facts['norm_kernels_unused_because']}"
+            )
+        )
         return count
 
     return patch
 
 
 MOST = 1 << 40  # elements; what memory there is for them, a row says
-OF_BEST = ("of measured: of the best rate of the type seen so far in this process, by a few products of other sizes at first "
-           "and by the rows, their own included")
+OF_BEST = (
+    "of measured: of the best rate of the type seen so far in this process, by a few products of other sizes at first "
+    "and by the rows, their own included"
+)
 BENCHMARKS = {
-    "matmul": Benchmark("matmul", "products of square matrices", _matmul_rows,
-                        f"2 n^3 operations a product; {OF_BEST}"),
-    "elementwise": Benchmark("elementwise", "a * 1.2: the memory's rate", _elementwise_rows,
-                             "8 n bytes; of measured: of a copy inside the device's memory; above 100% a cache served"),
-    "layer": Benchmark("layer", "transformer blocks and their parts", _layer_rows,
-                       "operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), forward + backward counted 3x, "
-                       f"causal attention in full (causal half: what a causal kernel may skip); {OF_BEST}"),
+    "matmul": Benchmark(
+        "matmul", "products of square matrices", _matmul_rows, f"2 n^3 operations a product; {OF_BEST}"
+    ),
+    "elementwise": Benchmark(
+        "elementwise",
+        "a * 1.2: the memory's rate",
+        _elementwise_rows,
+        "8 n bytes; of measured: of a copy inside the device's memory; above 100% a cache served",
+    ),
+    "layer": Benchmark(
+        "layer",
+        "transformer blocks and their parts",
+        _layer_rows,
+        "operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), forward + backward counted 3x, "
+        f"causal attention in full (causal half: what a causal kernel may skip); {OF_BEST}",
+    ),
 }
 
 
@@ -208,8 +255,10 @@ def _kinds(device: torch.device) -> tuple[str, ...]:
 def _check_kinds(kinds: Iterable[str], device: torch.device) -> None:
     for kind in kinds:
         if kind not in _kinds(device):
-            raise UsageError(f"--dtype {kind}: this {'GPU' if device.type == 'cuda' else 'CPU'} does not have it; "
-                             f"there are {', '.join(_kinds(device))}.")
+            raise UsageError(
+                f"--dtype {kind}: this {'GPU' if device.type == 'cuda' else 'CPU'} does not have it; "
+                f"there are {', '.join(_kinds(device))}."
+            )
 
 
 def _context(args, rates: MachineRates, name: str) -> dict[str, Any]:
@@ -217,10 +266,17 @@ def _context(args, rates: MachineRates, name: str) -> dict[str, Any]:
 
     card = rates.card
     return {
-        "benchmark": args.benchmark, "device": rates.device.type, "device_name": name, "torch": torch.__version__,
+        "benchmark": args.benchmark,
+        "device": rates.device.type,
+        "device_name": name,
+        "torch": torch.__version__,
         "min_run_time_s": args.min_run_time,
-        "card": card and {"name": card.name, "memory_gbps": {"value": card.memory.value, "source": card.memory.source},
-                          "tflops": {kind: {"value": rate.value, "source": rate.source} for kind, rate in card.tflops.items()}},
+        "card": card
+        and {
+            "name": card.name,
+            "memory_gbps": {"value": card.memory.value, "source": card.memory.source},
+            "tflops": {kind: {"value": rate.value, "source": rate.source} for kind, rate in card.tflops.items()},
+        },
     }
 
 
@@ -246,8 +302,11 @@ def _columns(args, module: ModuleType, rates: MachineRates) -> list[Column]:
 
 
 def _progress(row: dict[str, Any]) -> None:
-    texts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
-             if value is not None]
+    texts = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in row.items()
+        if value is not None
+    ]
     _say("  ".join(texts[:8]))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero_inference.micro.timing import MachineRates, median_s, out_of_memory
-from zero_inference.tables import Column, figures, percent
+from zero_inference.report.tables import Column, figures, percent
 
 BYTES = 8  # an element of float32 is read and one is written
 COLUMNS = (
@@ -37,8 +37,14 @@ def measure(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> I
             yield {"n": n, "error": "out of memory"}
             continue
         gbps, datasheet = BYTES * n / spent / 1e9, rates.datasheet_gbps()
-        yield {"n": n, "time_s": spent, "gflops": n / spent / 1e9, "gbps": gbps,
-               "of_datasheet": gbps / datasheet if datasheet else None, "of_measured": gbps / rates.copy_gbps()}
+        yield {
+            "n": n,
+            "time_s": spent,
+            "gflops": n / spent / 1e9,
+            "gbps": gbps,
+            "of_datasheet": gbps / datasheet if datasheet else None,
+            "of_measured": gbps / rates.copy_gbps(),
+        }
 
 
 def time_scale(device: torch.device, n: int, min_run_time: float) -> float:

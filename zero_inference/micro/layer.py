@@ -9,8 +9,17 @@ import torch
 
 from zero_inference.micro.blocks import Block, build_block
 from zero_inference.micro.flops import FORWARD_AND_BACKWARD
-from zero_inference.micro.timing import DTYPES, MachineRates, median_s, once_s, out_of_memory, precision, predicted_s, too_long
-from zero_inference.tables import Column, decimals, figures, percent
+from zero_inference.micro.timing import (
+    DTYPES,
+    MachineRates,
+    median_s,
+    once_s,
+    out_of_memory,
+    precision,
+    predicted_s,
+    too_long,
+)
+from zero_inference.report.tables import Column, decimals, figures, percent
 
 PatchNorms = Callable[[Block], int]
 
@@ -41,9 +50,17 @@ PARTS = ("dense", "dense_activation", "feed_forward", "attention")
 FIRST_TOKENS = 16
 
 
-def measure(rates: MachineRates, blocks: Sequence[str], seqs: Sequence[int], batches: Sequence[int], kind: str,
-            min_run_time: float, longest_call_s: float, patch_norms: PatchNorms | None = None,
-            build: Callable[..., Block] = build_block) -> Iterator[dict[str, Any]]:
+def measure(
+    rates: MachineRates,
+    blocks: Sequence[str],
+    seqs: Sequence[int],
+    batches: Sequence[int],
+    kind: str,
+    min_run_time: float,
+    longest_call_s: float,
+    patch_norms: PatchNorms | None = None,
+    build: Callable[..., Block] = build_block,
+) -> Iterator[dict[str, Any]]:
     """One row a block, length and batch, all in TFLOP/s (1e12) by the formulas of `micro.flops`.
 
     The row of the block has forward and forward + backward (counted three times; without the optimiser's step), its parts, and
@@ -80,8 +97,12 @@ def _rows(rates, block: Block, seqs, batches, kind, min_run_time, longest_call_s
         for batch in batches:
             row = {"block": block.name, "dtype": kind, "norms": "torch", "seq": seq, "batch": batch}
             try:
-                reason = too_long(predicted_step_s(rates.device, block, seq, batch, kind), longest_call_s, "forward + backward")
-                yield row | ({"skipped": reason} if reason else _measure_one(rates, block, seq, batch, kind, min_run_time, parts))
+                reason = too_long(
+                    predicted_step_s(rates.device, block, seq, batch, kind), longest_call_s, "forward + backward"
+                )
+                yield row | (
+                    {"skipped": reason} if reason else _measure_one(rates, block, seq, batch, kind, min_run_time, parts)
+                )
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -92,21 +113,32 @@ def _rows(rates, block: Block, seqs, batches, kind, min_run_time, longest_call_s
 
 def predicted_step_s(device: torch.device, block: Block, seq: int, batch: int, kind: str) -> float:
     """Seconds that one forward and backward of the block is expected to take, from forwards of fewer tokens."""
+
     def forward_once(size: tuple[int, int]) -> float:
         x = torch.randn(*size, block.shape.hidden, device=device, dtype=DTYPES[kind])
         with torch.no_grad():
             return once_s(device, lambda: block.parts["layer"](x))
 
-    sizes = [(1, min(FIRST_TOKENS, seq)), *((1 << power, seq) for power in range((batch - 1).bit_length())), (batch, seq)]
+    sizes = [
+        (1, min(FIRST_TOKENS, seq)),
+        *((1 << power, seq) for power in range((batch - 1).bit_length())),
+        (batch, seq),
+    ]
     return FORWARD_AND_BACKWARD * predicted_s(forward_once, lambda size: block.shape.forward(*size), sizes)
 
 
-def _measure_one(rates: MachineRates, block: Block, seq: int, batch: int, kind: str, min_run_time: float,
-                 parts: Sequence[str]) -> dict[str, Any]:
+def _measure_one(
+    rates: MachineRates, block: Block, seq: int, batch: int, kind: str, min_run_time: float, parts: Sequence[str]
+) -> dict[str, Any]:
     x = torch.randn(batch, seq, block.shape.hidden, device=rates.device, dtype=DTYPES[kind])
     shape = block.shape
-    work = {"layer": shape.forward(batch, seq), "dense": shape.dense(batch, seq), "dense_activation": shape.dense(batch, seq),
-            "feed_forward": shape.feed_forward(batch, seq), "attention": shape.attention(batch, seq)}
+    work = {
+        "layer": shape.forward(batch, seq),
+        "dense": shape.dense(batch, seq),
+        "dense_activation": shape.dense(batch, seq),
+        "feed_forward": shape.feed_forward(batch, seq),
+        "attention": shape.attention(batch, seq),
+    }
     work = {part: work[part] for part in ("layer", *parts)}
     spent = {}
     with torch.no_grad():
@@ -117,11 +149,15 @@ def _measure_one(rates: MachineRates, block: Block, seq: int, batch: int, kind: 
     step_tflops = FORWARD_AND_BACKWARD * work["layer"] / step_s / 1e12
     datasheet, best = rates.datasheet_tflops(kind), rates.best_tflops(kind, seen=max(step_tflops, *tflops.values()))
     return {
-        "forward_s": spent["layer"], "forward_tflops": tflops["layer"],
+        "forward_s": spent["layer"],
+        "forward_tflops": tflops["layer"],
         "of_datasheet": tflops["layer"] / datasheet if datasheet else None,
-        "of_measured": tflops["layer"] / best, "best_tflops": best,
-        "forward_backward_s": step_s, "forward_backward_tflops": step_tflops,
-        **{f"{part}_s": spent[part] for part in parts}, **{f"{part}_tflops": tflops[part] for part in parts},
+        "of_measured": tflops["layer"] / best,
+        "best_tflops": best,
+        "forward_backward_s": step_s,
+        "forward_backward_tflops": step_tflops,
+        **{f"{part}_s": spent[part] for part in parts},
+        **{f"{part}_tflops": tflops[part] for part in parts},
         "attention_of_feed_forward": tflops["attention"] / tflops["feed_forward"] if parts else None,
         "skippable": shape.skippable(batch, seq),
     }
@@ -144,12 +180,19 @@ def forward_and_backward(block: Block, x: torch.Tensor) -> Callable[[], object]:
 def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
     """Forward TFLOP/s against the tokens of a batch, a line for each block, length and choice of norms."""
     for key in dict.fromkeys((row["block"], row["seq"], row["norms"]) for row in rows):
-        points = [(row["batch"] * row["seq"], row["forward_tflops"]) for row in rows
-                  if (row["block"], row["seq"], row["norms"]) == key and "forward_tflops" in row]
+        points = [
+            (row["batch"] * row["seq"], row["forward_tflops"])
+            for row in rows
+            if (row["block"], row["seq"], row["norms"]) == key and "forward_tflops" in row
+        ]
         if points:
             block, seq, norms = key
-            axes.plot(*zip(*points), marker="o", linestyle="-" if norms == "torch" else "--",
-                      label=f"{block}, seq {seq}" + ("" if norms == "torch" else ", norm kernels"))
+            axes.plot(
+                *zip(*points),
+                marker="o",
+                linestyle="-" if norms == "torch" else "--",
+                label=f"{block}, seq {seq}" + ("" if norms == "torch" else ", norm kernels"),
+            )
     axes.set(xscale="log", xlabel="tokens (batch x seq)", ylabel="forward TFLOP/s", title="one block")
     if rows:
         axes.axhline(rates.best_tflops(rows[0]["dtype"]), color="grey", linestyle=":", label="best rate measured")

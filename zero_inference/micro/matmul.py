@@ -8,8 +8,17 @@ from typing import Any
 import torch
 
 from zero_inference.micro import flops
-from zero_inference.micro.timing import DTYPES, MachineRates, median_s, once_s, out_of_memory, precision, predicted_s, too_long
-from zero_inference.tables import Column, figures, percent
+from zero_inference.micro.timing import (
+    DTYPES,
+    MachineRates,
+    median_s,
+    once_s,
+    out_of_memory,
+    precision,
+    predicted_s,
+    too_long,
+)
+from zero_inference.report.tables import Column, figures, percent
 
 COLUMNS = (
     Column("dtype", "type", numeric=False),
@@ -25,8 +34,9 @@ COLUMNS = (
 FIRST_SIZE = 64
 
 
-def measure(rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min_run_time: float,
-            longest_call_s: float) -> Iterator[dict[str, Any]]:
+def measure(
+    rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min_run_time: float, longest_call_s: float
+) -> Iterator[dict[str, Any]]:
     """One row for [n, n] x [n, n] of every kind and size: `2 n^3 / t`, and its share of two rates.
 
     `of_datasheet` is the share of the card's rate for the type, None without a card; `of_measured` that of `best_tflops`, the
@@ -49,8 +59,13 @@ def measure(rates: MachineRates, sizes: Sequence[int], kinds: Sequence[str], min
                 continue
             tflops, datasheet = flops.matmul(n) / spent / 1e12, rates.datasheet_tflops(kind)
             best = rates.best_tflops(kind, seen=tflops)
-            yield row | {"time_s": spent, "tflops": tflops, "of_datasheet": tflops / datasheet if datasheet else None,
-                         "of_measured": tflops / best, "best_tflops": best}
+            yield row | {
+                "time_s": spent,
+                "tflops": tflops,
+                "of_datasheet": tflops / datasheet if datasheet else None,
+                "of_measured": tflops / best,
+                "best_tflops": best,
+            }
 
 
 def time_matmul(device: torch.device, n: int, kind: str, min_run_time: float) -> float:

@@ -96,7 +96,7 @@ def choose_device(name: str | None) -> torch.device:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from zero_inference.environment import describe_environment
+    from zero_inference.runtime.environment import describe_environment
 
     return f"{describe_environment()['cpu_model']}, {torch.get_num_threads()} threads"
 
@@ -164,4 +164,8 @@ class MachineRates:
 
 def out_of_memory(error: RuntimeError) -> bool:
     """Whether torch could not allocate, on the device or on the host (where it says so in words alone)."""
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or "not enough memory" in str(error)
+        or "can't allocate memory" in str(error)
+    )

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,9 @@ Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
 
 
-def load_weights(model, spec: ModelSpec, seed: int, device: torch.device, adopt: Adopt,
-                 progress: Progress = lambda done: None) -> None:
+def load_weights(
+    model, spec: ModelSpec, seed: int, device: torch.device, adopt: Adopt, progress: Progress = lambda done: None
+) -> None:
     """Give every parameter of an `empty_model` its values in its dtype, and hand each to `adopt(name, parameter)` once.
 
     Persistent buffers that the checkpoint holds are set in the model, in host memory. One that it lacks keeps the value that
@@ -89,16 +91,24 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
-        raise RunError(f"{shards.folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
-                       "or a shard is missing.")
+        raise RunError(
+            f"{shards.folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
+            "or a shard is missing."
+        )
     if dist.is_initialized() and dist.get_rank():
         return
     if buffers := [name for name, _ in model.named_buffers() if name in unset]:
-        logger.warning("warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.",
-                       shards.folder, few(buffers))
+        logger.warning(
+            "warning: %s: the checkpoint has no tensor for %s; the model's initial values stay.",
+            shards.folder,
+            few(buffers),
+        )
     if left_out:
-        logger.warning("warning: %s: the model has no place for %s, left out; is its config.json that of these weights?",
-                       shards.folder, few(left_out))
+        logger.warning(
+            "warning: %s: the model has no place for %s, left out; is its config.json that of these weights?",
+            shards.folder,
+            few(left_out),
+        )
 
 
 def _resolve_ties(model, shards: Shards) -> None:
@@ -141,23 +151,33 @@ def _converter(model, dtype: torch.dtype, left_out: list[str]) -> Callable[[dict
 
     def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
         # no dtype plan: a tensor whose place in the skeleton has another dtype than `dtype` is cast to that one
-        load_config = LoadStateDictConfig(pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping)
+        load_config = LoadStateDictConfig(
+            pretrained_model_name_or_path=str(folder), dtype=dtype, weight_mapping=mapping
+        )
         try:
             info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
         except Exception as error:
             raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
         for key in without_floats(tensors):
-            if key not in info.unexpected_keys and key.rpartition(".")[2] not in buffers and not OUTDATED_BUFFERS.search(key):
+            if (
+                key not in info.unexpected_keys
+                and key.rpartition(".")[2] not in buffers
+                and not OUTDATED_BUFFERS.search(key)
+            ):
                 raise RunError(f"{folder}: {key} holds whole numbers, quantized in a form that is not read; {INSTEAD}.")
         model._adjust_missing_and_unexpected_keys(info)
         _refuse_unexpected(model, folder, info.unexpected_keys)
         left_out.extend(sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key)))
         if info.mismatched_keys:
             name, found, expected = sorted(info.mismatched_keys)[0]
-            raise RunError(f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json.")
+            raise RunError(
+                f"{folder}: {name} has shape {list(found)} in the checkpoint and {list(expected)} in config.json."
+            )
         if info.conversion_errors:
             name, reason = next(iter(info.conversion_errors.items()))
-            raise RunError(f"{folder}: {name} cannot be converted ({(str(reason).strip().splitlines() or [type(reason).__name__])[-1]}).")
+            raise RunError(
+                f"{folder}: {name} cannot be converted ({(str(reason).strip().splitlines() or [type(reason).__name__])[-1]})."
+            )
         return info.missing_keys
 
     return convert
@@ -176,8 +196,10 @@ def _refuse_unexpected(model, folder: Path, keys: set[str]) -> None:
     for key in sorted(keys):
         layer = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
         if layer and int(layer.group(1)) < len(layers) and not OUTDATED_BUFFERS.search(key):
-            raise RunError(f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
-                           f"checkpoint is another model's, or quantized in a form that is not read; {INSTEAD}.")
+            raise RunError(
+                f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
+                f"checkpoint is another model's, or quantized in a form that is not read; {INSTEAD}."
+            )
 
 
 def return_free_memory() -> None:

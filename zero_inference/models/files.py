@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 
 from zero_inference.errors import RunError
-from zero_inference.text import first_line
+from zero_inference.runtime.text import first_line
 
 # The weights in one file, and the index that names their shards. Where a checkpoint has both kinds, the first is taken.
-WEIGHT_FILES = (("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+WEIGHT_FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
 LONGEST_NAME = 255  # bytes, on Linux
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
@@ -34,7 +37,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def indexed(folder: Path) -> dict[str, Path]:
     """Key of each tensor -> the file that the folder's index places it in; empty where one file holds all. Raises as `shards`."""
     found = _weights(folder)
-    return {key: folder / name for key, name in _weight_map(found).items()} if found.name.endswith(".index.json") else {}
+    return (
+        {key: folder / name for key, name in _weight_map(found).items()} if found.name.endswith(".index.json") else {}
+    )
 
 
 def shards(index: Path) -> list[str]:
@@ -55,7 +60,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         found = json.loads(index.read_bytes())["weight_map"]
         names = set(found.values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RunError(f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again.") from error
+        raise RunError(
+            f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again."
+        ) from error
     if not names:
         raise RunError(f"{index}: damaged, or no index of weight files (it names none); fetch it again.")
     for name in names:

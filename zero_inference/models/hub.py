@@ -5,15 +5,15 @@ from __future__ import annotations
 import glob
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shards
 from zero_inference.models.preset_table import find_preset, near_names
-from zero_inference.text import first_line
+from zero_inference.runtime.text import first_line
 
 # Of the top folder only: `original/` and `onnx/` hold other formats. Classes name their vocabulary as they like, hence the patterns.
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -49,7 +49,9 @@ class Snapshot:
             try:
                 _need_listing(self.name, self.folder.name)
                 self._fetch(TOKENIZER_FILES, NO_TOKENIZER_FILES)
-            except LocalEntryNotFoundError:  # no network: what an earlier run needed is enough, if not all that there is
+            except (
+                LocalEntryNotFoundError
+            ):  # no network: what an earlier run needed is enough, if not all that there is
                 if not has_tokenizer(self.folder):
                     raise
         return self.folder
@@ -97,7 +99,9 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with _explained(asked, name, "its config.json"):
-        folder = Path(snapshot_download(name, allow_patterns=["config.json"]))  # for one file too: it does not retry a dead network
+        folder = Path(
+            snapshot_download(name, allow_patterns=["config.json"])
+        )  # for one file too: it does not retry a dead network
         if not (folder / "config.json").is_file():
             _need_listing(name, folder.name)
             raise UsageError(f"--model {asked}: {name} has no config.json on the hub; {ANOTHER}.")
@@ -140,12 +144,18 @@ def _reason(asked: str, name: str, what: str, error: Exception) -> str:
     instead = _instead(asked, what)
     if isinstance(answer, errors.GatedRepoError):
         if get_token():
-            return (f"{name} is gated, and the token that was sent has no access to {what}: ask for access on {endpoint}/{name}, "
-                    "or use another token (`hf auth login` or HF_TOKEN).")
-        return f"{name} is gated, and no token was sent for {what}: accept its terms on {endpoint}/{name}, then {LOG_IN}."
+            return (
+                f"{name} is gated, and the token that was sent has no access to {what}: ask for access on {endpoint}/{name}, "
+                "or use another token (`hf auth login` or HF_TOKEN)."
+            )
+        return (
+            f"{name} is gated, and no token was sent for {what}: accept its terms on {endpoint}/{name}, then {LOG_IN}."
+        )
     if isinstance(answer, errors.RepositoryNotFoundError):
         if get_token():
-            return f"there is no repository {name} that the token in use may read; {_correct(asked)} or use another token."
+            return (
+                f"there is no repository {name} that the token in use may read; {_correct(asked)} or use another token."
+            )
         return f"there is no public repository {name}; {_correct(asked)}, or if it is private, {LOG_IN}."
     if answer is not None:
         status = answer.response.status_code
@@ -155,11 +165,15 @@ def _reason(asked: str, name: str, what: str, error: Exception) -> str:
     if any(isinstance(cause, errors.HFValidationError) for cause in causes):
         return f"no folder, preset or name that the hub could have; {_correct(asked)}."
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
-        return (f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it; unset that, "
-                f"{_correct(asked)}, or {instead}.")
+        return (
+            f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it; unset that, "
+            f"{_correct(asked)}, or {instead}."
+        )
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return (f"{what} is not in the local cache, and {endpoint} cannot be reached ({first_line(causes[-1])}); "
-                f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}.")
+        return (
+            f"{what} is not in the local cache, and {endpoint} cannot be reached ({first_line(causes[-1])}); "
+            f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}."
+        )
     return f"{what} could not be fetched from {endpoint} ({first_line(error)}); try again, or {instead}."
 
 

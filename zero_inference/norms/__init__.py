@@ -8,10 +8,24 @@ from __future__ import annotations
 from importlib import import_module
 
 _WHERE = {
-    "ops": ("rms_norm", "fused_add_rms_norm", "layer_norm", "fused_add_layer_norm", "poly_norm", "fused_mul_poly_norm",
-            "fused_mul_grouped_poly_norm"),
-    "reference": ("rms_norm_ref", "fused_add_rms_norm_ref", "layer_norm_ref", "fused_add_layer_norm_ref", "poly_norm_ref",
-                  "fused_mul_poly_norm_ref", "fused_mul_grouped_poly_norm_ref"),
+    "ops": (
+        "rms_norm",
+        "fused_add_rms_norm",
+        "layer_norm",
+        "fused_add_layer_norm",
+        "poly_norm",
+        "fused_mul_poly_norm",
+        "fused_mul_grouped_poly_norm",
+    ),
+    "reference": (
+        "rms_norm_ref",
+        "fused_add_rms_norm_ref",
+        "layer_norm_ref",
+        "fused_add_layer_norm_ref",
+        "poly_norm_ref",
+        "fused_mul_poly_norm_ref",
+        "fused_mul_grouped_poly_norm_ref",
+    ),
     "patch": ("patch_norms", "unpatch_norms"),
 }
 __all__ = [name for names in _WHERE.values() for name in names]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.extension import load_extension, trial_mark, why_unavailable
 from zero_inference.norms import ops, patch, reference
-from zero_inference.processes import isolated_python
-from zero_inference.text import first_line
+from zero_inference.runtime.extension import load_extension, trial_mark, why_unavailable
+from zero_inference.runtime.processes import isolated_python
+from zero_inference.runtime.text import first_line
 
 NO_DEVICE = "there is no CUDA device"
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
@@ -21,7 +22,7 @@ _CHECK_ROWS = 5
 _TRIAL_S = 300
 _TRIAL = """
 import sys, torch
-from zero_inference.extension import load_extension
+from zero_inference.runtime.extension import load_extension
 from zero_inference.norms.choice import find_fault
 load_extension(lambda line: None)
 print("fault:", find_fault(torch.device(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])) or "")
@@ -35,8 +36,9 @@ def refuse_norm_kernels(asked: str, model_type: str) -> None:
         raise _refusal(reason)
 
 
-def prepare_norm_kernels(asked: str, model_type: str, device: torch.device, dtype: torch.dtype, columns: int,
-                         say: Callable[[str], None]) -> str | None:
+def prepare_norm_kernels(
+    asked: str, model_type: str, device: torch.device, dtype: torch.dtype, columns: int, say: Callable[[str], None]
+) -> str | None:
     """Compile or load the kernels and try them on `device`; the reason why they are not to be used, or None.
 
     Args:
@@ -74,11 +76,15 @@ def try_apart(device: torch.device, dtype: torch.dtype, columns: int) -> str | N
     if mark.exists():
         return None
     try:
-        done = subprocess.run(isolated_python(_TRIAL, str(device), kind, str(columns)), capture_output=True, text=True, timeout=_TRIAL_S)
+        done = subprocess.run(
+            isolated_python(_TRIAL, str(device), kind, str(columns)), capture_output=True, text=True, timeout=_TRIAL_S
+        )
     except subprocess.TimeoutExpired:
         return f"their trial did not end within {_TRIAL_S} s"
     if done.returncode != 0:
-        return f"their trial broke off: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1][:200]}"
+        return (
+            f"their trial broke off: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1][:200]}"
+        )
     fault = done.stdout.rpartition("fault:")[2].strip()
     if not fault:
         with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a trial
@@ -87,8 +93,9 @@ def try_apart(device: torch.device, dtype: torch.dtype, columns: int) -> str | N
     return fault or None
 
 
-def apply_norm_kernels(asked: str, reason: str | None, model: nn.Module, say: Callable[[str], None],
-                       model_type: str | None = None) -> dict[str, Any]:
+def apply_norm_kernels(
+    asked: str, reason: str | None, model: nn.Module, say: Callable[[str], None], model_type: str | None = None
+) -> dict[str, Any]:
     """Patch `model` unless `reason` says why not; the record's fields about it.
 
     Args:
@@ -126,15 +133,19 @@ def find_fault(device: torch.device, dtype: torch.dtype, columns: int) -> str | 
     try:
         rms = reference.rms_norm_ref(wide, wide_weight)
         layer = reference.layer_norm_ref(wide, wide_weight, wide_bias)
-        found = {"rms_norm": (ops.rms_norm(total_there, there[2]), rms),
-                 "fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[0], rms),
-                 "the sum of fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[1], wide),
-                 "layer_norm": (ops.layer_norm(total_there, *there[2:]), layer),
-                 "fused_add_layer_norm": (ops.fused_add_layer_norm(*there)[0], layer)}
+        found = {
+            "rms_norm": (ops.rms_norm(total_there, there[2]), rms),
+            "fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[0], rms),
+            "the sum of fused_add_rms_norm": (ops.fused_add_rms_norm(*there[:3])[1], wide),
+            "layer_norm": (ops.layer_norm(total_there, *there[2:]), layer),
+            "fused_add_layer_norm": (ops.fused_add_layer_norm(*there)[0], layer),
+        }
         for name, (here, expected) in found.items():
             error = float((here.cpu().double() - expected).norm() / expected.norm())
             if not error <= LARGEST_ERROR[dtype]:  # nan too
-                return f"{name} is off by {error:.1e} on {device} ({str(dtype).removeprefix('torch.')}, {columns} columns)"
+                return (
+                    f"{name} is off by {error:.1e} on {device} ({str(dtype).removeprefix('torch.')}, {columns} columns)"
+                )
     except RuntimeError as error:
         return f"they fail on {device}: {first_line(error)}"
     return None

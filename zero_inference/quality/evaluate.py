@@ -7,21 +7,22 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from zero_inference.config import RunConfig
-from zero_inference.distributed import Ranks
 from zero_inference.errors import RunError, UsageError
 from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import IsolationError, Limits, Outcome, check_isolation, run_program
-from zero_inference.replace import replacing
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.replace import replacing
 
 DEFAULT_KS = (1, 10, 100)
 LONGEST_WINDOW = 1024
@@ -74,7 +75,9 @@ def prepare(config: RunConfig) -> dict[str, list[dict]]:
     Raises:
         UsageError: see the message.
     """
-    items = {task: load_items(task, path, config.quality_limit) for task, path in zip(config.quality, data_files(config))}
+    items = {
+        task: load_items(task, path, config.quality_limit) for task, path in zip(config.quality, data_files(config))
+    }
     if "humaneval" in items:
         check_isolation()
     return items
@@ -94,22 +97,39 @@ def check_lengths(config: RunConfig, positions: int | None) -> None:
         if window > positions:
             raise UsageError(f"--perplexity-window {window}: the model has {positions} positions; use at most that.")
         if config.perplexity_stride and config.perplexity_stride > window:
-            raise UsageError(f"--perplexity-stride {config.perplexity_stride}: longer than the window of {window} tokens; "
-                             "use at most that.")
+            raise UsageError(
+                f"--perplexity-stride {config.perplexity_stride}: longer than the window of {window} tokens; "
+                "use at most that."
+            )
     if "humaneval" in config.quality and config.humaneval_tokens >= positions:
-        raise UsageError(f"--humaneval-tokens {config.humaneval_tokens}: the model has {positions} positions for problem and "
-                         "program; use fewer.")
+        raise UsageError(
+            f"--humaneval-tokens {config.humaneval_tokens}: the model has {positions} positions for problem and "
+            "program; use fewer."
+        )
 
 
 def settings_of(config: RunConfig, ranks: Ranks) -> QualitySettings:
-    return QualitySettings(batch_size=config.quality_batch_size or max(1, config.batch_size // ranks.world_size),
-                           samples=config.humaneval_samples, temperature=config.humaneval_temperature,
-                           new_tokens=config.humaneval_tokens, ks=config.pass_at_k, window=config.perplexity_window,
-                           stride=config.perplexity_stride, seed=config.seed)
+    return QualitySettings(
+        batch_size=config.quality_batch_size or max(1, config.batch_size // ranks.world_size),
+        samples=config.humaneval_samples,
+        temperature=config.humaneval_temperature,
+        new_tokens=config.humaneval_tokens,
+        ks=config.pass_at_k,
+        window=config.perplexity_window,
+        stride=config.perplexity_stride,
+        seed=config.seed,
+    )
 
 
-def evaluate(tasks: dict[str, list[dict]], model, tokenizer, device: torch.device, ranks: Ranks, settings: QualitySettings,
-             progress: Callable[[str], None] = lambda line: None) -> Evaluation:
+def evaluate(
+    tasks: dict[str, list[dict]],
+    model,
+    tokenizer,
+    device: torch.device,
+    ranks: Ranks,
+    settings: QualitySettings,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Evaluation:
     """Score `model`, which stays as it is, on the checked items of each task. Every rank calls this and gets the same.
 
     Raises:
@@ -123,8 +143,11 @@ def evaluate(tasks: dict[str, list[dict]], model, tokenizer, device: torch.devic
         start = time.perf_counter()
         lm.truncated = lm.forwards = 0
         scores, details = _TASKS[task](task, items, lm, device, ranks, settings)
-        scores |= {"batch_size": settings.batch_size, "truncated": ranks.total(lm.truncated),
-                   "seconds": time.perf_counter() - start}
+        scores |= {
+            "batch_size": settings.batch_size,
+            "truncated": ranks.total(lm.truncated),
+            "seconds": time.perf_counter() - start,
+        }
         done.scores[task] = scores
         done.items += [{"task": task, "item": number, **detail} for number, detail in enumerate(details)]
     return done
@@ -139,10 +162,14 @@ def write_items(path: str | Path, items: list[dict]) -> None:
 def in_words(task: str, scores: dict) -> str:
     """One line for people."""
     if task == "perplexity":
-        return (f"perplexity: {scores['perplexity']:.3f}{_plus_minus(scores['stderr'], '.3f')} a token "
-                f"({scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']})")
+        return (
+            f"perplexity: {scores['perplexity']:.3f}{_plus_minus(scores['stderr'], '.3f')} a token "
+            f"({scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']})"
+        )
     if task == "humaneval":
-        parts = [f"pass@{k} {value:.1%}{_plus_minus(scores['stderr'][k], '.1%')}" for k, value in scores["pass_at_k"].items()]
+        parts = [
+            f"pass@{k} {value:.1%}{_plus_minus(scores['stderr'][k], '.1%')}" for k, value in scores["pass_at_k"].items()
+        ]
         how = "greedy" if scores["n"] == 1 else f"{scores['n']} samples each at temperature {scores['temperature']:g}"
         return f"humaneval: {', '.join(parts)} ({scores['problems']} problems, {how})"
     line = f"{task}: accuracy {scores['accuracy']:.1%}{_plus_minus(scores['stderr'], '.1%')}"
@@ -165,25 +192,40 @@ def mean_and_stderr(values: list[float]) -> tuple[float, float | None]:
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
-def _choices(task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings) -> tuple[dict, list[dict]]:
+def _choices(
+    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
+) -> tuple[dict, list[dict]]:
     from zero_inference.quality.harness import score_choices
 
     with in_step(lm.model, device, ranks):
-        mine = score_choices(lm, task, items[ranks.rank::ranks.world_size])
+        mine = score_choices(lm, task, items[ranks.rank :: ranks.world_size])
     scored = _joined(mine, ranks)
     accuracy, stderr = mean_and_stderr([float(one.correct) for one in scored])
-    scores = {"accuracy": accuracy, "stderr": stderr, "correct": sum(one.correct for one in scored), "total": len(scored),
-              "outcomes": "".join(str(int(one.correct)) for one in scored)}
+    scores = {
+        "accuracy": accuracy,
+        "stderr": stderr,
+        "correct": sum(one.correct for one in scored),
+        "total": len(scored),
+        "outcomes": "".join(str(int(one.correct)) for one in scored),
+    }
     if task == "hellaswag":
         norm, norm_stderr = mean_and_stderr([float(one.correct_norm) for one in scored])
-        scores |= {"acc_norm": norm, "acc_norm_stderr": norm_stderr,
-                   "outcomes_norm": "".join(str(int(one.correct_norm)) for one in scored)}
-    details = [{"log_likelihoods": one.log_likelihoods, "correct": one.correct}
-               | ({"correct_norm": one.correct_norm} if task == "hellaswag" else {}) for one in scored]
+        scores |= {
+            "acc_norm": norm,
+            "acc_norm_stderr": norm_stderr,
+            "outcomes_norm": "".join(str(int(one.correct_norm)) for one in scored),
+        }
+    details = [
+        {"log_likelihoods": one.log_likelihoods, "correct": one.correct}
+        | ({"correct_norm": one.correct_norm} if task == "hellaswag" else {})
+        for one in scored
+    ]
     return scores, details
 
 
-def _perplexity(task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings) -> tuple[dict, list[dict]]:
+def _perplexity(
+    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
+) -> tuple[dict, list[dict]]:
     """exp of the mean negative log-likelihood of a token, all documents together.
 
     The error treats windows as independent and their token counts as part of the chance (a ratio estimate), and goes through
@@ -193,13 +235,15 @@ def _perplexity(task: str, items: list[dict], lm, device, ranks: Ranks, settings
 
     window = settings.window or min(LONGEST_WINDOW, lm.max_length)
     if window > lm.max_length:
-        raise RunError(f"--perplexity-window {window}: the model's context is {lm.max_length} tokens; use at most that.")
+        raise RunError(
+            f"--perplexity-window {window}: the model's context is {lm.max_length} tokens; use at most that."
+        )
     stride = settings.stride or max(1, window // 2)
     if stride > window:
         raise RunError(f"--perplexity-stride {stride}: longer than the window of {window} tokens; use at most that.")
     windows = windows_of(lm, [item["text"] for item in items], window, stride)
     with in_step(lm.model, device, ranks):
-        mine = score_windows(lm, windows[ranks.rank::ranks.world_size])
+        mine = score_windows(lm, windows[ranks.rank :: ranks.world_size])
     values = _joined(mine, ranks)
     counts = [len(one.scored) for one in windows]
     tokens, m = sum(counts), len(windows)
@@ -207,33 +251,59 @@ def _perplexity(task: str, items: list[dict], lm, device, ranks: Ranks, settings
     spread = sum((-value - nll * count) ** 2 for value, count in zip(values, counts))
     nll_stderr = math.sqrt(spread * m / (m - 1)) / tokens if m > 1 else None
     perplexity = math.exp(nll) if nll < LARGEST_EXPONENT else math.inf  # null in the record, which has nll_per_token
-    scores = {"perplexity": perplexity, "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
-              "nll_per_token": nll, "nll_stderr": nll_stderr, "tokens": tokens, "windows": m, "documents": len(items),
-              "window": window, "stride": stride}
-    details = [{"document": one.document, "log_likelihood": value, "tokens": count}
-               for one, value, count in zip(windows, values, counts)]
+    scores = {
+        "perplexity": perplexity,
+        "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
+        "nll_per_token": nll,
+        "nll_stderr": nll_stderr,
+        "tokens": tokens,
+        "windows": m,
+        "documents": len(items),
+        "window": window,
+        "stride": stride,
+    }
+    details = [
+        {"document": one.document, "log_likelihood": value, "tokens": count}
+        for one, value, count in zip(windows, values, counts)
+    ]
     return scores, details
 
 
-def _humaneval(task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings) -> tuple[dict, list[dict]]:
+def _humaneval(
+    task: str, items: list[dict], lm, device, ranks: Ranks, settings: QualitySettings
+) -> tuple[dict, list[dict]]:
     from zero_inference.quality.harness import complete_programs
 
-    share = items[ranks.rank::ranks.world_size]
+    share = items[ranks.rank :: ranks.world_size]
     n = settings.samples
     with in_step(lm.model, device, ranks):
-        completions = complete_programs(lm, [item["prompt"] for item in share for _ in range(n)], settings.new_tokens,
-                                        settings.temperature if n > 1 else None, settings.seed + ranks.rank)
+        completions = complete_programs(
+            lm,
+            [item["prompt"] for item in share for _ in range(n)],
+            settings.new_tokens,
+            settings.temperature if n > 1 else None,
+            settings.seed + ranks.rank,
+        )
     lm.progress(f"humaneval, running {len(completions)} programs")
-    programs = [program_of(item, completion) for item, completion in zip((item for item in share for _ in range(n)), completions)]
+    programs = [
+        program_of(item, completion)
+        for item, completion in zip((item for item in share for _ in range(n)), completions)
+    ]
     outcomes = run_programs(programs, settings.limits, max(1, (os.cpu_count() or 1) // ranks.local_world_size))
-    mine = [list(zip(completions[at:at + n], outcomes[at:at + n])) for at in range(0, len(programs), n)]
+    mine = [list(zip(completions[at : at + n], outcomes[at : at + n])) for at in range(0, len(programs), n)]
     joined = _joined(mine, ranks)
     passed = [sum(outcome.passed for _, outcome in samples) for samples in joined]
     scores = pass_scores(passed, n, settings.resolved_ks())
-    scores |= {"problems": len(items), "temperature": settings.temperature if n > 1 else None,
-               "new_tokens": settings.new_tokens, "passed": passed}
-    details = [{"passed": right, "samples": [{"completion": text, "verdict": outcome.reason} for text, outcome in samples]}
-               for right, samples in zip(passed, joined)]
+    scores |= {
+        "problems": len(items),
+        "temperature": settings.temperature if n > 1 else None,
+        "new_tokens": settings.new_tokens,
+        "passed": passed,
+    }
+    details = [
+        {"passed": right, "samples": [{"completion": text, "verdict": outcome.reason} for text, outcome in samples]}
+        for right, samples in zip(passed, joined)
+    ]
     return scores, details
 
 
@@ -244,8 +314,12 @@ def pass_scores(passed: list[int], n: int, ks: tuple[int, ...]) -> dict:
         ValueError: a k larger than n.
     """
     by_k = {k: mean_and_stderr([pass_at_k(n, c, k) for c in passed]) for k in ks}
-    return {"pass_at_k": {k: mean for k, (mean, _) in by_k.items()}, "stderr": {k: error for k, (_, error) in by_k.items()},
-            "n": n, "k": list(ks)}
+    return {
+        "pass_at_k": {k: mean for k, (mean, _) in by_k.items()},
+        "stderr": {k: error for k, (_, error) in by_k.items()},
+        "n": n,
+        "k": list(ks),
+    }
 
 
 def program_of(item: dict, completion: str) -> str:
@@ -259,6 +333,7 @@ def run_programs(programs: list[str], limits: Limits, workers: int) -> list[Outc
     Raises:
         RunError: the system stopped giving the isolation.
     """
+
     def ended(program: str) -> Outcome:
         return replace(run_program(program, limits), output="")
 
@@ -274,7 +349,7 @@ def _joined(mine: list, ranks: Ranks) -> list:
     shares = ranks.gather_objects(mine)
     joined = [None] * sum(map(len, shares))
     for rank, share in enumerate(shares):
-        joined[rank::ranks.world_size] = share
+        joined[rank :: ranks.world_size] = share
     return joined
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Callable, Iterator
 
 import datasets
 import lm_eval.api.task as lm_eval_task
@@ -25,7 +25,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero_inference.errors import RunError
 
-STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # of lm-eval's task humaneval, from Codex: the function is complete
+STOP = [
+    "\nclass",
+    "\ndef",
+    "\n#",
+    "\nif",
+    "\nprint",
+]  # of lm-eval's task humaneval, from Codex: the function is complete
 TOP_P = 0.95  # of several samples, as in the Codex paper
 
 
@@ -36,8 +42,14 @@ class LoadedLM(HFLM):
     parameters where an engine manages its own.
     """
 
-    def __init__(self, model, tokenizer, device: torch.device, batch_size: int,
-                 progress: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        device: torch.device,
+        batch_size: int,
+        progress: Callable[[str], None] = lambda line: None,
+    ):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         with _weights_untouched(model):
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
@@ -54,9 +66,13 @@ class LoadedLM(HFLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, override_bs=None):
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
-                raise RunError(f"{self.label}: an answer of {len(continuation)} tokens, and the model's context is "
-                               f"{self.max_length}; leave it out of the data.")
-        self.truncated += sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
+                raise RunError(
+                    f"{self.label}: an answer of {len(continuation)} tokens, and the model's context is "
+                    f"{self.max_length}; leave it out of the data."
+                )
+        self.truncated += sum(
+            len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
+        )
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
     def _model_call(self, *arguments, **named):
@@ -100,8 +116,10 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
         values = [float(answer[0]) for answer in sample["filtered_resps"]]
         if not all(math.isfinite(value) for value in values):
-            raise RunError(f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, which are no scores; "
-                           "try another --dtype or quantization.")
+            raise RunError(
+                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, which are no scores; "
+                "try another --dtype or quantization."
+            )
         scored.append(Choice(values, bool(sample["acc"]), bool(sample["acc_norm"])))
     return scored
 
@@ -114,11 +132,25 @@ def choice_task(task: str, items: list[dict], folder: Path):
     text = datasets.Value("string")  # said, or texts that all look like dates would be read as such
     features = datasets.Features({"query": text, "choices": datasets.List(text), "gold": datasets.Value("int64")})
     metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
-    return lm_eval_task.ConfigurableTask(config={
-        "task": task, "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice", "num_fewshot": 0,
-        "dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(folder / "cache"), "features": features},
-        "doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold", "target_delimiter": " ",
-        "metric_list": metrics})
+    return lm_eval_task.ConfigurableTask(
+        config={
+            "task": task,
+            "dataset_path": "json",
+            "test_split": "test",
+            "output_type": "multiple_choice",
+            "num_fewshot": 0,
+            "dataset_kwargs": {
+                "data_files": {"test": str(path)},
+                "cache_dir": str(folder / "cache"),
+                "features": features,
+            },
+            "doc_to_text": "query",
+            "doc_to_choice": "choices",
+            "doc_to_target": "gold",
+            "target_delimiter": " ",
+            "metric_list": metrics,
+        }
+    )
 
 
 def choice_docs(task: str, items: list[dict]) -> list[dict]:
@@ -150,7 +182,9 @@ def windows_of(lm: LoadedLM, texts: list[str], window: int, stride: int) -> list
     windows = []
     for number, text in enumerate(texts):
         tokens = lm.tok_encode(text)
-        pairs = get_rolling_token_windows(tokens, lm.prefix_token_id, max_seq_len=window, context_len=window - stride + 1)
+        pairs = get_rolling_token_windows(
+            tokens, lm.prefix_token_id, max_seq_len=window, context_len=window - stride + 1
+        )
         windows += [Window(number, *make_disjoint_window(pair)) for pair in pairs]
     return windows
 
@@ -164,13 +198,17 @@ def score_windows(lm: LoadedLM, windows: list[Window]) -> list[float]:
     if not windows:
         return []
     lm.label = "perplexity"
-    values = [value for value, _ in lm._loglikelihood_tokens([(None, window.context, window.scored) for window in windows])]
+    values = [
+        value for value, _ in lm._loglikelihood_tokens([(None, window.context, window.scored) for window in windows])
+    ]
     if not all(math.isfinite(value) for value in values):
         raise RunError("perplexity: the model's log-likelihoods are no numbers; try another --dtype or quantization.")
     return values
 
 
-def complete_programs(lm: LoadedLM, prompts: list[str], new_tokens: int, temperature: float | None, seed: int) -> list[str]:
+def complete_programs(
+    lm: LoadedLM, prompts: list[str], new_tokens: int, temperature: float | None, seed: int
+) -> list[str]:
     """A completion of each prompt, cut where the function ends. Greedy without a temperature.
 
     Raises:
@@ -180,15 +218,19 @@ def complete_programs(lm: LoadedLM, prompts: list[str], new_tokens: int, tempera
         return []
     longest = max(len(lm.tok_encode(prompt)) for prompt in prompts)
     if longest + new_tokens > lm.max_length:
-        raise RunError(f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model's context is "
-                       f"{lm.max_length}; lower --humaneval-tokens.")
+        raise RunError(
+            f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model's context is "
+            f"{lm.max_length}; lower --humaneval-tokens."
+        )
     lm.label = "humaneval"
     settings = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}
     if temperature is not None:
         settings |= {"temperature": temperature, "top_p": TOP_P, "top_k": 0}
         torch.manual_seed(seed)
-    requests = [Instance(request_type="generate_until", doc={}, arguments=(prompt, settings), idx=number)
-                for number, prompt in enumerate(prompts)]
+    requests = [
+        Instance(request_type="generate_until", doc={}, arguments=(prompt, settings), idx=number)
+        for number, prompt in enumerate(prompts)
+    ]
     return lm.generate_until(requests)
 
 

@@ -6,12 +6,12 @@ word to the others, and a rank whose work is done goes along, with one token, fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 import torch
 
-from zero_inference.distributed import Ranks
+from zero_inference.runtime.distributed import Ranks
 
 
 @contextmanager

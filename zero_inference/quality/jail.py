@@ -51,8 +51,16 @@ def mount(source, target: str, kind, flags: int, options: str = "") -> None:
 def make_read_only(target: str, recursive: bool, devices: bool = False) -> None:
     flags = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)  # MOUNT_ATTR_* of these have the same values
     attributes = (ctypes.c_uint64 * 4)(flags, 0, 0, 0)
-    call(f"make {target} read-only", libc.syscall, ctypes.c_long(SYS_MOUNT_SETATTR), ctypes.c_int(AT_FDCWD), target.encode(),
-         ctypes.c_uint(AT_RECURSIVE if recursive else 0), ctypes.byref(attributes), ctypes.c_size_t(32))
+    call(
+        f"make {target} read-only",
+        libc.syscall,
+        ctypes.c_long(SYS_MOUNT_SETATTR),
+        ctypes.c_int(AT_FDCWD),
+        target.encode(),
+        ctypes.c_uint(AT_RECURSIVE if recursive else 0),
+        ctypes.byref(attributes),
+        ctypes.c_size_t(32),
+    )
 
 
 def bind(path: str, root: str, devices: bool = False) -> None:
@@ -114,10 +122,19 @@ def become_program(task: dict, report_fd: int, result_fd: int, switch_user: bool
     os.dup2(result_fd, 3)
     os.setsid()
     # A core limit of 1 byte, unlike 0, keeps the kernel from starting the system's core dump handler, which runs outside.
-    for name, value in (("CPU", task["cpu_s"]), ("AS", task["memory_bytes"]), ("FSIZE", task["file_bytes"]), ("CORE", 1),
-                        ("NOFILE", 64), ("MEMLOCK", 0), ("MSGQUEUE", 0)):
+    for name, value in (
+        ("CPU", task["cpu_s"]),
+        ("AS", task["memory_bytes"]),
+        ("FSIZE", task["file_bytes"]),
+        ("CORE", 1),
+        ("NOFILE", 64),
+        ("MEMLOCK", 0),
+        ("MSGQUEUE", 0),
+    ):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    libc.syscall(ctypes.c_long(task["keyctl"]), KEYCTL_JOIN_SESSION_KEYRING, None)  # some kernels have none; the filter refuses it
+    libc.syscall(
+        ctypes.c_long(task["keyctl"]), KEYCTL_JOIN_SESSION_KEYRING, None
+    )  # some kernels have none; the filter refuses it
     number = 0
     while libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0) == 0:
         number += 1

@@ -121,11 +121,22 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
     """
     architecture, secret = _architecture(), secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="zero-inference-") as base:
-        task = {"asker": os.getpid(), "base": os.path.realpath(base), "binds": _binds(), "hidden": _hidden(),
-                "python": _interpreter(), "driver": _DRIVER, "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes,
-                "file_bytes": limits.file_bytes, "disk_bytes": limits.disk_bytes, "filter": filter_program(architecture).hex(),
-                "pivot_root": architecture.pivot_root, "keyctl": architecture.keyctl,
-                "program": {"source": source, "secret": secret, "paths": _package_folders()}}
+        task = {
+            "asker": os.getpid(),
+            "base": os.path.realpath(base),
+            "binds": _binds(),
+            "hidden": _hidden(),
+            "python": _interpreter(),
+            "driver": _DRIVER,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.file_bytes,
+            "disk_bytes": limits.disk_bytes,
+            "filter": filter_program(architecture).hex(),
+            "pivot_root": architecture.pivot_root,
+            "keyctl": architecture.keyctl,
+            "program": {"source": source, "secret": secret, "paths": _package_folders()},
+        }
         return _watch(json.dumps(task).encode(), secret, limits)
 
 
@@ -137,21 +148,27 @@ def check_isolation() -> None:
         UsageError: it is not; the reason is in the message.
     """
     if sys.platform != "linux":
-        raise UsageError(f"code written by a model runs only in Linux namespaces, and this is {sys.platform}: "
-                         "leave humaneval out.")
+        raise UsageError(
+            f"code written by a model runs only in Linux namespaces, and this is {sys.platform}: leave humaneval out."
+        )
     try:
-        probe = (f"OUTSIDE = {sysconfig.get_path('purelib')!r}\nSECRET_FOLDER = {str(Path(__file__).parent)!r}\n"
-                 f"KEYCTL = {_architecture().keyctl}\n{_PROBE}")
+        probe = (
+            f"OUTSIDE = {sysconfig.get_path('purelib')!r}\nSECRET_FOLDER = {str(Path(__file__).parent)!r}\n"
+            f"KEYCTL = {_architecture().keyctl}\n{_PROBE}"
+        )
         outcome = run_program(probe, Limits(wall_s=30.0, cpu_s=30))
     except (IsolationError, OSError) as error:
         raise UsageError(
             f"code written by a model runs only where it can be shut in, and this system does not allow that ({error}).\n"
             "Needed: Linux 5.12 with user namespaces and seccomp (in a container: run it with them, or elsewhere); "
-            "or leave humaneval out.") from error
+            "or leave humaneval out."
+        ) from error
     if not outcome.passed:
-        raise UsageError("code written by a model runs only where it can be shut in, and a program that tries the sandbox failed "
-                         f"({outcome.reason}).\nThe sandbox shows {', '.join(_binds())}, run by {_interpreter()}; "
-                         "or leave humaneval out.")
+        raise UsageError(
+            "code written by a model runs only where it can be shut in, and a program that tries the sandbox failed "
+            f"({outcome.reason}).\nThe sandbox shows {', '.join(_binds())}, run by {_interpreter()}; "
+            "or leave humaneval out."
+        )
 
 
 def _architecture() -> Architecture:
@@ -166,8 +183,16 @@ def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
     result_out, result_in = os.pipe()
     command = [_interpreter(), "-I", "-S", "-B", str(JAIL), str(report_in), str(result_in)]
     try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   pass_fds=(report_in, result_in), env={}, cwd="/", start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(report_in, result_in),
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
     except OSError:
         os.close(report_out)
         os.close(result_out)
@@ -176,7 +201,7 @@ def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
         os.close(report_in)
         os.close(result_in)
     streams = {"output": process.stdout.fileno(), "report": report_out, "result": result_out}
-    seen = {name: b"" for name in streams}
+    seen = dict.fromkeys(streams, b"")
     most = {"output": limits.output_bytes, "report": 4096, "result": len(secret)}
     failure = None
     try:
@@ -212,11 +237,13 @@ def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
 
 
 def _judge(seen: dict[str, bytes], secret: str, failure: str | None, limits: Limits) -> Outcome:
-    output = seen["output"][:limits.output_bytes].decode(errors="replace")
+    output = seen["output"][: limits.output_bytes].decode(errors="replace")
     report = seen["report"].decode(errors="replace").splitlines()
     refused = [line.removeprefix("refused ") for line in report if line.startswith("refused ")]
     if refused or not report:
-        raise IsolationError(refused[0] if refused else failure or output.strip()[-200:] or "the namespaces could not be made")
+        raise IsolationError(
+            refused[0] if refused else failure or output.strip()[-200:] or "the namespaces could not be made"
+        )
     status = next((int(line.split()[1]) for line in report if line.startswith("ended ")), None)
     if failure is None and status == 0 and seen["result"] == secret.encode():
         return Outcome(True, "passed", output)
@@ -228,7 +255,9 @@ def _judge(seen: dict[str, bytes], secret: str, failure: str | None, limits: Lim
 
 
 def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"  # most real-time ones have no name
+    return (
+        signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    )  # most real-time ones have no name
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -254,17 +283,29 @@ def _binds() -> list[str]:
 
     Never a home folder or what one lies in, wherever Python is installed.
     """
-    prefixes = {sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.dirname(_interpreter()))}  # the last without links
-    libraries = [sysconfig.get_path(name, vars={"installed_base": prefix, "platbase": prefix})
-                 for prefix in prefixes for name in ("stdlib", "platstdlib")]
+    prefixes = {
+        sys.base_prefix,
+        sys.base_exec_prefix,
+        os.path.dirname(os.path.dirname(_interpreter())),
+    }  # the last without links
+    libraries = [
+        sysconfig.get_path(name, vars={"installed_base": prefix, "platbase": prefix})
+        for prefix in prefixes
+        for name in ("stdlib", "platstdlib")
+    ]
     python = [_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()]
     homes = _homes()
     python += [os.path.realpath(path) for path in python]  # where links inside what is shown lead to
     wanted = SYSTEM + [path for path in python if not any(home.is_relative_to(Path(path).resolve()) for home in homes)]
     chosen: list[str] = []
     for path in sorted({path for path in wanted if os.path.exists(path)}):
-        own = [home for home in homes if Path(path).resolve().is_relative_to(home)]  # which may be hidden in what is outside
-        if not any(path.startswith(outer + "/") and not any(Path(outer).resolve() in home.parents for home in own) for outer in chosen):
+        own = [
+            home for home in homes if Path(path).resolve().is_relative_to(home)
+        ]  # which may be hidden in what is outside
+        if not any(
+            path.startswith(outer + "/") and not any(Path(outer).resolve() in home.parents for home in own)
+            for outer in chosen
+        ):
             chosen.append(path)
     return chosen
 

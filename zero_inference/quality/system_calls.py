@@ -54,8 +54,12 @@ uname 63 160  sysinfo 99 179  getrandom 318 278
 # Calls of which only some forms are allowed: name -> 32-bit word of the arguments (argument n is words 2n and 2n + 1, low one
 # first) -> its values. Of an int the kernel looks at the low word alone.
 _FORMS = {
-    "fcntl": {2: (0, 1, 2, 3, 4, 5, 6, 7, 1030)},  # duplicates, flags, locks: no larger pipes, leases or signals from files
-    "ioctl": {2: (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)},  # TCGETS(2), TIOCGWINSZ, FIO{NREAD,NBIO,(N)CLEX}
+    "fcntl": {
+        2: (0, 1, 2, 3, 4, 5, 6, 7, 1030)
+    },  # duplicates, flags, locks: no larger pipes, leases or signals from files
+    "ioctl": {
+        2: (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+    },  # TCGETS(2), TIOCGWINSZ, FIO{NREAD,NBIO,(N)CLEX}
     "prlimit64": {0: (0,), 4: (0,), 5: (0,)},  # limits of this process are read; RLIMIT_CORE has to stay as it is
     "socketpair": {0: (1,)},  # AF_UNIX, which asyncio wakes itself by
     "sendto": {8: (0,), 9: (0,)},  # to the other end, not to a socket that has a name
@@ -69,14 +73,18 @@ _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 def allowed(architecture: Architecture) -> dict[str, int]:
     """Name -> number of every call that may be made, in some form at least."""
     words = _TABLE.split()
-    numbers = dict(zip(words[::3], words[1 + architecture.column::3]))
+    numbers = dict(zip(words[::3], words[1 + architecture.column :: 3]))
     return {name: int(number) for name, number in numbers.items() if number != "-"}
 
 
 def filter_program(architecture: Architecture) -> bytes:
     """The filter as an array of `struct sock_filter`. A call in another architecture's convention ends the process."""
-    code = [_step(_LOAD, _ARCHITECTURE_AT), _step(_EQUAL, architecture.audit, 1, 0), _step(_RETURN, _KILL_PROCESS),
-            _step(_LOAD, _NUMBER_AT)]
+    code = [
+        _step(_LOAD, _ARCHITECTURE_AT),
+        _step(_EQUAL, architecture.audit, 1, 0),
+        _step(_RETURN, _KILL_PROCESS),
+        _step(_LOAD, _NUMBER_AT),
+    ]
     for name, number in allowed(architecture).items():
         body = [step for word, values in _FORMS.get(name, {}).items() for step in _one_of(word, values)]
         body.append(_step(_RETURN, _ALLOW))

@@ -1,0 +1,1 @@
+"""ZeRO-Inference: DeepSpeed ZeRO-3 with weights on the device, in host memory or on NVMe."""

@@ -1,0 +1,120 @@
+"""DeepSpeed's compiled modules: built once a machine, one process at a time, and never stuck behind a killed build.
+
+torch marks a build under way with a file that a killed process leaves behind, and waits for it for ever. Ours is a lock
+that ends with its holder; whoever has it may clear such marks, because the folder is used by nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from zero_inference.errors import UsageError
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.locks import held_lock
+
+OURS = "zero-inference/extensions"
+FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
+SHARED = Path("/dev/shm")
+AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
+
+
+def use_private_folder(device_type: str) -> None:
+    """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
+    unless TORCH_EXTENSIONS_DIR says where."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS]).encode()).hexdigest()[:8]
+    pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
+    os.environ.setdefault(
+        "TORCH_EXTENSIONS_DIR", str(cache / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair))
+    )
+
+
+def check_aio(use_gds: bool) -> None:
+    """Raises UsageError where NVMe cannot be read the way that was asked for."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
+
+    with redirect_stderr(sys.__stderr__):  # its probe wants a stderr with a file descriptor, or finds nothing
+        found = AsyncIOBuilder().is_compatible(verbose=False)
+    if not found:
+        raise UsageError(
+            f"--disk-offload reads NVMe through libaio, which cannot be built here: install {AIO_HEADERS}."
+        )
+    if use_gds and not GDSBuilder().is_compatible(verbose=False):
+        raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
+
+
+def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -> None:
+    """Load what this run will need, compiling it if this is the first time here.
+
+    Args:
+        disk: libaio reads, or GPUDirect Storage with `use_gds`.
+        unpack_on_gpu: the float16 dequantization kernel.
+        speak: say on stderr what takes a minute.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, QuantizerBuilder
+
+    builders = []
+    if get_accelerator().device_name() == "cpu":
+        builders.append(get_accelerator().create_op_builder("ShareMemCommBuilder"))
+    if disk:
+        builders.append(GDSBuilder() if use_gds else AsyncIOBuilder())
+    if unpack_on_gpu:
+        builders.append(QuantizerBuilder())
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for builder in builders:
+        if builder is None or not builder.is_compatible(verbose=False):
+            continue
+        if speak and not list(folder.glob(f"{builder.name}/*.so")):
+            print(
+                f"compiling DeepSpeed's {builder.name} module (once on this machine, some minutes) ...",
+                file=sys.stderr,
+                flush=True,
+            )
+        with held_lock(folder / "zero-inference.lock"), redirect_stdout(sys.stderr), _own_programs_first():
+            if OURS in str(folder):
+                for mark in folder.glob("*/lock"):
+                    mark.unlink(missing_ok=True)
+                _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
+            builder.load(verbose=False)
+
+
+def _add_flags(builder) -> None:
+    plain = builder.cxx_args
+    builder.cxx_args = lambda: [*plain(), *FLAGS]
+
+
+def init_distributed(ranks: Ranks) -> None:
+    """Wrap the process group that is there for DeepSpeed; all ranks call it.
+
+    On a CPU the ranks of one launcher then share 66 MiB each in /dev/shm, which DeepSpeed never removes. Once all have mapped
+    them, their names are needed no more, and without names they go with the processes.
+    """
+    import deepspeed
+
+    deepspeed.init_distributed(verbose=False)
+    if ranks.device.type == "cpu" and "LOCAL_SIZE" in os.environ:  # set by the launcher whose ranks share memory
+        ranks.barrier()
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        SHARED.joinpath(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{ranks.rank}").unlink(
+            missing_ok=True
+        )
+
+
+@contextmanager
+def _own_programs_first():
+    """One ninja for one folder: another version does not trust the log of the first and compiles everything again."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

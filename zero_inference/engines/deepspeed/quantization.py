@@ -1,0 +1,103 @@
+"""int8 and int4 weights under ZeRO-3, with DeepSpeed's quantizer and its packed format.
+
+DeepSpeed quantizes while the model is built, with the checkpoint's dtype, and reads the bits back in the model's: a
+float16 checkpoint in bfloat16 becomes noise. Here each weight already has the model's dtype when it is quantized. The
+patched functionals are put back when the engine closes, and an embedding unpacks the rows it looks up, not the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zero_inference.engines.base import group_size_refusal
+
+QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
+
+
+@dataclass
+class QuantizationPlan:
+    """Which weights are quantized, decided before loading.
+
+    Attributes:
+        settings: DeepSpeed's quantized_initialization block.
+        names: parameters that are quantized.
+        skipped: matrices (and larger) that are not, because DeepSpeed quantizes only nn.Linear and nn.Embedding, or because
+            their family keeps them in float32.
+        fraction: share of the elements that is quantized.
+    """
+
+    settings: dict
+    names: set[str] = field(default_factory=set)
+    skipped: list[str] = field(default_factory=list)
+    fraction: float = 0.0
+
+    def packed_numel(self, name: str, parameter: torch.Tensor) -> int:
+        """Elements of its dtype that `parameter` takes as stored: packed values, then scales and minima."""
+        if name not in self.names:
+            return parameter.numel()
+        packed_bytes = parameter.numel() * self.settings["num_bits"] // 8
+        return packed_bytes // parameter.element_size() + 2 * (parameter.numel() // self.settings["group_size"])
+
+
+def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
+    """Decide by layer type, as DeepSpeed does, and leave alone what is not in `dtype`, the model's own.
+
+    Raises:
+        UsageError: a weight's last dimension is not a multiple of the group size, or too odd to pack.
+    """
+    plan = QuantizationPlan(settings)
+    size = settings["group_size"]
+    chosen: set[int] = set()
+    for module_name, module in model.named_modules():
+        if type(module) in QUANTIZED_LAYERS and module.weight is not None and module.weight.dtype == dtype:
+            chosen.add(id(module.weight))
+            last = module.weight.shape[-1]
+            packing = module.weight.element_size() * 8 // settings["num_bits"]
+            if last % size or last % packing:
+                raise group_size_refusal(size, f"{module_name}.weight", tuple(module.weight.shape), packing)
+    total = quantized = 0
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if id(parameter) in chosen:
+            plan.names.add(name)
+            quantized += parameter.numel()
+        elif parameter.dim() > 1:
+            plan.skipped.append(name)
+    plan.fraction = quantized / total if total else 0.0
+    return plan
+
+
+def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
+    """Quantize in place, where it lies: `parameter.data` becomes DeepSpeed's flat packed tensor in the same dtype."""
+    from deepspeed.inference.quantization.utils import _quantize_param
+
+    _quantize_param(parameter, settings)
+
+
+class QuantizedFunctionals:
+    """While installed, F.linear and F.embedding understand quantized parameters."""
+
+    def __init__(self) -> None:
+        from deepspeed.inference.quantization.utils import wrap_quantized_functional
+
+        self._linear, self._embedding = F.linear, F.embedding
+        F.linear = wrap_quantized_functional(F.linear)
+        F.embedding = self._lookup
+
+    def _lookup(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Rows of a packed table: gather values, scales and minima of `input`, then unpack those alone."""
+        if not getattr(weight, "weight_quantized", False):
+            return self._embedding(input, weight, *args, **kwargs)
+        packed, scale, minimum = weight.deconcat(weight)
+        rows = input.reshape(-1)
+        unpacked = weight.dequantizer.dequantize(
+            packed.view(torch.uint8)[rows].contiguous(), scale[rows].contiguous(), minimum[rows].contiguous()
+        )
+        return unpacked.reshape(*input.shape, -1)
+
+    def remove(self) -> None:
+        F.linear, F.embedding = self._linear, self._embedding

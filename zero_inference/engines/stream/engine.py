@@ -1,0 +1,264 @@
+"""Our layer streaming: decoder layers wait in page-locked host memory and pass through a ring of device slots.
+
+The model is transformers' own and stays whole; hooks before and after each decoder layer see to it that its parameters
+point at the layer's bytes while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_inference.config import RunConfig
+from zero_inference.engines.base import Footprint, LoadedModel, group_size_refusal
+from zero_inference.engines.stream.residency import Residency, decide_residency, lay_out_layers
+from zero_inference.engines.stream.ring import LayerRing
+from zero_inference.engines.stream.store import LayerStore
+from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
+from zero_inference.engines.stream.timeline import Timeline
+from zero_inference.kv_cache.host import SLOTS
+from zero_inference.models.checkpoint import load_weights
+from zero_inference.models.layers import decoder_layers
+from zero_inference.models.sizes import activation_bytes, kv_cache_bytes, kv_layer_bytes
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import ModelSpec
+from zero_inference.quantization.groups import GroupQuantization, dequantize
+from zero_inference.runtime.distributed import Ranks, new_group
+from zero_inference.runtime.extension import load_extension
+from zero_inference.runtime.transfers import Transfers
+
+LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution) and stays as it is
+RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding and the display
+
+
+def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
+    """Raises UsageError: no decoder layers to stream, a group size that does not divide, or a device too small."""
+    _residency(config, spec, ranks, spec.outline)
+
+
+def load(
+    config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None
+) -> LoadedModel:
+    """Fill the layer store, place the rest on the device, and hook the ring into the model."""
+    model = empty_model(spec)
+    scheme = _scheme(config, spec)
+    group = new_group(ranks)  # first: what its buffers take is not free for layers
+    residency = _residency(config, spec, ranks, model, agreed=True)
+    if scheme is not None and ranks.device.type == "cuda":
+        load_extension(None if ranks.is_first and config.verbose > 0 else lambda line: None)
+    pinned = ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory
+    store = LayerStore(residency.layouts, set(residency.resident), ranks, pinned)
+    prefix, _ = decoder_layers(model)
+    placed = _Placement(prefix, residency, store, scheme, ranks.device)
+    load_weights(model, spec, config.seed, ranks.device, placed.adopt, progress)
+    model.to(ranks.device)  # buffers
+    feeder = LayerFeeder(model, residency, store, scheme, ranks, group)
+    quantized, skipped, total = _quantized_share(model, prefix, residency)
+    facts = {
+        "stream": {
+            "resident_layers": len(residency.resident),
+            "streamed_layers": len(residency.streamed),
+            "ring_depth": residency.depth,
+            "slot_bytes": residency.slot_bytes,
+            "resident_bytes": residency.resident_bytes,
+            "workspace_bytes": residency.workspace_bytes,
+        }
+    }
+    if scheme is not None:
+        facts |= {"quantized_fraction": quantized / total, "not_quantized": skipped}
+    return LoadedModel(
+        model=model,
+        device=ranks.device,
+        dtype=spec.dtype,
+        weight_bytes=residency.stored_bytes,
+        transfers=feeder.transfers,
+        facts=facts,
+        close=feeder.close,
+        timeline=feeder.timeline,
+        preallocated_cache=True,
+        page_locked=[store.runs[layer] for layer in residency.streamed] if pinned else (),
+    )
+
+
+def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
+    residency = _residency(config, spec, ranks, model)
+    host = residency.streamed_bytes // ranks.world_size
+    pinned = ranks.device.type == "cuda" and config.pin_memory is not False
+    return Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
+
+
+class _Placement:
+    """Takes each parameter over as it is read: into the store, or onto the device where it is."""
+
+    def __init__(
+        self,
+        prefix: str,
+        residency: Residency,
+        store: LayerStore,
+        scheme: GroupQuantization | None,
+        device: torch.device,
+    ):
+        self.store, self.scheme, self.device = store, scheme, device
+        self.where = {
+            f"{prefix}.{index}.{stored.name}": (index, stored.name)
+            for index, layout in enumerate(residency.layouts)
+            for stored in layout.parameters
+        }
+
+    def adopt(self, name: str, parameter: nn.Parameter) -> None:
+        if name not in self.where:
+            parameter.data = parameter.data.to(self.device)
+            return
+        layer, own_name = self.where[name]
+        self.store.put(layer, own_name, parameter.data, self.scheme)
+        parameter.data = torch.empty(
+            0, dtype=parameter.dtype, device=self.device
+        )  # until the feeder points it at a slot
+
+
+class LayerFeeder:
+    """Points the parameters of each decoder layer at its bytes before it computes, and frees its slot behind it.
+
+    A layer that is not quantized is used where it lies, in its slot or resident run. A quantized one is unpacked into a
+    workspace that all layers share, and its slot is free as soon as that is done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        residency: Residency,
+        store: LayerStore,
+        scheme: GroupQuantization | None,
+        ranks: Ranks,
+        group: Any,
+    ):
+        streams = DeviceStreams(ranks.device)
+        self.store, self.scheme, self.layouts = store, scheme, residency.layouts
+        self.transfers, self.timeline = Transfers(), Timeline(streams)
+        self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
+        self.ring = None
+        if residency.streamed:
+            self.ring = LayerRing(
+                store, residency.streamed, residency.depth, ranks, streams, self.transfers, self.timeline, group
+            )
+        self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self.packed: dict[tuple[int, int | None], list[tuple[torch.Tensor, ...]]] = {}
+        self.hooks = []
+        _, layers = decoder_layers(model)
+        for index, layer in enumerate(layers):
+            self._find_views(index, layer)
+            self.hooks += [
+                layer.register_forward_pre_hook(self._before(index)),
+                layer.register_forward_hook(self._after(index)),
+            ]
+        if self.ring is not None:
+            self.ring.prime()
+        self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)
+
+    def close(self) -> None:
+        """Let go of the layers; the model cannot run any more."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        self.compute.close()
+        if self.ring is not None:
+            self.ring.close()
+        self.views.clear()
+        self.packed.clear()
+        self.store.runs.clear()
+
+    def _find_views(self, index: int, layer: nn.Module) -> None:
+        """For every place that this layer's bytes can lie in: each of its parameters and the tensor there."""
+        layout, parameters = self.layouts[index], dict(layer.named_parameters())
+        if index in self.store.resident:
+            runs = {None: self.store.runs[index]}
+        else:
+            runs = {slot: self.ring.run_in(index, slot) for slot in range(len(self.ring.slots))}
+        for slot, run in runs.items():
+            self.packed[index, slot] = [
+                (*(piece.of(run) for piece in stored.packed), stored.plain.of(self.workspace))
+                for stored in layout.parameters
+                if stored.packed is not None
+            ]
+        places = {None: self.workspace} if layout.workspace_bytes else runs
+        for slot, run in places.items():
+            self.views[index, slot] = [(parameters[stored.name], stored.plain.of(run)) for stored in layout.parameters]
+        for parameter, values in self.views[index, next(iter(places))]:
+            parameter.data = values
+
+    def _before(self, index: int):
+        layout, resident = self.layouts[index], index in self.store.resident
+
+        def begin(module, args) -> None:
+            if index == 0:
+                self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
+            slot = None if resident else self.ring.acquire(index)
+            self.timeline.layer_begins(index)
+            if layout.workspace_bytes:
+                run = self.store.runs[index] if resident else self.ring.run_in(index, slot)
+                self.workspace[: layout.plain_bytes].copy_(run[: layout.plain_bytes])
+                for codes, scales, minima, values in self.packed[index, slot]:
+                    dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
+                if not resident:
+                    self.ring.release()
+            elif not resident:
+                for parameter, values in self.views[index, slot]:
+                    parameter.data = values
+
+        return begin
+
+    def _after(self, index: int):
+        holds_slot = index not in self.store.resident and not self.layouts[index].workspace_bytes
+
+        def end(module, args, output) -> None:
+            self.timeline.layer_ends()
+            if holds_slot:
+                self.ring.release()
+
+        return end
+
+
+def _scheme(config: RunConfig, spec: ModelSpec) -> GroupQuantization | None:
+    return GroupQuantization(config.quant_bits, config.quant_group_size, spec.dtype) if config.quantized else None
+
+
+def _residency(config: RunConfig, spec: ModelSpec, ranks: Ranks, model, agreed: bool = False) -> Residency:
+    """What lives where; `agreed`: by the rank with the least free memory, so that all stream the same layers."""
+    scheme = _scheme(config, spec)
+    if scheme is not None:
+        _check_groups(model, scheme)
+    layouts, outside = lay_out_layers(model, scheme, ranks.world_size)
+    room = None
+    free = ranks.free_device_bytes(agreed)
+    if free is not None:
+        batch = config.batch_size // ranks.world_size or 1
+        length = config.prompt_len + config.gen_len
+        kv = SLOTS * kv_layer_bytes(spec, batch, length) if config.kv_offload else kv_cache_bytes(spec, batch, length)
+        room = free - outside - kv - activation_bytes(spec, batch, config.prompt_len) - RESERVE_BYTES
+    return decide_residency(layouts, outside, room, config.gpu_memory, config.ring_depth, ranks.world_size)
+
+
+def _check_groups(model, scheme: GroupQuantization) -> None:
+    """Raises UsageError where a matrix of a decoder layer is too odd for the group size."""
+    prefix, layers = decoder_layers(model)
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            wide = parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
+            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
+                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
+
+
+def _quantized_share(model, prefix: str, residency: Residency) -> tuple[int, list[str], int]:
+    """Elements that are quantized, names of matrices that are not, and all elements."""
+    packed = {
+        f"{prefix}.{index}.{stored.name}": stored.plain
+        for index, layout in enumerate(residency.layouts)
+        for stored in layout.parameters
+        if stored.packed is not None
+    }
+    quantized = sum(p.numel() for name, p in model.named_parameters() if name in packed)
+    skipped = [name for name, p in model.named_parameters() if name not in packed and p.dim() > 1]
+    return quantized, skipped, sum(p.numel() for p in model.parameters())

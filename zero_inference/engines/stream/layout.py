@@ -1,0 +1,112 @@
+"""How a decoder layer lies in memory: one contiguous run of bytes, the same in host memory and in a device slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero_inference.quantization.groups import GroupQuantization
+
+ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor inside a run of bytes."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+    def of(self, run: torch.Tensor) -> torch.Tensor:
+        """The tensor inside `run`, a uint8 tensor; a view, not a copy."""
+        return run[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter as it is stored.
+
+    Attributes:
+        plain: where the model finds its values: in the layer's run, or in the workspace if the layer is quantized.
+        packed: codes (uint8), scales and minima in the layer's run; None if this parameter is not quantized.
+    """
+
+    name: str
+    plain: Piece
+    packed: tuple[Piece, Piece, Piece] | None = None
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What lies in the layer's run."""
+        return self.packed or (self.plain,)
+
+
+@dataclass
+class LayerLayout:
+    """The parameters of one decoder layer; names are relative to the layer.
+
+    What is not quantized comes first, at the same offsets in the run and in the workspace, so that one copy of
+    `plain_bytes` and one unpacking a matrix bring the layer into the workspace, and its run is free again.
+
+    Attributes:
+        nbytes: length of the run, a multiple of `ALIGNMENT` times the number of ranks.
+        stored_bytes: what the tensors in it take, without the gaps.
+        plain_bytes: length of its first part, which is not quantized.
+        workspace_bytes: length of the workspace; 0 for a layer without quantization, which is used where it lies.
+    """
+
+    parameters: list[StoredParameter] = field(default_factory=list)
+    nbytes: int = 0
+    stored_bytes: int = 0
+    plain_bytes: int = 0
+    workspace_bytes: int = 0
+
+    def __getitem__(self, name: str) -> StoredParameter:
+        return next(p for p in self.parameters if p.name == name)
+
+
+def lay_out(layer: nn.Module, excluded: set[int], scheme: GroupQuantization | None, ranks: int) -> LayerLayout:
+    """Lay out the parameters of `layer`, which may be on the meta device.
+
+    Args:
+        excluded: ids of parameters that do not live in the layer (tied to something outside of it).
+        scheme: how matrices are quantized; None keeps every parameter as it is.
+        ranks: the run is padded so that it divides by them.
+    """
+    layout = LayerLayout()
+    own = [(name, p) for name, p in layer.named_parameters() if id(p) not in excluded]
+    packed = [(name, p) for name, p in own if scheme is not None and scheme.can_quantize(p)]
+    run = 0
+    for name, parameter in own:
+        if all(parameter is not other for _, other in packed):
+            piece = Piece(run, tuple(parameter.shape), parameter.dtype)
+            run += _aligned(piece.nbytes)
+            layout.parameters.append(StoredParameter(name, piece))
+    layout.plain_bytes = workspace = run
+    for name, parameter in packed:
+        groups = (parameter.numel() // scheme.group_size,)
+        codes = Piece(run, (scheme.packed_bytes(parameter.numel()),), torch.uint8)
+        scales = Piece(codes.offset + _aligned(codes.nbytes), groups, parameter.dtype)
+        minima = Piece(scales.offset + _aligned(scales.nbytes), groups, parameter.dtype)
+        run = minima.offset + _aligned(minima.nbytes)
+        plain = Piece(workspace, tuple(parameter.shape), parameter.dtype)
+        workspace += _aligned(plain.nbytes)
+        layout.parameters.append(StoredParameter(name, plain, (codes, scales, minima)))
+    layout.nbytes = -(-run // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
+    layout.stored_bytes = sum(piece.nbytes for stored in layout.parameters for piece in stored.pieces)
+    layout.workspace_bytes = workspace if packed else 0
+    return layout
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,63 @@
+"""Where decoder layers wait: each one run of bytes, page-locked in host memory or, if resident, on the device.
+
+Over several ranks each keeps its own share of every run that waits in host memory; a resident run is whole on each.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero_inference.engines.stream.layout import LayerLayout, Piece
+from zero_inference.errors import RunError
+from zero_inference.quantization.groups import GroupQuantization, quantize
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.host_memory import host_empty
+
+
+class LayerStore:
+    """Filled parameter by parameter while a checkpoint is read; memory is taken when a layer's first one comes.
+
+    Attributes:
+        runs: layer -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
+    """
+
+    def __init__(self, layouts: list[LayerLayout], resident: set[int], ranks: Ranks, pinned: bool):
+        self.layouts, self.resident, self.ranks, self.pinned = layouts, resident, ranks, pinned
+        self.runs: dict[int, torch.Tensor] = {}
+
+    def put(self, layer: int, name: str, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
+        """Store parameter `name` of `layer`, quantized on the device if its layout says so.
+
+        Raises:
+            RunError: host memory is out or may not be page-locked, or `values` do not fill the place laid out for them.
+        """
+        stored = self.layouts[layer][name]
+        found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)
+        if found != expected:
+            raise RunError(
+                f"layer {layer}: {name} is {found[1]} {list(found[0])} and its place is for {expected[1]} "
+                f"{list(expected[0])}; use weights that fit the model's config.json."
+            )
+        tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)
+        run = self._run(layer)
+        for piece, tensor in zip(stored.pieces, tensors):
+            self._write(run, piece, tensor, whole=layer in self.resident)
+
+    def share_bytes(self, layer: int) -> int:
+        """Bytes of `layer` that this rank keeps in host memory."""
+        return 0 if layer in self.resident else self.layouts[layer].nbytes // self.ranks.world_size
+
+    def _run(self, layer: int) -> torch.Tensor:
+        if layer not in self.runs:
+            if layer in self.resident:
+                self.runs[layer] = torch.empty(self.layouts[layer].nbytes, dtype=torch.uint8, device=self.ranks.device)
+            else:
+                self.runs[layer] = host_empty((self.share_bytes(layer),), torch.uint8, self.pinned)
+        return self.runs[layer]
+
+    def _write(self, run: torch.Tensor, piece: Piece, tensor: torch.Tensor, whole: bool) -> None:
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        first = 0 if whole else self.ranks.rank * run.numel()
+        start, end = max(piece.offset, first), min(piece.offset + piece.nbytes, first + run.numel())
+        if start < end:
+            run[start - first : end - first].copy_(raw[start - piece.offset : end - piece.offset])

@@ -1,0 +1,213 @@
+"""When each layer was copied and computed, so that a run can say where the link stood idle and why."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_inference.engines.stream.streams import DeviceStreams
+
+KEPT = 8192  # copies and layers; older ones are forgotten, so that a long generation does not grow
+
+
+@dataclass
+class LayerSpan:
+    """One layer's computation."""
+
+    layer: int
+    start: Any
+    end: Any = None
+
+
+@dataclass
+class Copy:
+    """One layer's copy to the device; events of the copy stream, and the one that the slot waited for.
+
+    Attributes:
+        freed_by: the computation that used the slot before; None for a slot that was empty.
+        forward: which call of the model it was asked in, 0 for the prefill.
+        first: the first that was asked for in this call.
+        gather: start and end of the all-gather behind it; None for one rank.
+    """
+
+    layer: int
+    nbytes: int
+    slot_free: Any
+    freed_by: LayerSpan | None
+    start: Any
+    end: Any
+    forward: int
+    first: bool
+    gather: tuple[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """How the link of this rank spent the last decode steps, in seconds; the four add up to the time from first to last copy.
+
+    Attributes:
+        steps: how many steps these are; the oldest of a very long generation are forgotten.
+        busy_s: copying.
+        slot_wait_s: waiting for a slot whose layer was computing: the device is the slow one.
+        step_start_s: the host was selecting a token and preparing the next step, and every layer it had asked for was there.
+        host_late_s: the host was late with anything else.
+        copied_bytes: bytes of this rank in `busy_s`.
+        ahead_bytes: bytes of the decode steps' layers that this rank had copied when the prefill's last layer was computed.
+    """
+
+    steps: int
+    busy_s: float
+    slot_wait_s: float
+    host_late_s: float
+    step_start_s: float
+    copied_bytes: int
+    ahead_bytes: int
+
+    @property
+    def gbps_while_busy(self) -> float | None:
+        """GB/s of 1e9 bytes."""
+        return self.copied_bytes / self.busy_s / 1e9 if self.busy_s else None
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time from the first to the last copy, 0 to 1."""
+        total = self.busy_s + self.slot_wait_s + self.step_start_s + self.host_late_s
+        return self.busy_s / total if total else 0.0
+
+
+def within(most: float, value: float) -> float:
+    return min(most, max(0.0, value))
+
+
+class Timeline:
+    """Events of the latest generation. Recording one costs a microsecond of the host and nothing on the device."""
+
+    def __init__(self, streams: DeviceStreams):
+        self.streams = streams
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything: a generation begins."""
+        self.copies: deque[Copy] = deque(maxlen=KEPT)
+        self.layers: deque[LayerSpan] = deque(maxlen=KEPT)
+        self.origin = self.streams.recorded(self.streams.current())
+        self.forward = -1
+        self.asked = 0  # copies in this call of the model
+        self.ahead: list[Copy] = []  # those of the first decode step that were asked for before it
+        self.prefill_end: Any = None
+
+    def forward_begins(self, pending: int) -> None:
+        """A call of the model, for which `pending` layers have been asked already."""
+        self.forward += 1
+        self.asked = 0
+        if self.forward == 1 and pending:
+            self.ahead, self.prefill_end = list(self.copies)[-pending:], self.layers[-1].end
+
+    def latest_layer(self) -> LayerSpan | None:
+        return self.layers[-1] if self.layers else None
+
+    def fetched(
+        self,
+        layer: int,
+        nbytes: int,
+        slot_free: Any,
+        freed_by: LayerSpan | None,
+        start: Any,
+        end: Any,
+        gather: tuple[Any, Any] | None = None,
+    ) -> None:
+        self.copies.append(Copy(layer, nbytes, slot_free, freed_by, start, end, self.forward, self.asked == 0, gather))
+        self.asked += 1
+
+    def layer_begins(self, layer: int) -> None:
+        self.layers.append(LayerSpan(layer, self.streams.recorded(self.streams.current())))
+
+    def layer_ends(self) -> None:
+        self.layers[-1].end = self.streams.recorded(self.streams.current())
+
+    def link_use(self) -> LinkUse | None:
+        """What the link did in the decode steps; None before the second one."""
+        decode = [copy for copy in self.copies if copy.forward >= 1]
+        if len(decode) < 2:
+            return None
+        self.streams.synchronize()
+        busy = slot_wait = host_late = step_start = 0.0
+        for before, copy in zip(decode, decode[1:]):
+            busy += self._between(copy.start, copy.end)
+            gap = max(0.0, self._between(before.end, copy.start))
+            not_begun = within(gap, self._between(before.end, copy.freed_by.start)) if copy.freed_by else 0.0
+            until_free = within(gap, self._between(before.end, copy.slot_free)) if copy.slot_free is not None else 0.0
+            slot_wait += max(0.0, until_free - not_begun)
+            for spent, at_start in (
+                (not_begun, copy.freed_by is not None and copy.freed_by.layer == 0),
+                (gap - max(until_free, not_begun), copy.first),
+            ):
+                if at_start:
+                    step_start += spent
+                else:
+                    host_late += spent
+        return LinkUse(
+            decode[-1].forward - decode[0].forward + 1,
+            busy,
+            slot_wait,
+            host_late,
+            step_start,
+            sum(copy.nbytes for copy in decode[1:]),
+            self._ahead_bytes(),
+        )
+
+    def _ahead_bytes(self) -> int:
+        """Copies that were half done count by the share of their time."""
+        total = 0.0
+        for copy in self.ahead:
+            spent = self._between(copy.start, copy.end)
+            total += copy.nbytes * (
+                within(spent, self._between(copy.start, self.prefill_end)) / spent if spent else 1.0
+            )
+        return int(total)
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """Write what is kept as a Chrome trace: a row each for copies, layers and all-gathers. Times in microseconds.
+
+        Format: Trace Event Format, complete events ("ph": "X"); chrome://tracing and Perfetto read it.
+        """
+        self.streams.synchronize()
+        events: list[dict] = [
+            {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
+            for row, name in ((0, "host to device copies"), (1, "decoder layers"), (2, "all-gathers"))
+        ]
+        for copy in self.copies:
+            seconds = self._between(copy.start, copy.end)
+            events.append(
+                self._span(0, f"copy layer {copy.layer}", copy.start, copy.end)
+                | {
+                    "args": {
+                        "bytes": copy.nbytes,
+                        "GB/s": round(copy.nbytes / seconds / 1e9, 2) if seconds else None,
+                        "token": copy.forward,
+                    }
+                }
+            )
+            if copy.gather is not None:
+                events.append(self._span(2, f"gather layer {copy.layer}", *copy.gather))
+        events += [
+            self._span(1, f"layer {span.layer}", span.start, span.end) for span in self.layers if span.end is not None
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _span(self, row: int, name: str, start: Any, end: Any) -> dict:
+        return {
+            "ph": "X",
+            "pid": 0,
+            "tid": row,
+            "name": name,
+            "ts": self._between(self.origin, start) * 1e6,
+            "dur": self._between(start, end) * 1e6,
+        }
+
+    @staticmethod
+    def _between(earlier: Any, later: Any) -> float:
+        return earlier.elapsed_time(later) / 1e3

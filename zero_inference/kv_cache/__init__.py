@@ -1,0 +1,1 @@
+"""Keys and values, allocated once and filled by appending, on the device or in host memory."""

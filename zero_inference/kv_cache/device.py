@@ -1,0 +1,137 @@
+"""A KV cache that is allocated once and filled by appending, for any transformers model.
+
+transformers' own cache of fixed size makes attention read all of it at every step; this one hands out what is filled, so
+that attention computes what it would with transformers' growing cache, without its copies.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from zero_inference.errors import RunError, UsageError
+
+KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+def other_layer_types(config) -> set[str]:
+    """Kinds of layers of `config`'s decoder that keep other state than keys and values."""
+    text = config.get_text_config(decoder=True)
+    return set(getattr(text, "layer_types", None) or ["full_attention"]) - KEY_VALUE_LAYERS
+
+
+def check_layer_types(config) -> None:
+    """Raises UsageError where a model keeps other state than keys and values."""
+    kinds = other_layer_types(config)
+    if kinds:
+        raise UsageError(
+            f"--kv-offload keeps keys and values, but {config.get_text_config(decoder=True).model_type} has layers of "
+            f"type {', '.join(sorted(kinds))}: drop --kv-offload."
+        )
+
+
+def key_value_layers(config) -> int:
+    """How many layers keep keys and values of their own."""
+    text = config.get_text_config(decoder=True)
+    return text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """Keys and values of one layer, allocated at the first tokens for `max_length` positions.
+
+    transformers sees a full-attention layer: sliding windows are left to its masks.
+
+    Attributes:
+        kept: the memory of keys and values, None before the first tokens.
+    """
+
+    is_sliding = False
+
+    def __init__(self, max_length: int):
+        super().__init__()
+        self.max_length, self.length = max_length, 0
+        self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @abstractmethod
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Set `kept`, for states like these [batch, heads, new, head_dim]."""
+
+    @abstractmethod
+    def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Store `states` [batch, heads, end - start, head_dim]; return all so far, [batch, heads, end, head_dim]."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.allocate(key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Append key and value states [batch, heads, new, head_dim]; return all so far, [batch, heads, length, head_dim].
+
+        Raises:
+            RunError: more positions than the cache holds.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, end = self.length, self.length + key_states.shape[2]
+        if end > self.max_length:
+            raise RunError(f"the KV cache holds {self.max_length} positions and was given {end}.")
+        self.length = end  # first: a pool may fetch this very layer for the next step
+        return self.append((key_states, value_states), start, end)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.kept) if self.kept else 0
+
+
+class PreallocatedCache(Cache):
+    """A cache of `PreallocatedLayer`s, which keeps its memory over `reset`."""
+
+    def nbytes(self) -> int:
+        """Bytes the cache holds."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def reset(self) -> None:
+        """Forget all tokens and keep the memory."""
+        for layer in self.layers:
+            layer.reset()
+
+
+class DeviceKVCache(PreallocatedCache):
+    """Keys and values where the model computes, [batch, heads, max_length, head_dim] a layer.
+
+    Args:
+        config: the transformers config; it says how many layers there are.
+        max_length: positions to allocate: prompt plus generated tokens.
+    """
+
+    def __init__(self, config, max_length: int):
+        super().__init__(layers=[_DeviceLayer(max_length) for _ in range(key_value_layers(config))])
+
+
+class _DeviceLayer(PreallocatedLayer):
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.kept = tuple(
+            torch.empty((*states.shape[:2], self.max_length, states.shape[3]), dtype=states.dtype, device=states.device)
+            for states in (key_states, value_states)
+        )
+
+    def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
+        for kept, new in zip(self.kept, states):
+            kept[:, :, start:end].copy_(new)
+        return tuple(kept[:, :, :end] for kept in self.kept)

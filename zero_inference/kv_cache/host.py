@@ -1,0 +1,153 @@
+"""A KV cache in host memory for any transformers model.
+
+Each layer's keys and values are allocated once, position-major ([positions, batch, heads, head_dim]), so that what a
+decode step appends and what it reads are both contiguous: one copy each way, no gather. On CUDA two device slots serve
+all layers in turn; while a layer computes, the next one's keys and values cross the link on a stream of their own, and
+the last layer of a step prefetches the first of the next. Without a device the host memory is used where it lies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer, check_layer_types, key_value_layers
+from zero_inference.runtime.host_memory import host_empty
+from zero_inference.runtime.transfers import Transfers
+
+SLOTS = 2
+
+
+class HostKVCache(PreallocatedCache):
+    """Preallocated KV cache in host memory.
+
+    Args:
+        config: the transformers config; it says how many layers there are.
+        max_length: positions to allocate: prompt plus generated tokens.
+        pinned: page-lock the host memory (needs CUDA).
+        asynchronous: write new tokens to the host without waiting for them (needs `pinned`).
+        transfers: counters to raise.
+
+    Raises:
+        UsageError: the model keeps other state than keys and values (state-space layers).
+    """
+
+    def __init__(self, config, max_length: int, pinned: bool, asynchronous: bool, transfers: Transfers):
+        check_layer_types(config)
+        layers = key_value_layers(config)
+        self._pool = _DeviceSlots(layers, pinned, asynchronous, transfers)
+        super().__init__(layers=[_HostLayer(self._pool, index, max_length) for index in range(layers)])
+
+    def reset(self) -> None:
+        self._pool.wait()
+        super().reset()
+
+
+class _HostLayer(PreallocatedLayer):
+    """Keys and values of one layer, [positions, batch, heads, head_dim] in host memory."""
+
+    def __init__(self, pool: _DeviceSlots, index: int, max_length: int):
+        super().__init__(max_length)
+        self.pool, self.index = pool, index
+
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.kept = tuple(
+            host_empty(
+                (self.max_length, states.shape[0], states.shape[1], states.shape[3]), states.dtype, self.pool.pinned
+            )
+            for states in (key_states, value_states)
+        )
+        self.pool.prepare(self.kept, self.device)
+
+    def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
+        kept = self.pool.append(self, tuple(new.permute(2, 0, 1, 3) for new in states), start, end)
+        return tuple(part.permute(1, 2, 0, 3) for part in kept)
+
+
+class _DeviceSlots:
+    """The device side: `SLOTS` buffers that the layers use in turn, filled one layer ahead."""
+
+    def __init__(self, num_layers: int, pinned: bool, asynchronous: bool, transfers: Transfers):
+        self.num_layers, self.pinned, self.asynchronous, self.transfers = num_layers, pinned, asynchronous, transfers
+        self.layers: dict[int, _HostLayer] = {}
+        self.slots: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.next_slot = 0
+        self.filled: dict[int, tuple[int, torch.cuda.Event]] = {}  # layer -> its slot, copy done
+        self.fetch_stream: torch.cuda.Stream | None = None
+        self.write_stream: torch.cuda.Stream | None = None
+
+    def prepare(self, host: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> None:
+        if device.type != "cuda":
+            return
+        if self.fetch_stream is None:
+            self.fetch_stream, self.write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        need = (
+            [max(t.numel() for t in pair) for pair in zip(*([host] + self.slots))]
+            if self.slots
+            else [t.numel() for t in host]
+        )
+        if not self.slots or any(slot.numel() < n for slot, n in zip(self.slots[0], need)):
+            self.slots = [tuple(torch.empty(n, dtype=host[0].dtype, device=device) for n in need) for _ in range(SLOTS)]
+
+    def append(self, layer: _HostLayer, new: tuple[torch.Tensor, torch.Tensor], start: int, end: int):
+        """Store `new` [new, batch, heads, head_dim] at positions start..end and return everything up to `end`."""
+        self.layers[layer.index] = layer
+        if layer.device.type != "cuda":
+            for host, states in zip(layer.kept, new):
+                host[start:end].copy_(states)
+            return tuple(host[:end] for host in layer.kept)
+        compute = torch.cuda.current_stream(layer.device)
+        if start == 0:
+            self._write(layer, new, start, end, compute)
+            return new
+        if layer.index not in self.filled:
+            self._fetch(layer, start, compute)
+        slot_index, copied = self.filled.pop(layer.index)
+        compute.wait_event(copied)
+        kept = self._views(layer, slot_index, end)
+        for slot, states in zip(kept, new):
+            slot[start:end].copy_(states)
+        self._write(layer, tuple(slot[start:end] for slot in kept), start, end, compute)
+        following = self.layers[(layer.index + 1) % self.num_layers]
+        # the wrapped-around layer 0 has all positions of this step already, like every following one of the next
+        self._fetch(following, following.length, compute)
+        return kept
+
+    def _views(self, layer: _HostLayer, slot_index: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(
+            slot[: host.numel()].view(host.shape)[:end] for slot, host in zip(self.slots[slot_index], layer.kept)
+        )
+
+    def _fetch(self, layer: _HostLayer, length: int, compute: torch.cuda.Stream) -> None:
+        """Copy the first `length` positions of `layer` into the slot that is next, once what is queued is done with it.
+
+        With two slots the next one belonged to the layer before the one that computes now, whose attention is queued.
+        """
+        slot_index, self.next_slot = self.next_slot, (self.next_slot + 1) % SLOTS
+        slot_free = torch.cuda.Event()
+        slot_free.record(compute)
+        self.fetch_stream.wait_event(slot_free)
+        self.fetch_stream.wait_stream(self.write_stream)  # it reads new tokens out of the slot, and feeds the host copy
+        with torch.cuda.stream(self.fetch_stream):
+            for slot, host in zip(self._views(layer, slot_index, length), layer.kept):
+                slot.copy_(host[:length], non_blocking=True)
+                self.transfers.host_to_device_bytes += slot.numel() * slot.element_size()
+            done = torch.cuda.Event()
+            done.record(self.fetch_stream)
+        self.filled[layer.index] = (slot_index, done)
+
+    def _write(self, layer: _HostLayer, new, start: int, end: int, compute: torch.cuda.Stream) -> None:
+        """Copy new positions to the host, behind what computes them."""
+        self.write_stream.wait_stream(compute)
+        with torch.cuda.stream(self.write_stream):
+            for host, states in zip(layer.kept, new):
+                packed = states.contiguous()
+                packed.record_stream(self.write_stream)
+                states.record_stream(self.write_stream)
+                host[start:end].copy_(packed, non_blocking=self.asynchronous)
+                self.transfers.device_to_host_bytes += packed.numel() * packed.element_size()
+
+    def wait(self) -> None:
+        if self.fetch_stream is not None:
+            self.fetch_stream.synchronize()
+            self.write_stream.synchronize()
+        self.filled.clear()

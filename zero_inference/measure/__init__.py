@@ -1,0 +1,1 @@
+"""Loops and their timing, and the limits of the machine beside them."""

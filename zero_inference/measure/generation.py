@@ -1,0 +1,204 @@
+"""Running and timing the loops. Knows no engine: it is handed a model to call.
+
+A step is timed by an event recorded behind the selection of its token (a clock on a CPU), through transformers'
+stopping criteria, so that timing adds no synchronisation to the step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from zero_inference.engines.base import LoadedModel
+from zero_inference.measure.finiteness import FirstLogits
+from zero_inference.measure.steadiness import relative_range
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.garbage import short_collections
+
+SETTLED_LOOPS = 3
+
+
+@dataclass
+class Loop:
+    """One `generate` call. Times in seconds, maximum over ranks; `step_s` has one entry a decode step."""
+
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    step_s: list[float]
+    host_to_device_bytes_per_step: float | None
+    device_to_host_bytes_per_step: float | None
+    disk_read_bytes_per_step: float | None
+
+
+@dataclass
+class Measurement:
+    """All loops of a run.
+
+    Attributes:
+        output_ids: generated ids int64 [global batch, gen_len] of the last loop, on the host.
+        warmup_s: total time of each warm-up loop.
+        warmed_up: whether the warm-up ended because its loops had become alike; None where that was not asked for.
+    """
+
+    loops: list[Loop] = field(default_factory=list)
+    warmup_s: list[float] = field(default_factory=list)
+    warmed_up: bool | None = None
+    output_ids: torch.Tensor | None = None
+
+    @property
+    def cold_total_s(self) -> float | None:
+        """Total time of the first warm-up loop, None without warm-up."""
+        return self.warmup_s[0] if self.warmup_s else None
+
+    def median(self, name: str) -> float:
+        return statistics.median(getattr(loop, name) for loop in self.loops)
+
+
+@short_collections()
+def measure(
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    gen_len: int,
+    loops: int,
+    warmup: int,
+    ranks: Ranks,
+    make_cache: Callable[[], Any] | None = None,
+    around_loops: Callable[[], None] = lambda: None,
+    progress: Callable[[str], None] = lambda line: None,
+    warmup_spread: float | None = None,
+) -> Measurement:
+    """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
+
+    Args:
+        ids: this rank's prompts, int64 [batch / ranks, prompt_len].
+        make_cache: gives the cache of a loop; None leaves it to transformers.
+        around_loops: called before each measured loop and behind the last one.
+        warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
+
+    Raises:
+        RunError: logits of the first loop are not finite; told behind it.
+    """
+    use_repeatable_attention()
+    measurement = Measurement()
+    logits = FirstLogits(loaded.model)
+
+    def one(label: str) -> tuple[Loop, torch.Tensor]:
+        found = _one_loop(
+            loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}")
+        )
+        logits.require_finite(
+            loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None)
+        )
+        return found
+
+    for number in range(warmup):
+        measurement.warmup_s.append(one(f"warm-up {number + 1}/{warmup}")[0].total_s)
+        if warmup_spread is not None:  # the times are those of all ranks, so all end together
+            measurement.warmed_up = settled(measurement.warmup_s, warmup_spread)
+            if measurement.warmed_up:
+                break
+    for number in range(loops):
+        around_loops()
+        loop, measurement.output_ids = one(f"loop {number + 1}/{loops}")
+        measurement.loops.append(loop)
+    around_loops()
+    measurement.output_ids = ranks.gather_rows(measurement.output_ids)
+    return measurement
+
+
+def settled(times_s: list[float], share: float) -> bool:
+    """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
+    latest = times_s[-SETTLED_LOOPS:]
+    return len(latest) == SETTLED_LOOPS and relative_range(latest) <= share
+
+
+def use_repeatable_attention() -> None:
+    """Take cuDNN's attention out of PyTorch's choice.
+
+    Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
+    (docs/performance.md).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _one_loop(
+    loaded: LoadedModel, ids: torch.Tensor, gen_len: int, ranks: Ranks, make_cache, progress
+) -> tuple[Loop, torch.Tensor]:
+    settings = GenerationConfig(max_new_tokens=gen_len, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
+    clock = _StepClock(loaded, ids.shape[0], progress)
+    inputs = ids.to(loaded.device)
+    extra = {"past_key_values": make_cache()} if make_cache else {}
+    ranks.barrier()
+    clock.start()
+    if loaded.timeline is not None:
+        loaded.timeline.restart()
+    output = loaded.model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        generation_config=settings,
+        stopping_criteria=StoppingCriteriaList([clock]),
+        **extra,
+    )
+    times = ranks.maximum(clock.seconds())
+    steps = [after - before for before, after in zip(times, times[1:])]
+    moved = clock.bytes_per_decode_step()
+    loop = Loop(
+        prefill_s=times[0],
+        decode_s=times[-1] - times[0],
+        total_s=times[-1],
+        step_s=steps,
+        host_to_device_bytes_per_step=moved[0],
+        device_to_host_bytes_per_step=moved[1],
+        disk_read_bytes_per_step=moved[2],
+    )
+    return loop, output[:, ids.shape[1] :]
+
+
+class _StepClock(StoppingCriteria):
+    """Called by `generate` after each token is selected; never stops it."""
+
+    def __init__(self, loaded: LoadedModel, batch_size: int, progress: Callable[[int], None]):
+        self.loaded, self.progress = loaded, progress
+        self.on_device = loaded.device.type == "cuda"
+        self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
+        self.marks: list[Any] = []
+        self.moved: list[tuple[int, int, int]] = []
+
+    def start(self) -> None:
+        if self.on_device:
+            torch.cuda.synchronize(self.loaded.device)
+        self.first = self._mark()
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        self.marks.append(self._mark())
+        self.moved.append(self.loaded.transfers.snapshot())
+        self.progress(len(self.marks))
+        return self.go_on
+
+    def _mark(self):
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> list[float]:
+        """Time from the start to each token."""
+        if not self.on_device:
+            return [mark - self.first for mark in self.marks]
+        self.marks[-1].synchronize()
+        return [self.first.elapsed_time(mark) / 1e3 for mark in self.marks]
+
+    def bytes_per_decode_step(self) -> tuple[float | None, float | None, float | None]:
+        """Host-to-device, device-to-host and disk bytes, averaged over the decode steps; None without any."""
+        steps = len(self.moved) - 1
+        if steps < 1:
+            return None, None, None
+        return tuple((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1]))

@@ -1,0 +1,107 @@
+"""`--trace` for engines that keep no timeline of their own: one short generation under PyTorch's profiler.
+
+Kineto sees the copies of any engine; spans around the decoder layers say what they belong to. A profiler slows the host
+down, so this is a generation of its own, behind the measured ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import GenerationConfig
+
+from zero_inference.engines.base import LoadedModel
+from zero_inference.models.layers import decoder_layers
+from zero_inference.runtime.replace import replacing
+
+TRACED_TOKENS = 4
+
+
+def trace_generation(
+    loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_cache: Callable[[], Any] | None, path: Path | None
+) -> dict[str, float] | None:
+    """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
+
+    Every rank has to call it, and generates also where the trace cannot be written; `path` None traces without writing.
+    Returns `link_use_in` of the trace, or None without a path.
+
+    Raises OSError where the trace cannot be written.
+    """
+    tokens = min(gen_len, TRACED_TOKENS)
+    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)
+    inputs = ids.to(loaded.device)
+    extra = {"past_key_values": make_cache()} if make_cache else {}
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if loaded.device.type == "cuda" else [])
+    with ExitStack() as hooks, profile(activities=activities) as profiler:
+        _mark_layers(loaded.model, hooks)
+        loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, **extra)
+        if loaded.device.type == "cuda":
+            torch.cuda.synchronize(loaded.device)
+    if path is None:
+        return None
+    with replacing(path) as part:
+        profiler.export_chrome_trace(str(part))
+        try:
+            return link_use_in(json.loads(part.read_text())["traceEvents"])
+        except ValueError as error:  # Kineto does not say that the disk is full
+            raise OSError(errno.EIO, "it is not whole; is the disk full?", str(path)) from error
+
+
+def link_use_in(events: list[dict]) -> dict[str, float] | None:
+    """How long copies to the device ran and how long none did, in seconds, over the decode steps of a Kineto trace.
+
+    The decode steps are the time from the second pass through the first decoder layer, seen from the host, to the last copy.
+    Overlapping copies count once. None where the trace holds no such copies (a CPU).
+    """
+    begins = sorted(
+        event["ts"] for event in events if event.get("name") == "layer 0" and event.get("cat") == "user_annotation"
+    )
+    copies = sorted(
+        (event["ts"], event["ts"] + event["dur"], event.get("args", {}).get("bytes", 0))
+        for event in events
+        if event.get("cat") == "gpu_memcpy" and event.get("name", "").startswith("Memcpy HtoD")
+    )
+    if len(begins) < 2:
+        return None
+    copies = [copy for copy in copies if copy[0] >= begins[1]]
+    if not copies:
+        return None
+    busy, reached = 0.0, copies[0][0]
+    for start, end, _ in copies:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    copied = sum(nbytes for _, _, nbytes in copies)
+    return {
+        "busy_s": busy / 1e6,
+        "idle_s": (reached - copies[0][0] - busy) / 1e6,
+        "copied_bytes": copied,
+        "gbps_while_busy": copied / (busy / 1e6) / 1e9 if busy else None,
+    }
+
+
+def _mark_layers(model, hooks: ExitStack) -> None:
+    """Spans named 'layer N' around the decoder layers, until `hooks` closes."""
+    _, layers = decoder_layers(model)
+    open_spans: list[record_function] = []
+
+    def begin(index: int):
+        def hook(module, args) -> None:
+            span = record_function(f"layer {index}")
+            span.__enter__()
+            open_spans.append(span)
+
+        return hook
+
+    def end(module, args, output) -> None:
+        open_spans.pop().__exit__(None, None, None)
+
+    for index, layer in enumerate(layers):
+        hooks.callback(layer.register_forward_pre_hook(begin(index)).remove)
+        hooks.callback(layer.register_forward_hook(end).remove)

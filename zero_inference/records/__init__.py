@@ -1,0 +1,1 @@
+"""The record of a run: its keys, writing and reading it."""

@@ -1,0 +1,401 @@
+"""The page's figures: throughput, shares of the limit, phases, step times, the link's time, quality.
+
+Matplotlib and not Plotly, whose script alone is megabytes: a figure here is a small SVG, prints as it stands and needs
+no script.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from zero_inference.report.html.drawing import (
+    LEGEND_ROOM,
+    MARKERS,
+    ROOM,
+    WIDTH,
+    Drawing,
+    Row,
+    canvas,
+    fitting,
+    log_axis,
+    row_figures,
+)
+from zero_inference.report.html.runs import LINK_PARTS, Run
+from zero_inference.report.html.summary import number, seconds
+from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE, embedded
+
+PANELS_AT_ONCE = 6
+STYLED_LINES = 12
+LIMITS = {"link": "link", "disk": "disk", "device_memory": "device memory", "matmul": "matrix products"}
+LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
+
+
+def all_figures(runs: list[Run]) -> list[list[Drawing]]:
+    """The drawings, a list for each subject that the runs have something to say about."""
+    import matplotlib
+
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
+        makers = (throughput, shares_of_limit, phases, steps, link_use, quality)
+        return [drawings for drawings in (maker(runs) for maker in makers) if drawings]
+
+
+# --- throughput against batch size
+
+
+def throughput(runs: list[Run]) -> list[Drawing]:
+    """A panel for each model, prompt length and number of generated tokens, a line for each setting. A setting looks the same in
+    all panels."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        if run.decode_throughput and (run.whole("batch_size") or 0) > 0:
+            groups.setdefault(run.group, []).append(run)
+    alone = [group for group, members in groups.items() if len(members) == 1]
+    if len(alone) < len(groups):  # a point by itself shows nothing that its row in the table does not
+        groups = {group: members for group, members in groups.items() if group not in alone}
+    plotted = [run for group in groups.values() for run in group]
+    count = Counter(run.setting for run in plotted)
+    best = {setting: max(run.decode_throughput for run in plotted if run.setting == setting) for setting in count}
+    ranked = sorted(count, key=lambda setting: (-count[setting], -best[setting]))
+    looks = {setting: index for index, setting in enumerate(ranked[:STYLED_LINES])}
+    drawings = []
+    for index, group in enumerate(sorted(groups.values(), key=len, reverse=True)):
+        drawings.append(_throughput_panel(f"throughput-{index}", group, looks, folded=index >= PANELS_AT_ONCE))
+    if drawings and len(alone) > 0 and len(plotted) > 1:
+        note = f" Not drawn, as each has one run: {len(alone)} more model{'s' * (len(alone) > 1)} or lengths."
+        drawings[0] = dataclasses.replace(drawings[0], caption=drawings[0].caption + note)
+    return drawings
+
+
+def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded: bool) -> Drawing:
+    lines = {
+        setting: [run for run in runs if run.setting == setting]
+        for setting in dict.fromkeys(run.setting for run in runs)
+    }
+    named = sorted((setting for setting in lines if setting in looks), key=looks.get)
+    legend = 13.5 * (len(named) + (len(named) < len(lines))) + 4
+    batches = sorted({run.whole("batch_size") for run in runs})
+    figure, axes = canvas(
+        WIDTH, (210 if len(batches) > 1 else 170) + legend, left=44, right=14, top=20, bottom=38 + legend
+    )
+    others = [setting for setting in lines if setting not in looks]
+    for place, setting in enumerate(others + named):
+        points = _medians(lines[setting])
+        if len(batches) == 1:  # side by side, as equal speeds would hide each other
+            points = [(batch * 2 ** (0.6 * ((place + 0.5) / len(lines) - 0.5)), speed) for batch, speed in points]
+        look = looks.get(setting)
+        colour = MUTED if look is None else SERIES[look % len(SERIES)]
+        hollow = look is not None and look >= len(SERIES)
+        axes.plot(
+            [batch for batch, _ in points],
+            [speed for _, speed in points],
+            color=colour,
+            zorder=1 if look is None else 2,
+            linewidth=0.8 if look is None else None,
+            linestyle="--" if hollow else "-",
+            marker="." if look is None else MARKERS[look % len(MARKERS)],
+            markerfacecolor=SURFACE if hollow else colour,
+            markeredgecolor=colour,
+            label=fitting(setting, LEGEND_ROOM),
+        )
+    speeds = [run.decode_throughput for run in runs]
+    _batch_axis(axes, batches)
+    if max(speeds) > 10 * min(speeds):
+        log_axis(axes.yaxis, min(speeds) / 1.3, max(speeds) * 1.3)
+    else:
+        axes.set_ylim(0, max(speeds) * 1.1)
+    axes.yaxis.set_major_formatter(lambda value, position: number(value) if value else "0")
+    axes.set_title("decode throughput (token/s)", loc="left", x=-32 / (WIDTH - 58), color=INK)
+    axes.set_xlabel("batch size (sequences)")
+    axes.grid(True, axis="y")
+    handles = {handle.get_label(): handle for handle in axes.get_lines()}
+    shown = [handles[fitting(setting, LEGEND_ROOM)] for setting in named]
+    labels = [fitting(setting, LEGEND_ROOM) for setting in named]
+    if len(named) < len(lines):
+        shown.append(handles[fitting(others[0], LEGEND_ROOM)])
+        labels.append(f"{len(others)} other settings (see the table)")
+    figure.legend(
+        shown,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(0, 0),
+        borderpad=0,
+        labelspacing=0.25,
+        handlelength=2.2,
+        borderaxespad=0.2,
+    )
+    title = f"Throughput against batch size: {runs[0].group_name}"
+    caption = "Tokens per second of all sequences together, in decode; higher is better. "
+    caption += (
+        "The median where a setting ran more than once."
+        if len({(r.setting, r.whole("batch_size")) for r in runs}) < len(runs)
+        else ""
+    )
+    if len(batches) == 1:
+        caption += f"All have batch {batches[0]}: points side by side, no lines."
+    best = max(runs, key=lambda run: run.decode_throughput)
+    described = (
+        f"{len(lines)} settings at batch {', '.join(map(str, batches))}. Highest: {number(best.decode_throughput)} token/s "
+        f"by {best.setting} at batch {best.whole('batch_size')}."
+    )
+    return Drawing(title, caption.strip(), embedded(figure, name, title, described), folded)
+
+
+def _medians(runs: list[Run]) -> list[tuple[int, float]]:
+    speeds: dict[int, list[float]] = {}
+    for run in runs:
+        speeds.setdefault(run.whole("batch_size"), []).append(run.decode_throughput)
+    return [(batch, statistics.median(values)) for batch, values in sorted(speeds.items())]
+
+
+def _batch_axis(axes, batches: list[int]) -> None:
+    """Powers of two are equally far apart; the ticks are sizes that ran, as many as fit."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    low, high = math.log2(batches[0]), math.log2(batches[-1])
+    margin = max(0.5, 0.06 * (high - low))
+    axes.set_xlim(2 ** (low - margin), 2 ** (high + margin))
+    ticks: list[int] = []
+    apart = (high - low + 2 * margin) / 8
+    for batch in batches:
+        if not ticks or math.log2(batch / ticks[-1]) >= apart:
+            ticks.append(batch)
+    axes.set_xticks(ticks, [number(tick) for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+# --- one row for each run or setting
+
+
+def shares_of_limit(runs: list[Run]) -> list[Drawing]:
+    """A row for each setting at each model and length, the highest share first; a mark for each run, whose shape says what binds
+    it."""
+    known = [run for run in runs if run.share_of_limit is not None]
+    if not known:
+        return []
+    alike: dict[tuple, list[Run]] = {}
+    for run in known:
+        alike.setdefault((run.setting, run.group), []).append(run)
+    groups = {run.group for run in known}
+    found = {run.bound_by for run in known}
+    bounds = [bound for bound in (*LIMITS, *sorted(found - set(LIMITS))) if bound in found]
+
+    def median(each: list[Run]) -> float:
+        return statistics.median(run.share_of_limit for run in each)
+
+    rows = [
+        Row(
+            each[0].setting,
+            each[0].group_name if len(groups) > 1 else "",
+            f"{median(each):.1%}" + (f" ({len(each)} runs)" if len(each) > 1 else ""),
+            each,
+        )
+        for each in sorted(alike.values(), key=median, reverse=True)
+    ]
+    most = max(1.0, max(run.share_of_limit for run in known)) * 1.04
+    scale = _percent_step(most)
+
+    def mark(axes, y: float, each: list[Run]) -> None:
+        axes.plot([0, most], [y, y], color=GRID, linewidth=0.8, zorder=1)
+        axes.plot([1, 1], [y - 0.5, y + 0.5], color=INK, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+        middle = statistics.median(run.share_of_limit for run in each)
+        axes.plot([middle, middle], [y - 0.4, y + 0.4], color=INK, linewidth=1.6, zorder=2)
+        for run in each:
+            index = bounds.index(run.bound_by) % len(SERIES)
+            axes.plot(
+                [run.share_of_limit], [y], MARKERS[index], color=SERIES[index], zorder=3, clip_on=False, alpha=0.85
+            )
+
+    def finish(axes) -> None:
+        axes.set_xlim(0, most)
+        axes.set_xticks([tick * scale for tick in range(int(most / scale) + 1)])
+        axes.xaxis.set_major_formatter(lambda value, position: f"{100 * value:.0f}")
+
+    return row_figures(
+        "limit",
+        "Share of the machine's limit",
+        rows,
+        mark,
+        finish,
+        "share of the limit (%)",
+        "How near a decode step came to the least time that this machine allows it: bytes or operations "
+        "that the run needed, at the rates measured in the same process. Each mark is a run, its shape says what "
+        "binds it; the bar is the median, the broken line the limit.",
+        legend=[
+            (LIMITS.get(bound, fitting(bound, ROOM / 3)), SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)])
+            for i, bound in enumerate(bounds)
+        ],
+        what="settings",
+    )
+
+
+def _percent_step(most: float) -> float:
+    return next(step for step in (0.2, 0.5, 1, 2, 5, 10 ** math.ceil(math.log10(most))) if most / step <= 7)
+
+
+def phases(runs: list[Run]) -> list[Drawing]:
+    rows = []
+    for run in runs:
+        prefill, decode = run.amount("prefill_latency_s"), run.amount("decode_latency_s")
+        if not run.failed and prefill is not None and prefill >= 0 and (prefill + max(0.0, decode or 0)) > 0:
+            rows.append(
+                Row(
+                    run.label,
+                    run.rest,
+                    f"{seconds(prefill)} + {seconds(decode)}" if decode else seconds(prefill),
+                    (prefill, max(0.0, decode or 0)),
+                )
+            )
+    return _stacked(
+        "phases",
+        "Phases: prefill and decode",
+        rows,
+        ("prefill", "decode"),
+        "share of a generation's time (%)",
+        "Prefill is the time to the first token, decode that of all others; medians over the measured loops. "
+        "Their durations stand right of the run's name.",
+    )
+
+
+def link_use(runs: list[Run]) -> list[Drawing]:
+    rows = []
+    for run in runs:
+        if use := run.link_use:
+            rate = run.amount("link_use.gbps_while_busy")
+            rows.append(
+                Row(run.label, run.rest, f"{rate:.1f} GB/s" if rate else "", tuple(use[name] for name in LINK_PARTS))
+            )
+    return _stacked(
+        "link",
+        "Where the stream engine's link time went",
+        rows,
+        tuple(LINK_NAMES.values()),
+        "share of the link's time in decode (%)",
+        "Copying: the link was busy, at the rate right of the run's name. Waiting for a slot: the device computes longer than a "
+        "layer copies. Host late: it asked too late for the next layer. Start of a step: the host prepares the token.",
+    )
+
+
+def _stacked(name: str, title: str, rows: list[Row], parts: Sequence[str], x_label: str, caption: str) -> list[Drawing]:
+    def mark(axes, y: float, amounts: Sequence[float]) -> None:
+        begin, total = 0.0, sum(amounts)
+        for index, amount in enumerate(amounts):
+            if amount > 0:
+                axes.barh(
+                    y,
+                    100 * amount / total,
+                    left=begin,
+                    height=0.55,
+                    color=SERIES[index],
+                    edgecolor=SURFACE,
+                    linewidth=0.8,
+                )
+            begin += 100 * amount / total
+
+    def finish(axes) -> None:
+        axes.set_xlim(0, 100)
+
+    return row_figures(
+        name,
+        title,
+        rows,
+        mark,
+        finish,
+        x_label,
+        caption,
+        legend=[(part, SERIES[i], "s") for i, part in enumerate(parts)],
+    )
+
+
+def steps(runs: list[Run]) -> list[Drawing]:
+    """Boxes on a scale of each run's own median: runs differ a thousandfold, the steps of one by a few percent."""
+    rows = []
+    for run in runs:
+        if run.step_s and not run.failed:
+            middle = statistics.median(run.step_s)
+            rows.append(
+                Row(run.label, run.rest, seconds(middle), sorted(100 * (step / middle - 1) for step in run.step_s))
+            )
+    if not rows:
+        return []
+    low = max(-50.0, min(row.data[0] for row in rows)) - 1.5
+    high = min(100.0, max(row.data[-1] for row in rows)) + 1.5
+    beyond = any(row.data[-1] > high or row.data[0] < low for row in rows)
+
+    def mark(axes, y: float, data: list[float]) -> None:
+        axes.plot([0, 0], [y - 0.5, y + 0.5], color=MUTED, linewidth=0.8, zorder=0)
+        axes.boxplot(
+            [[min(max(value, low), high) for value in data]],
+            positions=[y],
+            orientation="horizontal",
+            widths=0.55,
+            whis=(5, 95),
+            patch_artist=True,
+            manage_ticks=False,
+            boxprops={"facecolor": SERIES[0], "edgecolor": SERIES[0], "alpha": 0.75},
+            medianprops={"color": INK, "linewidth": 1.6},
+            whiskerprops={"color": SERIES[0]},
+            capprops={"color": SERIES[0]},
+            flierprops={"marker": "o", "markersize": 3, "markeredgecolor": SERIES[1], "markerfacecolor": "none"},
+        )
+        for edge, gone, marker in ((high, data[-1] > high, ">"), (low, data[0] < low, "<")):
+            if gone:
+                axes.plot([edge], [y], marker, color=SERIES[1], markersize=7, clip_on=False)
+
+    def finish(axes) -> None:
+        axes.set_xlim(low, high)
+        axes.xaxis.set_major_formatter(lambda value, position: f"{value:+.3g}" if value else "0")
+
+    caption = (
+        "Decode steps of all measured loops, relative to the run's median step, which stands right of its name. The box "
+        "holds the middle "
+        "half, the whiskers reach from the 5th to the 95th percentile, circles are steps outside."
+    )
+    caption += " An arrow: steps beyond the edge." if beyond else ""
+    return row_figures("steps", "Step times", rows, mark, finish, "difference from the run's median step (%)", caption)
+
+
+def quality(runs: list[Run]) -> list[Drawing]:
+    """A drawing for each task and metric, with the standard error as a bar."""
+    from matplotlib.ticker import MaxNLocator
+
+    drawings = []
+    metrics = dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality)
+    for index, (metric, share) in enumerate(metrics):
+        scale = 100 if share else 1
+        rows = [
+            Row(run.label, run.rest, score.text, (score.value * scale, (score.stderr or 0) * scale))
+            for run in runs
+            for score in run.quality
+            if score.metric == metric
+        ]
+        low, high = min(row.data[0] - row.data[1] for row in rows), max(row.data[0] + row.data[1] for row in rows)
+        # Wide enough that a difference of a tenth of a point does not look like a gulf.
+        margin = max(0.08 * (high - low), ((2.0 if share else 0.04 * abs(high)) - (high - low)) / 2) or 1.0
+
+        def mark(axes, y: float, data: tuple[float, float]) -> None:
+            axes.errorbar([data[0]], [y], xerr=[data[1]], fmt="o", color=SERIES[0], capsize=4, clip_on=False)
+
+        def finish(axes, low=low - margin, high=high + margin, share=share) -> None:
+            axes.set_xlim(max(0, low) if share else low, min(100.5, high) if share else high)
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_formatter(lambda value, position: f"{value:.6g}")
+            axes.grid(True, axis="x")
+
+        better = "lower" if "perplexity" in metric else "higher"
+        drawings += row_figures(
+            f"quality-{index}",
+            f"Quality: {metric}",
+            rows,
+            mark,
+            finish,
+            f"{fitting(metric, ROOM / 2)}{' (%)' if share else ''}, {better} is better",
+            ""
+            if drawings
+            else "Scores of the model as it was timed; the bar is one standard error to either side, where the record has it.",
+        )
+    return drawings

@@ -1,0 +1,248 @@
+"""Records as the page needs them: what is missing or of another kind reads as None, and text is fit to be shown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from zero_inference.measure.steadiness import relative_range
+from zero_inference.records.records import STATUS_FAILED, number_of, value_at
+from zero_inference.runtime.text import printable
+
+SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
+LONGEST_TEXT = 2000
+
+
+def clean(text: str) -> str:
+    """The text without characters that a page cannot hold (U+FFFD in their place), at most `LONGEST_TEXT` long."""
+    text = printable(text.strip())
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One figure of a quality task; `value` and `stderr` as in the record, accuracies as shares of 1."""
+
+    metric: str
+    value: float
+    stderr: float | None
+    share: bool
+
+    @property
+    def text(self) -> str:
+        scale, unit = (100, " %") if self.share else (1, "")
+        spread = "" if self.stderr is None else f" ± {self.stderr * scale:.{1 if self.share else 2}f}"
+        return f"{self.value * scale:.{1 if self.share else 2}f}{spread}{unit}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One record; `number` is its row in the page's table, from 1. Times in s, throughputs in token/s, shares of 1.
+
+    `label` names it by its number and setting, `rest` by what else tells it from the page's other runs.
+    """
+
+    number: int
+    record: dict[str, Any]
+    several_gpus: bool = False
+    label: str = ""
+    rest: str = ""
+
+    def amount(self, key: str) -> float | None:
+        return value_at(self.record, key, "Float64")
+
+    def whole(self, key: str) -> int | None:
+        return value_at(self.record, key, "Int64")
+
+    def text(self, key: str) -> str | None:
+        value = value_at(self.record, key, "string")
+        return clean(value) if value else None
+
+    @property
+    def failed(self) -> bool:
+        return self.record.get("status") == STATUS_FAILED
+
+    @property
+    def model(self) -> str:
+        return self.text("model") or "model unknown"
+
+    @property
+    def short_model(self) -> str:
+        return self.model.rstrip("/").rpartition("/")[2] or self.model
+
+    @property
+    def engine(self) -> str:
+        return self.text("engine") or "engine unknown"
+
+    @property
+    def weights(self) -> str:
+        bits, dtype = self.whole("quant_bits"), self.text("dtype")
+        if bits is not None and bits < 16:
+            return f"int{bits}"
+        if bits is None and self.record.get("weight_quantize"):
+            return "quantized"
+        return SHORT_DTYPES.get(dtype, dtype) if dtype else "16 bit" if bits == 16 else "dtype unknown"
+
+    @property
+    def place(self) -> str:
+        if self.record.get("cpu_offload"):
+            return "host"
+        return "disk" if self.record.get("disk_offload") else "device"
+
+    @cached_property
+    def gpu_names(self) -> list[str]:
+        environment = self.record.get("environment")
+        gpus = environment.get("gpus") if isinstance(environment, dict) else None
+        names = [gpu.get("name") for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+        return [clean(name) for name in names if isinstance(name, str)]
+
+    @property
+    def gpus(self) -> str | None:
+        counts = Counter(self.gpu_names)
+        return ", ".join(f"{count} x {name}" for name, count in counts.items()) or None
+
+    @cached_property
+    def setting(self) -> str:
+        """Engine, place and kind of the weights and what else makes a line of its own in a plot."""
+        parts = [self.engine, self.place, self.weights]
+        if self.record.get("kv_offload"):
+            parts.append("KV on host")
+        if self.record.get("pin_memory") is False and self.place == "host" and self.engine in ("deepspeed", "stream"):
+            parts.append("pageable")
+        if (ranks := self.whole("world_size")) and ranks > 1:
+            parts.append(f"{ranks} ranks")
+        if self.several_gpus:
+            parts += dict.fromkeys(self.gpu_names)
+        return ", ".join(parts)
+
+    @property
+    def group(self) -> tuple[str, int | None, int | None]:
+        """Runs of one model at one prompt length and one number of generated tokens can be compared."""
+        return self.model, self.whole("prompt_len"), self.whole("gen_len")
+
+    @property
+    def group_name(self) -> str:
+        model, prompt, gen = self.group
+        lengths = [f"prompts of {prompt} tokens"] * (prompt is not None) + [f"{gen} generated"] * (gen is not None)
+        return ", ".join([model, *lengths])
+
+    @property
+    def decode_throughput(self) -> float | None:
+        value = None if self.failed else self.amount("decode_throughput")
+        return value if value and value > 0 else None
+
+    @property
+    def share_of_limit(self) -> float | None:
+        value = None if self.failed else self.amount("limit.fraction_of_limit")
+        return value if value is not None and value >= 0 else None
+
+    @property
+    def bound_by(self) -> str | None:
+        """What binds a decode step: link, disk, device_memory or matmul. Older records name none, but knew only link and disk."""
+        if self.share_of_limit is None:
+            return None
+        disk_bytes, disk_gbps = self.amount("transfers.disk_read_bytes_per_step"), self.amount("limit.disk_gbps")
+        link_bytes, link_gbps = self.amount("transfers.host_to_device_bytes_per_step"), self.amount("limit.link_gbps")
+        on_disk = disk_bytes and disk_gbps and (not link_gbps or disk_bytes / disk_gbps > (link_bytes or 0) / link_gbps)
+        return self.text("limit.bound_by") or ("disk" if on_disk else "link")
+
+    @cached_property
+    def _loops(self) -> list[dict[str, Any]]:
+        loops = self.record.get("loops")
+        return [loop for loop in loops if isinstance(loop, dict)] if isinstance(loops, list) else []
+
+    def loop_spread(self, key: str) -> float | None:
+        """The longest of the loops' times `key` (decode_s, total_s) less the shortest, as a share of their median; None below two
+        loops. The throughput, which is that of the median, is as uncertain."""
+        times = [each for loop in self._loops if (each := value_at(loop, key, "Float64")) is not None and each > 0]
+        return relative_range(times) if len(times) > 1 else None
+
+    @cached_property
+    def step_s(self) -> list[float]:
+        """Every decode step of every measured loop."""
+        steps = [loop.get("step_s") for loop in self._loops]
+        return [
+            seconds
+            for each in steps
+            if isinstance(each, list)
+            for step in each
+            if isinstance(step, (int, float)) and (seconds := number_of(step)) is not None and seconds > 0
+        ]
+
+    @property
+    def link_use(self) -> dict[str, float] | None:
+        """The parts of the link's time, or None where they were not observed."""
+        parts = {name: self.amount(f"link_use.{name}") for name in LINK_PARTS}
+        known = {name: max(0.0, value or 0.0) for name, value in parts.items()}
+        return known if sum(known.values()) > 0 and not self.failed else None
+
+    @cached_property
+    def quality(self) -> list[Score]:
+        """The scores of `quality`, which holds tasks: {"accuracy", "stderr"}, {"acc_norm", "acc_norm_stderr"},
+        {"pass_at_k": {k: share}, "stderr": {k: error}} or {"perplexity"}."""
+        tasks = self.record.get("quality")
+        found = []
+        for task, scores in tasks.items() if isinstance(tasks, dict) else ():
+            for name, value, stderr in _scores(scores if isinstance(scores, dict) else {"score": scores}):
+                found.append(
+                    Score(
+                        clean(name if task == name else f"{task} {name}"),
+                        value,
+                        stderr,
+                        share=name.startswith(("acc", "pass@")),
+                    )
+                )
+        return found
+
+
+def _scores(scores: dict[str, Any]):
+    for key in scores:
+        if key == "pass_at_k" and isinstance(scores[key], dict):
+            for k in scores[key]:
+                if (value := value_at(scores[key], k, "Float64")) is not None:
+                    errors = scores.get("stderr")
+                    yield f"pass@{k}", value, value_at(errors, k, "Float64") if isinstance(errors, dict) else None
+        elif key in ("acc", "accuracy", "acc_norm", "accuracy_norm", "score") or key.endswith("perplexity"):
+            if (value := value_at(scores, key, "Float64")) is not None:
+                own = value_at(scores, f"{key}_stderr", "Float64")
+                yield key, value, own if own is not None or "norm" in key else value_at(scores, "stderr", "Float64")
+
+
+def make_runs(records: list[dict[str, Any]]) -> list[Run]:
+    """The records as runs numbered in their order, each labelled by what tells it from the others."""
+    several_gpus = len({name for record in records for name in Run(0, record).gpu_names}) > 1
+    runs = [Run(number, record, several_gpus) for number, record in enumerate(records, start=1)]
+
+    def differs(of: Callable[[Run], Any]) -> bool:
+        return len({of(run) for run in runs}) > 1
+
+    models, batches = differs(lambda run: run.model), differs(lambda run: run.whole("batch_size"))
+    prompts, gens = differs(lambda run: run.whole("prompt_len")), differs(lambda run: run.whole("gen_len"))
+    for run in runs:
+        batch, prompt, gen = run.whole("batch_size"), run.whole("prompt_len"), run.whole("gen_len")
+        parts = [run.short_model] * models + [f"batch {batch}"] * (batches and batch is not None)
+        parts += [f"prompt {prompt}"] * (prompts and prompt is not None) + [f"{gen} generated"] * (
+            gens and gen is not None
+        )
+        object.__setattr__(run, "label", f"#{run.number} {run.setting}")
+        object.__setattr__(run, "rest", ", ".join(parts))
+    return runs
+
+
+def fastest_first(records: list[dict[str, Any]]) -> list[int]:
+    """The order of the page: runs that can be compared together, the fastest first, failed ones last in their group."""
+    runs = [Run(number, record) for number, record in enumerate(records)]
+    runs.sort(
+        key=lambda run: (
+            run.model,
+            *(length or 0 for length in run.group[1:]),
+            run.failed,
+            -(run.decode_throughput or 0),
+            run.number,
+        )
+    )
+    return [run.number for run in runs]

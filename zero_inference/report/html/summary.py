@@ -1,0 +1,145 @@
+"""The page's headline: which configuration is fastest, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero_inference.report.html.runs import Run
+
+NEAR_THE_LIMIT = 0.7
+LEADERS_NAMED = 3
+LINK_CAUSES = {
+    "slot_wait_s": "it waited for a free slot (the device computes longer than a layer copies)",
+    "host_late_s": "the host asked too late for the next layer",
+    "step_start_s": "a step began late (the host prepares the token)",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The fastest run of one model at one length, and those that the spread of the loops does not tell from it.
+
+    `leaders` are numbers and names, the fastest first, of which `more` are not named; `claim` is what can be said of them; `bound`
+    is of the first.
+    """
+
+    group: str
+    leaders: list[tuple[int, str]]
+    more: int
+    claim: str
+    speed: str
+    bound: str
+
+
+def counted(runs: list[Run]) -> str:
+    """How many runs of how many models, and how many failed."""
+    failed = sum(run.failed for run in runs)
+    models = len({run.model for run in runs})
+    text = f"{len(runs)} run{'s' * (len(runs) != 1)} of {models} model{'s' * (models != 1)}"
+    return text + (f"; {failed} failed." if failed else "; none failed." if len(runs) > 1 else ".")
+
+
+def findings(runs: list[Run]) -> list[Finding]:
+    """One for each group that has a good run, groups with the most runs first."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(run)
+    found = [_finding(group) for group in sorted(groups.values(), key=len, reverse=True)]
+    return [finding for finding in found if finding is not None]
+
+
+def _finding(runs: list[Run]) -> Finding | None:
+    def decode(run: Run) -> float | None:
+        return run.decode_throughput
+
+    def total(run: Run) -> float | None:
+        return None if run.failed else run.amount("total_throughput")
+
+    of, phase, key = (decode, "decode", "decode_s") if any(decode(run) for run in runs) else (total, "total", "total_s")
+    ranked = sorted((run for run in runs if of(run)), key=of, reverse=True)
+    if not ranked:
+        return None
+    best, others = ranked[0], {}
+    for run in ranked[1:]:  # the best of each other configuration
+        if _named(run) != _named(best):
+            others.setdefault(_named(run), run)
+    equal = [run for run in others.values() if _within_spread(best, run, of, key)]
+    rival = next((run for run in others.values() if run.setting != best.setting), None)
+    leaders = [best, *equal]
+    named = [(run.number, _named(run)) for run in leaders[:LEADERS_NAMED]]
+    speeds = number(of(best)) + (f" to {number(of(leaders[-1]))}" if equal else "")
+    speed, claim = f"{speeds} token/s in {phase}", "is fastest" if len(ranked) > 1 else "is the only run"
+    if equal:
+        claim = "are the fastest, and what is between them is within the spread of their loops"
+    elif rival is not None:
+        times = of(best) / of(rival)
+        speed += f", {times:.{2 if times < 1.1 else 1 if times < 100 else 0}f} times the next setting "
+        speed += f"({_named(rival)}: {number(of(rival))})"
+        if best.loop_spread(key) is None and rival.loop_spread(key) is None:
+            speed += "; how much loops differ was not recorded"
+    return Finding(best.group_name, named, len(leaders) - len(named), claim, speed, bound_in_words(best))
+
+
+def _within_spread(best: Run, other: Run, of: Callable[[Run], float], key: str) -> bool:
+    """Whether two throughputs differ by no more than the ranges of both runs' loops together; a run of one loop is taken to spread
+    as the other does. The ranges' sum, not their overlap: the ranges of two times two equal loops miss each other once in three."""
+    spreads = [run.loop_spread(key) for run in (best, other)]
+    known = [spread for spread in spreads if spread is not None]
+    if not known:
+        return False
+    first, second = (known[0] if spread is None else spread for spread in spreads)
+    return of(best) - of(other) <= first * of(best) + second * of(other)
+
+
+def _named(run: Run) -> str:
+    batch = run.whole("batch_size")
+    return run.setting if batch is None else f"{run.setting}, batch {batch}"
+
+
+def bound_in_words(run: Run) -> str:
+    """What bounds a decode step of this run, and how near it comes."""
+    share = run.share_of_limit
+    if share is None:
+        return "What bounds it was not measured."
+    what = _limit_named(run)
+    if share >= NEAR_THE_LIMIT:
+        return f"It is bound by {what}, and reaches {share:.1%} of that limit."
+    text = f"The nearest limit is {what}, of which it reaches {share:.1%}: something else is slow"
+    use = run.link_use
+    worst = max(LINK_CAUSES, key=use.get) if use else None
+    if worst and run.bound_by == "link" and use[worst] > 0.02 * sum(use.values()):
+        text += f"; where the link stood idle, mostly {LINK_CAUSES[worst]}"
+    return text + "."
+
+
+def _limit_named(run: Run) -> str:
+    def with_rate(name: str, key: str, unit: str, moved: str | None = None, verb: str = "") -> str:
+        rate, size = run.amount(key), run.amount(moved) if moved else None
+        amount = f"{size / 1e9:.1f} GB a step {verb}" if size else ""
+        return name + (f" ({amount}{rate:.1f} {unit})" if rate else "")
+
+    names = {
+        "link": lambda: with_rate(
+            "the host-to-device link", "limit.link_gbps", "GB/s", "transfers.host_to_device_bytes_per_step", "at "
+        ),
+        "disk": lambda: with_rate("the disk", "limit.disk_gbps", "GB/s", "transfers.disk_read_bytes_per_step", "at "),
+        "device_memory": lambda: with_rate("device memory", "limit.device_copy_gbps", "GB/s"),
+        "matmul": lambda: with_rate("matrix products", "limit.matmul_tflops", "TFLOP/s"),
+    }
+    return names.get(run.bound_by, lambda: run.bound_by)()
+
+
+def number(value: float) -> str:
+    """Three significant digits or all before the point, with a space between thousands."""
+    if value >= 100:
+        return f"{value:,.0f}".replace(",", "\u202f")
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """A duration with its unit, three significant digits."""
+    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= scale or unit == "µs":
+            return f"{value / scale:.0f} {unit}" if value >= 100 * scale else f"{value / scale:.3g} {unit}"
+    raise AssertionError("no unit left")

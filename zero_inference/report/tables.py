@@ -1,0 +1,202 @@
+"""Rows of figures as text: for a terminal, as Markdown, CSV or JSON. A column is declared once, and every format follows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_inference.runtime.text import printable
+from zero_inference.utils import GB
+
+FORMATS = ("table", "md", "csv", "json")
+NOT_KNOWN = "-"
+
+
+@dataclass(frozen=True)
+class Column:
+    """`name` is the key of a row and the header of csv and json; people read `header` and what `show` makes of a value.
+
+    `width` is how many characters are kept for a value where rows are printed before the next ones are known.
+    """
+
+    name: str
+    header: str
+    show: Callable[[Any], str] = str
+    numeric: bool = True
+    width: int = 7
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        return NOT_KNOWN if row.get(self.name) is None else printable(self.show(row[self.name]))
+
+
+def decimals(count: int) -> Callable[[float], str]:
+    return lambda value: f"{value:.{count}f}"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GB:.3f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def figures(value: float) -> str:
+    """Four significant digits, without an exponent."""
+    magnitude = 0 if value == 0 else len(str(int(abs(value)))) if abs(value) >= 1 else 1
+    small = next((extra for extra in range(8) if abs(value) * 10**extra >= 0.1), 8) if value else 0
+    return f"{value:.{max(0, 4 - magnitude) + (small if abs(value) < 1 else 0)}f}"
+
+
+def render(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[Column],
+    format: str,
+    *,
+    colour: bool = False,
+    width: int | None = None,
+    turn: bool = False,
+) -> str:
+    """The rows as text that ends in a newline; a key that a row lacks, or None, is a value that is not known.
+
+    `table` and `md` are for people, `csv` and `json` for programs, in full precision under the columns' names. With `turn`, a
+    table wider than `width` gets a line for each column instead, so that few rows of many figures can be read on any terminal.
+    Raises ValueError for another format.
+    """
+    if format == "csv":
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow([column.name for column in columns])
+        values = ([row.get(column.name) for column in columns] for row in rows)
+        writer.writerows([printable(value) if isinstance(value, str) else value for value in row] for row in values)
+        return out.getvalue()
+    if format == "json":
+        return (
+            json.dumps(
+                [{column.name: row.get(column.name) for column in columns} for row in rows], indent=2, allow_nan=False
+            )
+            + "\n"
+        )
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
+    texts = [[column.text(row) for column in columns] for row in rows]
+    if format == "md":
+        return markdown(columns, texts)
+    if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
+        columns, texts = turned(columns, texts)
+    return terminal_table(columns, texts, colour, width)
+
+
+def turned(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
+    """The same table with rows and columns exchanged; the first column's texts become the headers."""
+    headers = [Column("", columns[0].header, numeric=False), *(Column("", row[0]) for row in texts)]
+    return headers, [[column.header, *(row[index] for row in texts)] for index, column in enumerate(columns) if index]
+
+
+def shown_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[Column]:
+    """The columns that any row has a value for."""
+    return [column for column in columns if any(row.get(column.name) is not None for row in rows)]
+
+
+def markdown(columns: Sequence[Any], texts: list[list[str]]) -> str:
+    """A pipe table of `texts`; `columns` need `header` and `numeric`."""
+    from tabulate import tabulate
+
+    return (
+        tabulate(
+            [[text.replace("|", r"\|") for text in row] for row in texts],
+            headers=[column.header for column in columns],
+            tablefmt="pipe",
+            colalign=["right" if column.numeric else "left" for column in columns] if texts else None,
+            disable_numparse=True,
+        )
+        + "\n"
+    )
+
+
+def terminal_table(columns: Sequence[Any], texts: list[list[str]], colour: bool, width: int | None) -> str:
+    """A table of `texts` for a terminal of `width` columns, as wide as needed without one.
+
+    `columns` need `name` (the one named `error` is red), `header` and `numeric`.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        # Folded, never cut: a table too wide for the terminal still holds every digit.
+        table.add_column(column.header, justify="right" if column.numeric else "left", overflow="fold")
+    for row in texts:
+        # Text, not str: rich would read "[...]" in a name or an error as markup.
+        table.add_row(*(Text(text, "red" if column.name == "error" else "") for column, text in zip(columns, row)))
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width or 10_000, force_terminal=colour, color_system="standard" if colour else None
+    )
+    console.print(table)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines() if line.strip())
+
+
+class RowPrinter:
+    """Prints rows on stdout one by one, as soon as each is there: `table`, `md` and `csv`. The head comes with the first row.
+
+    A table's columns are as wide as the longest word of their header or their `width`; a value that is longer moves the rest of
+    its line.
+    """
+
+    def __init__(self, columns: Sequence[Column], format: str):
+        self.columns, self.format = columns, format
+        self.widths = [max(column.width, *map(len, column.header.split())) for column in columns]
+        self.begun = False
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        if self.format == "csv":
+            text = render([row], self.columns, "csv")
+            print(text if not self.begun else text.split("\n", 1)[1], end="", flush=True)
+        else:
+            if not self.begun:
+                print(*self._head(), sep="\n")
+            texts = [column.text(row) for column in self.columns]
+            if self.format == "md":
+                texts = [text.replace("|", r"\|") for text in texts]
+            print(self._line(texts), flush=True)
+        self.begun = True
+
+    def _head(self) -> list[str]:
+        if self.format == "md":
+            rule = [
+                "-" * (width + 1) + ":" if column.numeric else ":" + "-" * (width + 1)
+                for column, width in zip(self.columns, self.widths)
+            ]
+            return [self._line([column.header for column in self.columns]), f"|{'|'.join(rule)}|"]
+        wrapped = [
+            textwrap.wrap(column.header, width, break_long_words=False)
+            for column, width in zip(self.columns, self.widths)
+        ]
+        height = max(map(len, wrapped))
+        lines = [[""] * (height - len(lines)) + lines for lines in wrapped]
+        return [*(self._line(line) for line in zip(*lines)), "  ".join("-" * width for width in self.widths)]
+
+    def _line(self, texts: Sequence[str]) -> str:
+        cells = [
+            text.rjust(width) if column.numeric else text.ljust(width)
+            for text, column, width in zip(texts, self.columns, self.widths)
+        ]
+        return f"| {' | '.join(cells)} |" if self.format == "md" else "  ".join(cells).rstrip()
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format: str, turn: bool = False) -> None:
+    """`render` on stdout, in the width and with the colours of the terminal, if it is one."""
+    import shutil
+    import sys
+
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else None
+    print(render(rows, columns, format, colour=terminal, width=width, turn=turn), end="", flush=True)

@@ -1,0 +1,244 @@
+"""Our CUDA operators (`torch.ops.zero_inference`): one library of all sources in csrc, compiled by `pip install` where a CUDA
+torch and nvcc are there (setup.py), else at first use on a machine.
+
+The sources keep to torch's stable ABI of version 2.11. A build that cannot be made costs speed, never a run: whoever uses an
+operator has a way in PyTorch that gives the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from zero_inference.runtime.locks import held_lock
+
+SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
+OURS = "zero-inference/extensions"
+PREBUILT = "prebuilt"  # folder in an installed package
+WITHOUT_DEVICES = ("8.0", "9.0", "10.0")  # what is compiled for where no device says: A100, H100 and H200, B200
+DEFINES = [
+    "-DUSE_CUDA",
+    "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
+]  # USE_CUDA: the stable headers' CUDA declarations
+
+_reason: str | None = "not asked for yet"
+_tried = False
+
+
+def load_extension(progress_message: Callable[[str], None] | None = None) -> bool:
+    """Make `torch.ops.zero_inference` available, compiling it if this is the first time here; later calls only answer.
+
+    False without a CUDA device, with ZERO_INFERENCE_BUILD_CUDA=0, and where the build fails, which is told once.
+
+    Args:
+        progress_message: gets the line that says what takes a minute, and the warning that it failed; stderr if None.
+    """
+    global _tried, _reason
+    if not _tried:
+        _tried = True
+        _reason = _load(progress_message or (lambda line: print(line, file=sys.stderr, flush=True)))
+    return _reason is None
+
+
+def why_unavailable() -> str | None:
+    """Why the last `load_extension` said False, in a few words; None where it said True."""
+    return _reason
+
+
+def source_folder() -> Path:
+    """csrc, inside an installed package or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return package / "csrc" if (package / "csrc").is_dir() else package.parent / "csrc"
+
+
+def sources() -> list[Path]:
+    """All files to compile. Their names differ, because torch names the objects after them and not after their folders."""
+    return sorted(path for path in source_folder().rglob("*") if path.suffix in (".cu", ".cpp"))
+
+
+def _load(say: Callable[[str], None]) -> str | None:
+    """None if the operators are there, else why they are not."""
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "no CUDA device"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    try:
+        prebuilt = _prebuilt()
+        if prebuilt is not None:
+            torch.ops.load_library(str(prebuilt))
+            return None
+        architectures = _architectures()
+        name = _library_name(architectures)
+        folder = _cache_folder() / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
+            (folder / "lock").unlink(missing_ok=True)
+            library, mark = folder / f"{name}.so", folder / "complete"
+            if mark.exists() and library.exists() and mark.read_bytes() == _digest(library):
+                torch.ops.load_library(str(library))
+            else:  # also a file that lost its end, which would end the process when it is loaded
+                mark.unlink(missing_ok=True)
+                library.unlink(missing_ok=True)  # or ninja would find nothing to do
+                _check_compiler()
+                say("compiling the CUDA kernels (once on this machine, about a minute) ...")
+                _build(name, folder, architectures)
+                mark.write_bytes(_digest(library))
+    except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
+        reason = _in_one_line(error)
+        say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
+        return reason
+    return None
+
+
+def prebuild(folder: Path) -> str:
+    """Compile the library into `folder`, for setup.py, and return what it was compiled for.
+
+    Raises RuntimeError where torch is without CUDA, nvcc is not there or the build fails.
+    """
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is without CUDA")
+    _check_compiler()
+    architectures = (
+        _architectures() if torch.cuda.is_available() else os.environ.get("TORCH_CUDA_ARCH_LIST") or _known_to_nvcc()
+    )
+    name = _library_name(PREBUILT)
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    _build(name, work, architectures)
+    shutil.move(work / f"{name}.so", folder / f"{name}.so")
+    (folder / f"{name}.txt").write_text(architectures)
+    shutil.rmtree(work)
+    return architectures
+
+
+def _prebuilt() -> Path | None:
+    """The library that came with the package, if it is of these sources and this torch and serves the devices that are here."""
+    library = Path(__file__).resolve().parents[1] / PREBUILT / f"{_library_name(PREBUILT)}.so"
+    if not library.exists():
+        return None
+    entries = re.split(r"[;, ]+", library.with_suffix(".txt").read_text())
+    devices = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return library if all(any(_serves(entry, device) for entry in entries) for device in devices) else None
+
+
+def _known_to_nvcc() -> str:
+    from torch.utils import cpp_extension
+
+    known = subprocess.run(
+        [str(Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc"), "--list-gpu-code"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return ";".join(number for number in WITHOUT_DEVICES if f"sm_{number.replace('.', '')}" in known)
+
+
+def _check_compiler() -> None:
+    """Raises RuntimeError where a build need not be tried."""
+    from torch.utils import cpp_extension
+
+    if not sources():
+        raise RuntimeError(f"no sources in {source_folder()}")
+    if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
+        raise RuntimeError(
+            f"nvcc of CUDA {torch.version.cuda} was not found (looked on PATH, in CUDA_HOME and /usr/local/cuda)"
+        )
+
+
+def _build(name: str, folder: Path, architectures: str) -> None:
+    """Compile, link and load; raises whatever went wrong."""
+    from torch.utils import cpp_extension
+
+    # ninja lies beside the interpreter of an environment that need not be activated
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    with _environment(PATH=path, TORCH_CUDA_ARCH_LIST=architectures):
+        cpp_extension.load(
+            name,
+            [str(file) for file in sources()],
+            extra_cflags=["-O3", *DEFINES],
+            extra_cuda_cflags=["-O3", *DEFINES],
+            build_directory=str(folder),
+            is_python_module=False,
+        )
+
+
+def _architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST if it is set and serves the devices that are here, else a list of those devices."""
+    devices = sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    entries = [entry for entry in re.split(r"[;, ]+", given) if entry]
+    if entries and all(any(_serves(entry, device) for entry in entries) for device in devices):
+        return ";".join(entries)
+    return ";".join(f"{major}.{minor}" for major, minor in devices)
+
+
+def _serves(entry: str, device: tuple[int, int]) -> bool:
+    """Whether code for `entry` ("8.0", "8.0+PTX", "9.0a") runs on a device of this capability; unknown names do not."""
+    parts = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
+    if parts is None:
+        return False
+    version = int(parts[1]), int(parts[2])
+    if parts[3]:
+        return version == device
+    return version <= device and (parts[4] is not None or version[0] == device[0])
+
+
+def _library_name(architectures: str) -> str:
+    """Named after all that the library depends on, so that a changed source or torch makes a new one beside the old."""
+    digest = hashlib.sha256()
+    folder = source_folder()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+    for part in (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES):
+        digest.update(f"{part}\0".encode())
+    return f"zero_inference_{digest.hexdigest()[:16]}"
+
+
+def _digest(file: Path) -> bytes:
+    return hashlib.sha256(file.read_bytes()).hexdigest().encode()
+
+
+def trial_mark(*parts: str) -> Path:
+    """A file that says that kernels of this library passed a trial under the conditions `parts`."""
+    return _cache_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((_library_name("trial"), *parts)))
+
+
+def _cache_folder() -> Path:
+    """TORCH_EXTENSIONS_DIR where the user chose one (DeepSpeed's engine sets it to a folder in ours), else our cache."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given and OURS not in given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / OURS
+
+
+@contextmanager
+def _environment(**changes: str):
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _in_one_line(error: Exception) -> str:
+    """The line of a compiler's or linker's output that names the error, else the first line there is."""
+    text = f"{error}\n{error.__cause__ or ''}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    telling = [
+        line for line in lines[1:] if re.search(r"\berror\b|cannot find|cannot open|undefined symbol|not found", line)
+    ]
+    return (telling or lines)[0][:300]

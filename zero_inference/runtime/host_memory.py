@@ -1,0 +1,68 @@
+"""Exactly sized host memory, page-locked on request.
+
+torch rounds each pinned tensor up to a power of two, which costs up to half of the host memory for weights; mapping the
+pages and registering them with CUDA costs what the tensor holds, rounded to a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import resource
+import weakref
+
+import torch
+
+from zero_inference.errors import RunError
+
+HUGE_PAGE = 2 << 20
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not for the current one alone
+
+
+def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+    """Uninitialised host tensor of exactly `shape`; page-locked and usable by asynchronous copies where `pinned`.
+
+    Raises:
+        RunError: the memory is not there, or may not be locked.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    nbytes = numel * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would not be huge
+    except OSError as error:
+        raise RunError(
+            f"{nbytes / 2**30:.2f} GiB of host memory were asked for and refused ({error.strerror}); "
+            "quantize the weights, use --disk-offload or a machine with more memory."
+        ) from error
+    if nbytes >= HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = (ctypes.c_char * nbytes).from_buffer(pages)
+    flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
+    if pinned:
+        _page_lock(flat, buffer, pages)
+    return flat.view(shape)
+
+
+def _page_lock(tensor: torch.Tensor, buffer: ctypes.Array, pages: mmap.mmap) -> None:
+    cudart = torch.cuda.cudart()
+    pointer = tensor.data_ptr()
+    status = int(cudart.cudaHostRegister(pointer, tensor.numel() * tensor.element_size(), PORTABLE))
+    if status != 0:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        shown = "none" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.2f} GiB"
+        raise RunError(
+            f"{tensor.numel() * tensor.element_size() / 2**30:.2f} GiB of host memory could not be page-locked "
+            f"(CUDA error {status}, memlock limit {shown}); raise `ulimit -l` or use --pin-memory 0."
+        )
+    # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
+    weakref.finalize(buffer, _release, pointer, pages).atexit = False
+
+
+def _release(pointer: int, pages: mmap.mmap) -> None:
+    torch.cuda.cudart().cudaHostUnregister(pointer)

@@ -1,0 +1,106 @@
+"""Child processes: started so that no file of the current folder is run, and ended with all that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from zero_inference.runtime.signals import held
+
+GRACE_S = 15
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+_PRELUDE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1))\n"
+
+
+def isolated_python(code: str, *arguments: str) -> list[str]:
+    """A command that runs `code` with `arguments` in sys.argv[1:], and with this process's own module path.
+
+    Isolated mode alone would not find the package in a checkout, and without it `python -c` and `python -m` look for modules in
+    the current folder first, where a file may be called torch.py. (`-P` is newer than Python 3.10.)
+    """
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [sys.executable, "-I", "-c", _PRELUDE + code, json.dumps([*paths, _PACKAGE_PARENT]), *arguments]
+
+
+def isolated_module(name: str, *arguments: str) -> list[str]:
+    """`python -m name arguments`, as of `isolated_python`."""
+    return isolated_python(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
+
+
+def run_with_group(command: Sequence[str], output: Path, env: Mapping[str, str] | None = None) -> int:
+    """Run `command` in a process group of its own, all that it prints in `output`; its exit code.
+
+    However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory. So a
+    process between, which sees the end of this one by that of a pipe, leads the group. (PR_SET_PDEATHSIG reaches the first process
+    alone, and deepspeed's launcher, for one, tells its ranks nothing.)
+    """
+    leader = None
+    try:
+        with output.open("w") as out, held():  # a signal between its start and its name here would leave it behind
+            leader = subprocess.Popen(
+                isolated_python(_LEAD, *command),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                env=env,
+            )
+        return leader.wait()
+    finally:
+        if leader is not None:
+            leader.stdin.close()
+            try:
+                leader.wait()
+            except (KeyboardInterrupt, SystemExit):  # a further stop signal: go on without waiting
+                leader.terminate()
+                leader.wait()
+
+
+_LEAD = "from zero_inference.runtime.processes import lead; lead(sys.argv[1:])"
+
+
+def lead(command: Sequence[str]) -> NoReturn:
+    """Run `command` in a process group of its own and end as it does, but end the group where stdin ends, and at once on SIGTERM."""
+    process: subprocess.Popen | None = None
+    signal.signal(signal.SIGTERM, lambda *_: process is not None and _send(process, signal.SIGKILL))
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        _end_group(process)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    code = process.wait()
+    _end_group(process)
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)  # the thread may be reading
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """End the group that `process` leads, harder after `GRACE_S` seconds."""
+    for sent in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE_S
+        while _send(process, sent) and time.monotonic() < deadline:
+            process.poll()  # reaps the first process; as a zombie it would keep the group alive
+            sent = 0
+            time.sleep(0.05)
+
+
+def _send(process: subprocess.Popen, number: int) -> bool:
+    """Whether there is anything left of the group that `process` leads. Sends it a signal, or none for 0."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+        return True
+    return False
