@@ -15,9 +15,9 @@ def main() -> None:
     import torch
 
     from zero_inference.config import RunConfig
-    from zero_inference.engines import engine_module
     from zero_inference.models.prompts import read_prompts, text_ids
     from zero_inference.models.spec import load_tokenizer, resolve_model
+    from zero_inference.plan.plan import plan_run
     from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
     name = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
@@ -27,7 +27,7 @@ def main() -> None:
     def logits(config: RunConfig) -> torch.Tensor:
         spec = resolve_model(config, ranks.device.type)
         ids = text_ids(load_tokenizer(spec), read_prompts(None, 4), 64).to(ranks.device)
-        loaded = engine_module(config.engine).load(config, spec, ranks)
+        loaded = plan_run(config.validate(), spec, ranks).load()
         try:
             with torch.no_grad():
                 return loaded.model(ids).logits.double().cpu()

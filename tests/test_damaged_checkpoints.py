@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
 from zero_inference.models.prompts import random_ids
+from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.records.records import output_ids_sha256, read_records
 
@@ -211,5 +212,6 @@ def test_sizes_are_checked_before_lists_are_made_of_them(run, folder, changes, w
 def test_a_config_chooses_neither_kernels_nor_what_a_forward_returns(run, folder, expected, changes):
     change_config(folder, **changes)
     spec = resolve_model(RunConfig(model=str(folder)), "cpu")
-    assert spec.outline.config._attn_implementation == "sdpa" and spec.outline.config.return_dict
+    config = empty_model(spec).config
+    assert config._attn_implementation == "sdpa" and config.return_dict
     assert run()[::2] == (0, expected)

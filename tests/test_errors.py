@@ -472,7 +472,7 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
     program.write_text(
         "import os, sys, torch\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from zero_inference import generation\n"
+        "from zero_inference.measure import generation\n"
         "from zero_inference.cli import main\n"
         "def full(*args, **kwargs):\n"
         "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB.')\n"

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from zero_inference import utils
+from zero_inference.config import RunConfig
+from zero_inference.engines.base import Job
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.models.sizes import kv_cache_bytes, kv_layer_bytes, kv_widths_of
+from zero_inference.models.sizes import kv_widths_of, model_sizes
+from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
+from zero_inference.plan.plan import describe_job
+from zero_inference.runtime.distributed import detect_ranks
 
 BATCH, LENGTH = 3, 5
 SMALL = dict(
@@ -68,6 +73,12 @@ def spec_of(config) -> ModelSpec:
     return ModelSpec(name="small", config=config, folder=None, snapshot=None, dtype=torch.float32, dummy=True)
 
 
+def job_of(config, **options) -> Job:
+    """What a run with `LENGTH` positions, 2 of them generated, would have to keep."""
+    asked = RunConfig(model="small", batch_size=BATCH, prompt_len=LENGTH - 2, gen_len=2, **options)
+    return describe_job(asked, spec_of(config), detect_ranks())
+
+
 def cached_layers(config) -> list[int]:
     """Bytes of keys and values of each layer after a real forward in float32."""
     from transformers import AutoModelForCausalLM
@@ -88,10 +99,11 @@ def test_kv_bytes_are_those_of_a_real_cache(name):
 
     config = AutoConfig.for_model(**(BY_HEADS | BY_THE_MODEL)[name])
     layers = cached_layers(config)
-    spec = spec_of(config)
+    job = job_of(config)
     assert (sum(layers) > 0) == (name != "no-keys-and-values")
-    assert kv_cache_bytes(spec, BATCH, LENGTH) == sum(layers)
-    assert kv_layer_bytes(spec, BATCH, LENGTH) == max(layers)
+    assert job.kv_bytes() == job.kv_device_bytes == sum(layers) and job.kv_host_bytes == 0
+    offloaded = job_of(config, kv_offload=True)
+    assert (offloaded.kv_device_bytes, offloaded.kv_host_bytes) == (2 * max(layers), sum(layers))
     if name in BY_HEADS:
         assert utils.cache_bytes(config, BATCH, LENGTH) == sum(layers) // 2, "the log counts 2 bytes an element"
 
@@ -100,11 +112,12 @@ def test_a_model_that_looks_at_values_is_counted_by_its_heads():
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**BY_HEADS["gemma"])
-    spec = spec_of(config)
+    model = empty_model(spec_of(config))
 
     def looks_at_values(module, args, kwargs):
         return bool(kwargs["input_ids"].sum() > 0) and None
 
-    spec.outline.register_forward_pre_hook(looks_at_values, with_kwargs=True)
-    assert kv_widths_of(spec.outline) is None
-    assert kv_cache_bytes(spec, BATCH, LENGTH) == sum(cached_layers(config))
+    model.register_forward_pre_hook(looks_at_values, with_kwargs=True)
+    assert kv_widths_of(model) is None
+    widths = model_sizes(model, spec_of(config)).kv_widths
+    assert BATCH * LENGTH * sum(widths) * 4 == sum(cached_layers(config)), "float32"

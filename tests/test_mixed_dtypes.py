@@ -13,16 +13,16 @@ from torch import nn
 from transformers import GenerationConfig
 
 from zero_inference.config import RunConfig
-from zero_inference.engines import engine_module
-from zero_inference.engines.base import parameter_bytes
 from zero_inference.engines.deepspeed.quantization import plan_quantization
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.store import LayerStore
 from zero_inference.errors import RunError
 from zero_inference.measure.generation import use_repeatable_attention
 from zero_inference.models.prompts import random_ids
-from zero_inference.models.skeleton import empty_model
+from zero_inference.models.sizes import parameter_bytes
+from zero_inference.models.skeleton import build_skeleton, empty_model
 from zero_inference.models.spec import resolve_model
+from zero_inference.plan.plan import plan_run
 from zero_inference.records.records import output_ids_sha256
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
 
@@ -124,10 +124,7 @@ def load(folder, **options):
     ranks = detect_ranks()
     spec = resolve_model(config, "cpu")
     start_process_group(ranks)
-    engine = engine_module(config.engine)
-    engine.check(config, spec, ranks)
-    engine.footprint(config, spec, ranks, spec.outline)
-    return engine.load(config, spec, ranks), spec
+    return plan_run(config, spec, ranks).load(), spec
 
 
 def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -177,7 +174,7 @@ def test_experts_and_tokens_are_those_of_from_pretrained(family, dtype, way, che
     loaded, spec = load(folder, dtype=dtype, **WAYS[way], **disk)
     found_experts, found_ids = choices(loaded.model)
     assert same(found_experts, experts) and torch.equal(found_ids, ids)
-    assert loaded.weight_bytes == parameter_bytes(model) == parameter_bytes(spec.outline)
+    assert loaded.weight_bytes == parameter_bytes(model) == build_skeleton(spec).sizes.parameter_bytes
     loaded.close()
     if dtype == "bfloat16":
         for name, tensor in model.state_dict().items():

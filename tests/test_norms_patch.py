@@ -12,11 +12,11 @@ from torch import nn
 
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
-from zero_inference.engines import engine_module
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.norms import choice, patch_norms, unpatch_norms
 from zero_inference.norms.patch import why_not_patched
+from zero_inference.plan.plan import plan_run
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
 
@@ -218,10 +218,9 @@ def test_every_engine_generates_the_same(engine, options, checkpoints):
     ).validate()
     ranks = detect_ranks(None)
     spec = resolve_model(config, "cpu")
-    engine_module(engine).check(config, spec, ranks)
     start_process_group(ranks)
     try:
-        loaded = engine_module(engine).load(config, spec, ranks, lambda done: None)
+        loaded = plan_run(config, spec, ranks).load()
         ids = random_ids(0, 2, 9, VOCAB).to(loaded.device)
         expected = tokens(loaded.model, ids, 12)
         assert patch_norms(loaded.model) == 7
@@ -290,7 +289,7 @@ def test_switched_off_norms_are_left_alone(tmp_path, checkpoints):
 
 def test_the_record_says_how_many(tmp_path, checkpoints, monkeypatch):
     ids = record_of(tmp_path, checkpoints, "llama")[1]["output_ids_sha256"]
-    monkeypatch.setattr("zero_inference.run.prepare_norm_kernels", lambda *_: None)
+    monkeypatch.setattr("zero_inference.measure.session.prepare_norm_kernels", lambda *_: None)
     code, record = record_of(tmp_path, checkpoints, "llama")
     assert code == 0 and record["norm_modules_patched"] == 7 and record["norm_kernels_unused_because"] is None
     assert record["output_ids_sha256"] == ids
@@ -358,7 +357,7 @@ def test_a_trial_in_a_process_of_its_own_is_remembered_if_it_went_well(monkeypat
 
 
 def test_the_library_that_came_with_the_package_is_used_where_it_fits(monkeypatch, tmp_path):
-    monkeypatch.setattr(extension, "__file__", str(tmp_path / "extension.py"))
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "runtime" / "extension.py"))
     monkeypatch.setattr(extension, "_library_name", lambda what: f"zero_inference_{what}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))

@@ -399,7 +399,7 @@ def test_a_score_that_cannot_be_had_keeps_the_timings(data, small, tmp_path, mon
     def failing(*args):
         raise ValueError("no score")
 
-    monkeypatch.setattr(run_module, "_quality", failing)
+    monkeypatch.setattr(run_module, "score_run", failing)
     assert (
         main(
             [

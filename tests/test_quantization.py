@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from conftest import FAMILIES, VOCAB, need_smollm2
 
 from zero_inference.config import RunConfig
-from zero_inference.engines import engine_module
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
+from zero_inference.plan.plan import plan_run
 from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
 BOUND = {8: 0.02, 4: 0.15}
@@ -25,9 +25,7 @@ def logits_of(config: RunConfig, ids: torch.Tensor) -> tuple[torch.Tensor, dict]
     ranks = detect_ranks()
     spec = resolve_model(config, "cpu")
     start_process_group(ranks)
-    engine = engine_module(config.engine)
-    engine.check(config, spec, ranks)
-    loaded = engine.load(config, spec, ranks)
+    loaded = plan_run(config, spec, ranks).load()
     try:
         with torch.no_grad():
             return loaded.model(ids.to(loaded.device)).logits.float().cpu(), loaded.facts | {

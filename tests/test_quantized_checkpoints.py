@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
-from zero_inference.engines import engine_module
-from zero_inference.engines.base import parameter_bytes
 from zero_inference.errors import RunError
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.quantized import BlockScales, plain_tensors
+from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
+from zero_inference.plan.plan import plan_run
 from zero_inference.records.records import output_ids_sha256, read_records
 from zero_inference.runtime.distributed import detect_ranks
 
@@ -121,9 +121,9 @@ def run(folder, out, *options) -> int:
 def load(folder, dtype: str):
     """The model of a resident run, and what it was planned to take."""
     config, ranks = RunConfig(model=str(folder), engine="resident", dtype=dtype).validate(), detect_ranks()
-    spec, engine = resolve_model(config, ranks.device.type), engine_module("resident")
-    planned = engine.footprint(config, spec, ranks, spec.outline).device
-    loaded = engine.load(config, spec, ranks)
+    plan = plan_run(config, resolve_model(config, ranks.device.type), ranks)
+    planned = plan.weights.footprint.device
+    loaded = plan.load()
     assert planned == loaded.weight_bytes == parameter_bytes(loaded.model)
     assert loaded.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
     return loaded.model, planned

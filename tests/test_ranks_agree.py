@@ -16,8 +16,9 @@ import torch
 from zero_inference.runtime import distributed
 from zero_inference.measure import limits
 from zero_inference.config import RunConfig
-from zero_inference.engines import deepspeed as engine
+
 from zero_inference.models.spec import resolve_model
+from zero_inference.plan.plan import describe_job, make_plan, plan_run
 rank = int(os.environ["RANK"])
 ranks = distributed.detect_ranks()
 """
@@ -30,9 +31,8 @@ config = RunConfig(model=sys.argv[1], dtype="float32", cpu_offload=True, batch_s
 spec = resolve_model(config, "cpu")
 distributed.start_process_group(ranks)
 if rank == 1:  # what a plan asks is asked of one rank alone, and must wait for nobody
-    engine.footprint(config, spec, ranks, spec.outline)
-engine.check(config, spec, ranks)
-loaded = engine.load(config, spec, ranks)
+    make_plan(describe_job(config, spec, ranks))
+loaded = plan_run(config, spec, ranks).load()
 ids = torch.arange(8).view(1, 8) + 3
 output = loaded.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
 zero = loaded.facts["ds_config"]["zero_optimization"]

@@ -363,7 +363,7 @@ def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(ca
     from zero_inference.plan import memory as memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 60 << 30)
-    monkeypatch.setattr(memory_plan, "_disk_free", lambda folder: 0)
+    monkeypatch.setattr(memory_plan, "disk_free_bytes", lambda folder: 0)
     asked = ["run_model.py", "--dummy", "--model", "opt-66b", "--cpu-offload", "--batch-size", "64"]
     assert main([*asked, "--dry-run"]) == 2
     advice = capfd.readouterr().out.split("It would with one of: ")[1].strip().removesuffix(".")
@@ -384,7 +384,7 @@ def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu
     from zero_inference.plan import memory as memory_plan
 
     monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 35 << 30)
-    monkeypatch.setattr(memory_plan, "_disk_free", lambda folder: 1 << 40)
+    monkeypatch.setattr(memory_plan, "disk_free_bytes", lambda folder: 1 << 40)
     asked = ["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b"]
     for given, advice in (
         ([], "--disk-offload"),

@@ -271,12 +271,12 @@ def test_several_processes_may_ask_about_one_file(tmp_path):
 
 
 def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_path, monkeypatch):
-    from zero_inference.plan import memory as memory_plan
+    from zero_inference import run as run_module
 
     def fails(*args):
         raise ConnectionError("the hub is gone")
 
-    monkeypatch.setattr(memory_plan, "refuse_hopeless", fails)
+    monkeypatch.setattr(run_module, "refuse_hopeless", fails)
     code, _, error = run()
     record = read_records(tmp_path / "run.jsonl")[-1]
     assert (

@@ -16,7 +16,6 @@ import torch
 from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, too_few_gpus, without_gpus
 
 from zero_inference.config import RunConfig
-from zero_inference.engines import engine_module
 from zero_inference.engines.stream.layout import LayerLayout
 from zero_inference.engines.stream.residency import decide_residency
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
@@ -29,6 +28,7 @@ from zero_inference.measure.limits import LinkRate
 from zero_inference.measure.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
+from zero_inference.plan.plan import plan_run
 from zero_inference.records.records import output_ids_sha256
 from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
@@ -99,9 +99,7 @@ def load(folder, **options):
     ranks = detect_ranks()
     spec = resolve_model(config, ranks.device.type)
     start_process_group(ranks)
-    engine = engine_module(config.engine)
-    engine.check(config, spec, ranks)
-    return engine.load(config, spec, ranks), spec, ranks
+    return plan_run(config, spec, ranks).load(), spec, ranks
 
 
 def generate(loaded, spec, ranks, gen_len=GEN, loops=2):
@@ -518,9 +516,7 @@ def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     with pytest.raises(DoesNotFit, match="--ring-depth 4 or less"):
         decide_residency(eight, 0, 6 * gib, 2, 5)
     squeezed = decide_residency(eight, 0, 6 * gib, 3, None)
-    assert len(squeezed.resident) == 3 and squeezed.depth == 3, (
-        "an automatic ring makes room for what was asked to stay"
-    )
+    assert len(squeezed.resident) == 3 and squeezed.depth == 3, "an automatic ring gives way to what was asked to stay"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -530,18 +526,18 @@ def test_plans_fit_and_their_advice_works(seed):
         layouts = layouts_of(
             *[draw.randint(1, 40) << 26 for _ in range(draw.randint(2, 24))], workspace=draw.choice([0, 1 << 27])
         )
-        room, depth = draw.randint(1 << 28, 40 << 30), draw.choice([None, None, 2, 3, 9])
+        free, depth = draw.randint(1 << 28, 40 << 30), draw.choice([None, None, 2, 3, 9])
         wanted = draw.choice([None, 0, draw.randint(0, 300) / 10])
         try:
-            plan = decide_residency(layouts, 0, room, wanted, depth)
+            plan = decide_residency(layouts, 0, free, wanted, depth)
         except DoesNotFit as error:
             advice = dict(re.findall(r"--(gpu-memory|ring-depth) ([0-9.]*[0-9])", str(error).partition("for them:")[2]))
             if not advice:
-                assert 2 * max(layout.nbytes for layout in layouts) + layouts[0].workspace_bytes > room
+                assert 2 * max(layout.nbytes for layout in layouts) + layouts[0].workspace_bytes > free
                 continue
             gib = float(advice["gpu-memory"]) if "gpu-memory" in advice else wanted
-            plan = decide_residency(layouts, 0, room, gib, int(advice.get("ring-depth", depth or 0)) or None)
-        assert plan.device_bytes <= room and len(plan.resident) + len(plan.streamed) == len(layouts)
+            plan = decide_residency(layouts, 0, free, gib, int(advice.get("ring-depth", depth or 0)) or None)
+        assert plan.device_bytes <= free and len(plan.resident) + len(plan.streamed) == len(layouts)
 
 
 def test_the_ring_covers_as_much_time_over_several_links():

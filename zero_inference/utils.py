@@ -38,7 +38,7 @@ LOG_LINES = (
 )  # fmt: skip
 
 
-def model_bytes(config: Any) -> int:
+def model_bytes(config: Any, *, parameters: int | None = None) -> int:
     """Bytes of all parameters at 2 bytes each.
 
     An object without a `model_type` (it only needs `hidden_size` h, `num_hidden_layers` L and
@@ -46,10 +46,10 @@ def model_bytes(config: Any) -> int:
     per layer `h(3h+1) + h(h+1) + h(4h+1) + 4h(h+1) + 4h`, and `V(h+1)` once. It counts weights and
     biases of a classical block, but no positions, so it is 0.03% below the exact count of opt-66b and
     1.2% below that of opt-125m. Every other transformers config is counted exactly, see
-    `exact_parameter_bytes`.
+    `exact_parameter_bytes`; `parameters` is that count, where a model of `config` is there already.
     """
     if getattr(config, "model_type", None) and config.model_type not in CLASSICAL_MODEL_TYPES:
-        return exact_parameter_bytes(config)
+        return exact_parameter_bytes(config) if parameters is None else 2 * parameters
     h, layers, vocab = config.hidden_size, config.num_hidden_layers, config.vocab_size
     attention = h * (3 * h + 1) + h * (h + 1)
     mlp = h * (4 * h + 1) + 4 * h * (h + 1)

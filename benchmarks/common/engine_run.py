@@ -22,11 +22,11 @@ def loaded_by_options(description: str) -> tuple[RunConfig, ModelSpec, Ranks, Lo
     args = parser.parse_args()
     config = RunConfig(**{name: getattr(args, name) for name in FIELD_NAMES}).validate()
 
-    from zero_inference.engines import engine_module
     from zero_inference.models.spec import resolve_model
+    from zero_inference.plan.plan import plan_run
     from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
     ranks = detect_ranks(args.local_rank)
     spec = resolve_model(config, ranks.device.type)
     start_process_group(ranks)
-    return config, spec, ranks, engine_module(config.engine).load(config, spec, ranks)
+    return config, spec, ranks, plan_run(config, spec, ranks).load()

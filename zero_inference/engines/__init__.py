@@ -1,4 +1,4 @@
-"""How a model is run: one file an engine, behind the small protocol of `zero_inference.engines.base`."""
+"""How a model is run: a module an engine, behind the protocol that `zero_inference.engines.base` describes."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _ENGINES = {
 
 
 def engine_module(name: str):
-    """The module of engine `name`; it has `check(config, spec, ranks)` and `load(config, spec, ranks) -> LoadedModel`."""
+    """The module of engine `name`, with the functions `connect`, `plan`, `check` and `load`."""
     return import_module(_ENGINES[name])

@@ -4,75 +4,78 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from zero_inference.config import RunConfig
-from zero_inference.engines.base import Footprint, LoadedModel, Transfers, parameter_bytes
+from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
-from zero_inference.models.skeleton import empty_model
-from zero_inference.models.spec import ModelSpec
-from zero_inference.runtime.distributed import Ranks
+from zero_inference.models.sizes import parameter_bytes
+from zero_inference.runtime.transfers import Transfers
+
+connect = no_communicator
 
 
-def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Raises UsageError: several ranks, or an offload folder that cannot be used or has too little space."""
-    if ranks.world_size > 1:
+def plan(job: Job) -> EnginePlan:
+    """accelerate brings one module's own weights at a time; disk offload still loads through host memory.
+
+    Raises:
+        UsageError: several ranks.
+    """
+    if job.ranks.world_size > 1:
         raise UsageError(
-            f"--engine accelerate runs in one process and {ranks.world_size} were started: start one, "
+            f"--engine accelerate runs in one process and {job.ranks.world_size} were started: start one, "
             "or use --engine deepspeed."
         )
-    model = spec.outline
-    if config.disk_offload and not config.dry_run:
-        check_offload_folder(config.offload_path, parameter_bytes(model))
+    largest = max(p.numel() * p.element_size() for p in job.skeleton.model.parameters())
+    total = job.sizes.parameter_bytes
+    footprint = Footprint(device=largest, host=total, disk=total if job.config.disk_offload else 0)
+    return EnginePlan(job, footprint, pinned=False)
 
 
-def load(
-    config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None
-) -> LoadedModel:
+def check(plan: EnginePlan) -> None:
+    """Raises UsageError: an offload folder that cannot be used or has too little space."""
+    if plan.job.config.disk_offload and not plan.job.config.dry_run:  # the plan has a line for it
+        check_offload_folder(plan.job.config.offload_path, plan.footprint.disk)
+
+
+def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedModel:
     """Load into host memory, then `cpu_offload` or `disk_offload` with the device to execute on."""
     from accelerate import cpu_offload, disk_offload
 
-    model = empty_model(spec)
+    config, spec, device = plan.job.config, plan.job.spec, plan.job.ranks.device
+    model = plan.job.skeleton.model
 
     def adopt(name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.cpu()
 
-    load_weights(model, spec, config.seed, ranks.device, adopt, progress)
+    load_weights(model, spec, config.seed, device, adopt, progress)
     weight_bytes = parameter_bytes(model)
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
     if workspace:
         try:
             _write_weights(model, workspace.path)
-            disk_offload(model, str(workspace.path), execution_device=ranks.device)
+            disk_offload(model, str(workspace.path), execution_device=device)
         except BaseException:
             workspace.close()
             raise
     else:
-        cpu_offload(model, execution_device=ranks.device)
+        cpu_offload(model, execution_device=device)
     # its parameters are on the meta device between forwards, which `generate` takes for the place of the inputs
     warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
     transfers = Transfers()
     _count_reads(model, transfers, from_disk=workspace is not None)
     return LoadedModel(
         model=model,
-        device=ranks.device,
+        device=device,
         dtype=spec.dtype,
         weight_bytes=weight_bytes,
         transfers=transfers,
         close=workspace.close if workspace else lambda: None,
     )
-
-
-def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
-    """accelerate brings one module's own weights at a time; disk offload still loads through host memory."""
-    largest = max(p.numel() * p.element_size() for p in model.parameters())
-    total = parameter_bytes(model)
-    return Footprint(device=largest, host=total, disk=total if config.disk_offload else 0)
 
 
 def _write_weights(model: torch.nn.Module, folder: Path) -> None:

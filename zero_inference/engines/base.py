@@ -1,23 +1,104 @@
-"""What an engine hands over: a model to call, what it stored, and counters of what it moves.
+"""What an engine is: four functions, what they are told and what they hand over.
 
-An engine is a module with three functions:
+An engine is a module with
 
-    check(config, spec, ranks)                             raises UsageError before anything is loaded
-    load(config, spec, ranks, progress) -> LoadedModel     raises RunError when loading goes wrong
-    footprint(config, spec, ranks, model) -> Footprint     what the weights of a rank take, from a meta model
+    connect(ranks) -> Any                        a communicator of its own, made before free memory is read; None if it needs none
+    plan(job) -> EnginePlan                      what will lie where, by arithmetic alone; raises UsageError
+    check(plan)                                  whether the machine has what the plan needs besides memory; raises UsageError
+    load(plan, progress) -> LoadedModel          raises RunError when loading goes wrong
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from zero_inference.engines.stream.timeline import Timeline
+from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
+from zero_inference.kv_cache.host import SLOTS
+from zero_inference.models.sizes import ModelSizes, activation_bytes
+from zero_inference.models.skeleton import Skeleton
+from zero_inference.models.spec import ModelSpec
+from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
+
+if TYPE_CHECKING:
+    from zero_inference.engines.stream.timeline import LinkUse
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run as an engine sees it: what was asked, of which model, on which device; and the sizes that follow from it alone.
+
+    Attributes:
+        free_device_bytes: of each rank's device, the least of all ranks where they are connected; None for a CPU, where the
+            device is host memory.
+        group: what the engine's `connect` gave.
+    """
+
+    config: RunConfig
+    spec: ModelSpec
+    ranks: Ranks
+    skeleton: Skeleton
+    free_device_bytes: int | None
+    group: Any = None
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return self.skeleton.sizes
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.ranks.device.type == "cuda"
+
+    @property
+    def rank_batch(self) -> int:
+        """Sequences of a rank."""
+        return self.config.batch_size // self.ranks.world_size or 1
+
+    @property
+    def length(self) -> int:
+        """Positions of a sequence, prompt and generated tokens."""
+        return self.config.prompt_len + self.config.gen_len
+
+    @property
+    def pin_weights(self) -> bool:
+        """Whether weights in host memory are to be page-locked: as asked, and by default where a GPU copies them."""
+        if self.config.offload == "gpu":
+            return False
+        return self.on_gpu if self.config.pin_memory is None else self.config.pin_memory
+
+    def kv_bytes(self, length: int | None = None) -> int:
+        """Keys and values of a rank's sequences in all layers, in the model's dtype, at `length` positions (default: all).
+
+        Sliding windows are not taken off: the caches of this package keep all positions.
+        """
+        return self._kv_bytes(sum(self.sizes.kv_widths), length)
+
+    @property
+    def kv_device_bytes(self) -> int:
+        """What of them is on the device: all, or the slots that layers in host memory pass through."""
+        widths = self.sizes.kv_widths
+        return SLOTS * self._kv_bytes(max(widths, default=0)) if self.config.kv_offload else self.kv_bytes()
+
+    @property
+    def kv_host_bytes(self) -> int:
+        return self.kv_bytes() if self.config.kv_offload else 0
+
+    @property
+    def activation_bytes(self) -> int:
+        """An estimate, of a rank's prefill."""
+        return activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
+
+    def _kv_bytes(self, width: int, length: int | None = None) -> int:
+        positions = self.length if length is None else length
+        return self.rank_batch * positions * width * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -28,6 +109,32 @@ class Footprint:
     host: int = 0
     pinned: int = 0
     disk: int = 0
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What an engine will do with the weights. Engines add what they need for loading.
+
+    Attributes:
+        pinned: whether the weights that wait in host memory are page-locked.
+    """
+
+    job: Job
+    footprint: Footprint
+    pinned: bool
+
+
+class Timeline(Protocol):
+    """An engine's own record of its copies and layers."""
+
+    def restart(self) -> None:
+        """Forget everything: a generation begins."""
+
+    def link_use(self) -> LinkUse | None:
+        """What this rank's link did in the decode steps of the last generation; None before the second of them."""
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """Write the last generation as a Chrome trace."""
 
 
 @dataclass
@@ -57,6 +164,10 @@ class LoadedModel:
     page_locked: Sequence[torch.Tensor] = ()
 
 
+def no_communicator(ranks: Ranks) -> None:
+    """The `connect` of an engine that brings ranks together by the default process group alone."""
+
+
 def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
     """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
     last = shape[-1]
@@ -69,8 +180,3 @@ def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int
     return UsageError(
         f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}."
     )
-
-
-def parameter_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters, tied ones once."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from zero_inference.config import RunConfig
-from zero_inference.engines.base import Footprint, LoadedModel, parameter_bytes
+from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
 from zero_inference.models.checkpoint import load_weights
-from zero_inference.models.skeleton import empty_model
-from zero_inference.models.spec import ModelSpec
-from zero_inference.runtime.distributed import Ranks
+from zero_inference.models.sizes import parameter_bytes
+
+connect = no_communicator
 
 
-def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Nothing beyond what every engine needs: that transformers can build the model."""
-    _ = spec.outline
-
-
-def load(
-    config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None
-) -> LoadedModel:
+def plan(job: Job) -> EnginePlan:
     """Each rank holds the whole model and its share of the batch."""
-    model = empty_model(spec)
+    return EnginePlan(job, Footprint(device=job.sizes.parameter_bytes), pinned=False)
+
+
+def check(plan: EnginePlan) -> None:
+    """Nothing beyond what every engine needs."""
+
+
+def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedModel:
+    """Put each weight on the device as it is read."""
+    job, model = plan.job, plan.job.skeleton.model
+    device = job.ranks.device
 
     def adopt(name: str, parameter: torch.nn.Parameter) -> None:
-        parameter.data = parameter.data.to(ranks.device)
+        parameter.data = parameter.data.to(device)
 
-    load_weights(model, spec, config.seed, ranks.device, adopt, progress)
-    model.to(ranks.device)  # buffers
-    return LoadedModel(model=model, device=ranks.device, dtype=spec.dtype, weight_bytes=parameter_bytes(model))
-
-
-def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
-    return Footprint(device=parameter_bytes(model))
+    load_weights(model, job.spec, job.config.seed, device, adopt, progress)
+    model.to(device)  # buffers
+    return LoadedModel(model=model, device=device, dtype=job.spec.dtype, weight_bytes=parameter_bytes(model))

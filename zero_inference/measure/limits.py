@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from zero_inference.config import RunConfig
+from zero_inference.engines.base import Job
 from zero_inference.engines.stream.timeline import LinkUse, Timeline
 from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gbps, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
 from zero_inference.link.disk import disk_read_gbps
-from zero_inference.models.sizes import kv_cache_bytes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.distributed import Ranks
 
@@ -191,19 +191,16 @@ def _if_there_is_room(measure: Callable[[], float]) -> float | None:
         return None
 
 
-def least_work(config: RunConfig, spec: ModelSpec, ranks: Ranks, weight_bytes: int) -> LeastWork:
+def least_work(job: Job, weight_bytes: int) -> LeastWork:
     """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
 
     Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. What is idle is
     taken off at its unquantized size, which an engine may not exceed: the bound errs to the low side.
     """
-    model = spec.outline
-    idle = _idle_parameters(model, spec)
-    idle_bytes = sum(numel * dtype.itemsize for numel, dtype in idle)
-    active = sum(p.numel() for p in model.parameters()) - sum(numel for numel, _ in idle)
-    batch = config.batch_size // ranks.world_size
-    kv = kv_cache_bytes(spec, batch, config.prompt_len + config.gen_len // 2)
-    return LeastWork(device_bytes=max(0, weight_bytes - idle_bytes) + kv, flops=2 * active * batch)
+    sizes, config = job.sizes, job.config
+    active = sizes.parameters - sizes.idle_parameters
+    kv = job.kv_bytes(config.prompt_len + config.gen_len // 2)
+    return LeastWork(device_bytes=max(0, weight_bytes - sizes.idle_bytes) + kv, flops=2 * active * job.rank_batch)
 
 
 def decode_limits(
@@ -277,25 +274,3 @@ def idle_in_words(link_use: dict[str, float]) -> str | None:
     if not total or link_use[worst] < 0.02 * total:
         return None
     return f"the link stood idle {1 - link_use['busy_s'] / total:.1%} of the time, mostly {causes[worst]}"
-
-
-def _idle_parameters(model, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
-    """Elements, with their dtype, that a token of one sequence does not touch: rows of an embedding, experts not chosen."""
-    head = model.get_output_embeddings()
-    idle = [
-        (module.weight.numel(), module.weight.dtype)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight)
-    ]
-    config = spec.text_config
-    experts = next(
-        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0
-    )
-    chosen = getattr(config, "num_experts_per_tok", None) or experts
-    if experts:
-        idle += [
-            (p.numel() * (experts - chosen) // experts, p.dtype)
-            for name, p in model.named_parameters()
-            if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2)
-        ]
-    return idle

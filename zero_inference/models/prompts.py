@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
+from zero_inference.models.spec import ModelSpec, load_tokenizer
 from zero_inference.runtime.text import first_line
 
 TEXT = (
@@ -22,6 +25,27 @@ TEXT = (
     "everything that was late.",
     "The capital of France is Paris, the capital of Italy is Rome, and the capital of Japan is Tokyo. The capital of Spain is",
 )
+
+
+def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
+    """The prompts of a run: ids int64 [batch, prompt_len], the tokenizer (None without one) and what to say about them, if anything.
+
+    Raises:
+        UsageError: the prompts or the tokenizer cannot be used.
+    """
+    tokenizer = load_tokenizer(spec)
+    if tokenizer is not None:
+        lines = read_prompts(config.prompts, config.batch_size)
+        return (
+            readable_ids(spec.name, tokenizer, lines, config.prompt_len, spec.text_config.vocab_size),
+            tokenizer,
+            None,
+        )
+    if config.prompts:
+        raise UsageError(f"--prompts {config.prompts}: {spec.name} has no tokenizer to read it with; drop --prompts.")
+    note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
+    ids = random_ids(config.seed, config.batch_size, config.prompt_len, spec.text_config.vocab_size)
+    return ids, None, note
 
 
 def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> torch.Tensor:

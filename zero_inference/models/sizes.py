@@ -1,31 +1,62 @@
-"""What a run of a model takes beside its weights, before any weight is read."""
+"""Exact sizes of a model and of what a run of it keeps beside its weights, counted before any weight is read.
+
+Everything that decides (plan, residency, limits) reads these. The rounder formulas of `zero_inference.utils` are for the log.
+"""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from zero_inference.models.spec import ModelSpec
+from zero_inference.utils import kv_width
 
 
-def kv_cache_bytes(spec: ModelSpec, batch: int, length: int) -> int:
-    """Bytes of keys and values of `batch` sequences of `length` positions in all layers, in the model's dtype.
+@dataclass(frozen=True)
+class ModelSizes:
+    """What `model_sizes` counted. Tied weights count once.
 
-    Sliding windows are not taken off: the caches of this package keep all positions.
+    Attributes:
+        parameters: elements of all parameters.
+        parameter_bytes: their bytes, each in the dtype that it is computed in.
+        idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen.
+        idle_bytes: the bytes of those, unquantized.
+        kv_widths: elements of keys and values together that a position adds to the cache, of each layer that keeps any.
     """
-    return batch * length * sum(spec.kv_widths) * spec.dtype.itemsize
+
+    parameters: int
+    parameter_bytes: int
+    idle_parameters: int
+    idle_bytes: int
+    kv_widths: tuple[int, ...]
 
 
-def kv_layer_bytes(spec: ModelSpec, batch: int, length: int) -> int:
-    """The same of the one layer that keeps most."""
-    return batch * length * max(spec.kv_widths, default=0) * spec.dtype.itemsize
+def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
+    """Count a model without weights (see `models.skeleton`). To be called before an engine fills it: it may take parameters apart."""
+    idle = _idle_parameters(model, spec)
+    widths = kv_widths_of(model)
+    return ModelSizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        parameter_bytes=parameter_bytes(model),
+        idle_parameters=sum(numel for numel, _ in idle),
+        idle_bytes=sum(numel * dtype.itemsize for numel, dtype in idle),
+        kv_widths=tuple(_kv_widths_by_config(spec) if widths is None else widths),
+    )
 
 
-def kv_widths_of(model) -> list[int] | None:
+def parameter_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
     """Elements of keys and values of one position, of each layer that caches any, by one token through `model` on the meta device.
 
-    None where the model cannot run there, because it looks at values.
+    That is what the model itself puts in a cache: latent attention caches other widths than its heads have, and layers may
+    differ, share a cache or keep none. None where the model cannot run there, because it looks at values.
     """
     from transformers import DynamicCache
 
@@ -52,3 +83,29 @@ def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:
         4 * h,
     )
     return batch * prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize + 2 * batch * config.vocab_size * 4
+
+
+def _kv_widths_by_config(spec: ModelSpec) -> list[int]:
+    return [2 * kv_width(spec.text_config)] * spec.text_config.num_hidden_layers
+
+
+def _idle_parameters(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
+    """Elements, with their dtype, that a token of one sequence does not touch: rows of an embedding, experts not chosen."""
+    head = model.get_output_embeddings()
+    idle = [
+        (module.weight.numel(), module.weight.dtype)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight)
+    ]
+    config = spec.text_config
+    experts = next(
+        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0
+    )
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    if experts:
+        idle += [
+            (p.numel() * (experts - chosen) // experts, p.dtype)
+            for name, p in model.named_parameters()
+            if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2)
+        ]
+    return idle

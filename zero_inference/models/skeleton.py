@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from zero_inference.errors import UsageError
+from zero_inference.models.sizes import ModelSizes, model_sizes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.text import first_line
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model without weights, built once a run: counted, planned with, and then filled by the engine that loads it.
+
+    Attributes:
+        model: the transformers model, as `empty_model` makes it. Loading changes it; `sizes` were counted before.
+    """
+
+    model: Any
+    sizes: ModelSizes
+
+
+def build_skeleton(spec: ModelSpec) -> Skeleton:
+    """Build and count the model of `spec`. Raises as `empty_model`."""
+    model = empty_model(spec)
+    return Skeleton(model, model_sizes(model, spec))
 
 
 def empty_model(spec: ModelSpec):

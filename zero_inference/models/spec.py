@@ -6,7 +6,6 @@ import json
 import math
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,34 +74,7 @@ class ModelSpec:
     @property
     def max_positions(self) -> int | None:
         """Positions the model was made for, or None where it has no such limit (ALiBi)."""
-        config = self.text_config
-        if getattr(config, "model_type", "") == "bloom":
-            return None
-        for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-            value = getattr(config, key, None)
-            if isinstance(value, int) and value > 0:
-                return value
-        return None
-
-    @cached_property
-    def outline(self):
-        """The model on the meta device, built once and only for reading: names, shapes, what is tied. Raises as `empty_model`."""
-        from zero_inference.models.skeleton import empty_model
-
-        return empty_model(self)
-
-    @cached_property
-    def kv_widths(self) -> list[int]:
-        """Elements of keys and values together that a position adds to the cache, of each layer that keeps any.
-
-        What the model itself puts in a cache, see `kv_widths_of`: latent attention caches other widths than its heads have, and
-        layers may differ, share a cache or keep none. Where a model cannot tell, the heads of its config do.
-        """
-        from zero_inference.models.sizes import kv_widths_of
-        from zero_inference.utils import kv_width
-
-        widths = kv_widths_of(self.outline)
-        return [2 * kv_width(self.text_config)] * self.text_config.num_hidden_layers if widths is None else widths
+        return max_positions(self.config)
 
     def checkpoint_folder(self) -> Path:
         """The local folder with the weights, fetched from the hub if need be (rank by rank, through its lock).
@@ -111,6 +83,18 @@ class ModelSpec:
             UsageError: they cannot be fetched.
         """
         return self.snapshot.fetch_weights() if self.snapshot else self.folder
+
+
+def max_positions(config: Any) -> int | None:
+    """Positions that a model of the transformers `config` was made for, or None where it has no such limit (ALiBi)."""
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "model_type", "") == "bloom":
+        return None
+    for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
 
 
 def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:

@@ -195,7 +195,7 @@ def _fused_forward(layer_class: type, norm: str):
         for field in ("body", "orelse")
         if isinstance(block := getattr(node, field, None), list)
     ]
-    if not any([_fuse_block(block, norm) for block in blocks]):
+    if not any([_fuse_block(block, norm) for block in blocks]):  # noqa: C419: all of them, not the first alone
         return None
     made: dict = {}
     code = compile(ast.fix_missing_locations(tree), f"<{layer_class.__qualname__} with fused norms>", "exec")

@@ -71,19 +71,52 @@ def layers_ahead(sizes: LayerSizes, free_device_bytes: int | None) -> int:
 
 
 def build_ds_config(
-    config: RunConfig,
-    dtype: torch.dtype,
-    sizes: LayerSizes,
-    world_size: int,
-    pin_memory: bool,
-    ahead: int,
-    nvme_path: Path | None,
+    config: RunConfig, dtype: torch.dtype, sizes: LayerSizes, world_size: int, pin_memory: bool, ahead: int
 ) -> dict:
     """The generated configuration, with `--ds-config` merged over it.
+
+    Args:
+        ahead: how many layers to prefetch.
 
     Raises:
         UsageError: the file is not a JSON object, or turns off what this tool is for.
     """
+    generated: dict = {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+        "fp16": {"enabled": dtype == torch.float16},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": _zero_optimization(config, sizes, world_size, pin_memory, ahead),
+    }
+    if config.disk_offload:
+        generated["aio"] = {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 4,
+            "single_submit": False,
+            "overlap_events": True,
+            "use_gds": config.use_gds,
+        }
+    if config.quantized:
+        generated["weight_quantization"] = {"quantized_initialization": quantization_settings(config)}
+    merged = _merge(generated, read_ds_config(config.ds_config))
+    _refuse_other_run(config, dtype, generated, merged)
+    return merged
+
+
+def quantization_settings(config: RunConfig) -> dict:
+    """DeepSpeed's `quantized_initialization` block."""
+    return {
+        "num_bits": config.quant_bits,
+        "group_size": config.quant_group_size,
+        "group_dim": 1,
+        "symmetric": False,
+    }
+
+
+def _zero_optimization(config: RunConfig, sizes: LayerSizes, world_size: int, pin_memory: bool, ahead: int) -> dict:
     zero: dict = {
         "stage": 3,
         "stage3_prefetch_bucket_size": ahead * sizes.layer,
@@ -96,49 +129,26 @@ def build_ds_config(
     elif config.disk_offload:
         zero["offload_param"] = {
             "device": "nvme",
-            "nvme_path": str(nvme_path),
+            "nvme_path": str(config.offload_path),
             "pin_memory": pin_memory,
             # one parameter a buffer, all of them page-locked; a partition is padded to the number of ranks
             "buffer_size": -(-sizes.largest_in_layer // world_size) + 1,
             "buffer_count": (ahead + 2) * sizes.parameters_per_layer,
         }
-    generated: dict = {
-        "train_batch_size": world_size,
-        "train_micro_batch_size_per_gpu": 1,
-        "steps_per_print": 2**31,
-        "wall_clock_breakdown": False,
-        "fp16": {"enabled": dtype == torch.float16},
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "zero_optimization": zero,
-    }
-    if config.disk_offload:
-        generated["aio"] = {
-            "block_size": 1 << 20,
-            "queue_depth": 32,
-            "intra_op_parallelism": 4,
-            "single_submit": False,
-            "overlap_events": True,
-            "use_gds": config.use_gds,
-        }
-    if config.quantized:
-        generated["weight_quantization"] = {
-            "quantized_initialization": {
-                "num_bits": config.quant_bits,
-                "group_size": config.quant_group_size,
-                "group_dim": 1,
-                "symmetric": False,
-            }
-        }
-    merged = _merge(generated, read_ds_config(config.ds_config))
+    return zero
+
+
+def _refuse_other_run(config: RunConfig, dtype: torch.dtype, generated: dict, merged: dict) -> None:
+    """Raises UsageError where the user's file changes the dtype or the stage, or holds words where our plan computes with numbers."""
     for block in ("fp16", "bf16"):
         if merged[block].get("enabled") is not generated[block]["enabled"]:
             raise UsageError(
                 f"--ds-config {config.ds_config}: {block}.enabled is {merged[block].get('enabled')!r}, and the run is "
                 f"in {str(dtype).removeprefix('torch.')}: take it out and use --dtype."
             )
-    both = zero, merged["zero_optimization"]
+    both = generated["zero_optimization"], merged["zero_optimization"]
     for made, found in (both, [part.get("offload_param", {}) for part in both]):
-        for key, value in made.items():  # DeepSpeed reads "5" as 5; our plan computes with it
+        for key, value in made.items():  # DeepSpeed reads "5" as 5
             if type(value) is int and type(found[key]) not in (int, float):
                 raise UsageError(f"--ds-config {config.ds_config}: {key} is {found[key]!r}; a number is needed.")
     if merged["zero_optimization"].get("stage") != 3:
@@ -146,7 +156,6 @@ def build_ds_config(
             f"--ds-config {config.ds_config}: zero_optimization.stage is "
             f"{merged['zero_optimization'].get('stage')}; weights are only offloaded at stage 3."
         )
-    return merged
 
 
 def read_ds_config(path: str | None) -> dict:

@@ -50,12 +50,12 @@ def check_aio(use_gds: bool) -> None:
         raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
 
 
-def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -> None:
+def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, speak: bool) -> None:
     """Load what this run will need, compiling it if this is the first time here.
 
     Args:
         disk: libaio reads, or GPUDirect Storage with `use_gds`.
-        unpack_on_gpu: the float16 dequantization kernel.
+        dequantize_on_gpu: the float16 dequantization kernel.
         speak: say on stderr what takes a minute.
     """
     from deepspeed.accelerator import get_accelerator
@@ -66,7 +66,7 @@ def build_modules(disk: bool, use_gds: bool, unpack_on_gpu: bool, speak: bool) -
         builders.append(get_accelerator().create_op_builder("ShareMemCommBuilder"))
     if disk:
         builders.append(GDSBuilder() if use_gds else AsyncIOBuilder())
-    if unpack_on_gpu:
+    if dequantize_on_gpu:
         builders.append(QuantizerBuilder())
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,25 +6,20 @@ point at the layer's bytes while it computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_inference.config import RunConfig
-from zero_inference.engines.base import Footprint, LoadedModel, group_size_refusal
+from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, group_size_refusal
 from zero_inference.engines.stream.residency import Residency, decide_residency, lay_out_layers
 from zero_inference.engines.stream.ring import LayerRing
 from zero_inference.engines.stream.store import LayerStore
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
-from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.sizes import activation_bytes, kv_cache_bytes, kv_layer_bytes
-from zero_inference.models.skeleton import empty_model
-from zero_inference.models.spec import ModelSpec
 from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.runtime.distributed import Ranks, new_group
 from zero_inference.runtime.extension import load_extension
@@ -33,31 +28,75 @@ from zero_inference.runtime.transfers import Transfers
 LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution) and stays as it is
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding and the display
 
-
-def check(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    """Raises UsageError: no decoder layers to stream, a group size that does not divide, or a device too small."""
-    _residency(config, spec, ranks, spec.outline)
+connect = new_group  # an all-gather on a stream of its own needs a communicator that nobody else calls in another order
 
 
-def load(
-    config: RunConfig, spec: ModelSpec, ranks: Ranks, progress: Callable[[int], None] = lambda done: None
-) -> LoadedModel:
+@dataclass(frozen=True)
+class StreamPlan(EnginePlan):
+    """
+    Attributes:
+        scheme: None where weights keep 16 bits.
+    """
+
+    residency: Residency
+    scheme: GroupQuantization | None
+
+
+def plan(job: Job) -> StreamPlan:
+    """Decide which layers stay on the device.
+
+    Raises:
+        UsageError: no decoder layers to stream, a group size that does not divide, or a device too small (DoesNotFit).
+    """
+    config, model = job.config, job.skeleton.model
+    scheme = None
+    if config.quantized:
+        scheme = GroupQuantization(config.quant_bits, config.quant_group_size, job.spec.dtype)
+        _check_groups(model, scheme)
+    layouts, outside = lay_out_layers(model, scheme, job.ranks.world_size)
+    budget = None
+    if job.free_device_bytes is not None:
+        budget = job.free_device_bytes - outside - job.kv_device_bytes - job.activation_bytes - RESERVE_BYTES
+    residency = decide_residency(layouts, outside, budget, config.gpu_memory, config.ring_depth, job.ranks.world_size)
+    host, pinned = residency.streamed_bytes // job.ranks.world_size, job.pin_weights
+    footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
+    return StreamPlan(job, footprint, pinned, residency, scheme)
+
+
+def check(plan: StreamPlan) -> None:
+    """Nothing beyond what every engine needs."""
+
+
+def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedModel:
     """Fill the layer store, place the rest on the device, and hook the ring into the model."""
-    model = empty_model(spec)
-    scheme = _scheme(config, spec)
-    group = new_group(ranks)  # first: what its buffers take is not free for layers
-    residency = _residency(config, spec, ranks, model, agreed=True)
-    if scheme is not None and ranks.device.type == "cuda":
-        load_extension(None if ranks.is_first and config.verbose > 0 else lambda line: None)
-    pinned = ranks.device.type == "cuda" if config.pin_memory is None else config.pin_memory
-    store = LayerStore(residency.layouts, set(residency.resident), ranks, pinned)
+    job, residency, scheme = plan.job, plan.residency, plan.scheme
+    model, ranks = job.skeleton.model, job.ranks
+    if scheme is not None and job.on_gpu:
+        load_extension(None if ranks.is_first and job.config.verbose > 0 else lambda line: None)
+    store = LayerStore(residency.layouts, set(residency.resident), ranks, plan.pinned)
     prefix, _ = decoder_layers(model)
     placed = _Placement(prefix, residency, store, scheme, ranks.device)
-    load_weights(model, spec, config.seed, ranks.device, placed.adopt, progress)
+    load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
     model.to(ranks.device)  # buffers
-    feeder = LayerFeeder(model, residency, store, scheme, ranks, group)
-    quantized, skipped, total = _quantized_share(model, prefix, residency)
-    facts = {
+    feeder = LayerFeeder(model, residency, store, scheme, ranks, job.group)
+    return LoadedModel(
+        model=model,
+        device=ranks.device,
+        dtype=job.spec.dtype,
+        weight_bytes=residency.stored_bytes,
+        transfers=feeder.transfers,
+        facts=_facts(plan, model),
+        close=feeder.close,
+        timeline=feeder.timeline,
+        preallocated_cache=True,
+        page_locked=[store.runs[layer] for layer in residency.streamed] if plan.pinned else (),
+    )
+
+
+def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
+    """What the record says of where the weights are."""
+    residency = plan.residency
+    facts: dict[str, Any] = {
         "stream": {
             "resident_layers": len(residency.resident),
             "streamed_layers": len(residency.streamed),
@@ -67,27 +106,10 @@ def load(
             "workspace_bytes": residency.workspace_bytes,
         }
     }
-    if scheme is not None:
+    if plan.scheme is not None:
+        quantized, skipped, total = _quantized_share(model, residency)
         facts |= {"quantized_fraction": quantized / total, "not_quantized": skipped}
-    return LoadedModel(
-        model=model,
-        device=ranks.device,
-        dtype=spec.dtype,
-        weight_bytes=residency.stored_bytes,
-        transfers=feeder.transfers,
-        facts=facts,
-        close=feeder.close,
-        timeline=feeder.timeline,
-        preallocated_cache=True,
-        page_locked=[store.runs[layer] for layer in residency.streamed] if pinned else (),
-    )
-
-
-def footprint(config: RunConfig, spec: ModelSpec, ranks: Ranks, model) -> Footprint:
-    residency = _residency(config, spec, ranks, model)
-    host = residency.streamed_bytes // ranks.world_size
-    pinned = ranks.device.type == "cuda" and config.pin_memory is not False
-    return Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
+    return facts
 
 
 class _Placement:
@@ -221,27 +243,7 @@ class LayerFeeder:
         return end
 
 
-def _scheme(config: RunConfig, spec: ModelSpec) -> GroupQuantization | None:
-    return GroupQuantization(config.quant_bits, config.quant_group_size, spec.dtype) if config.quantized else None
-
-
-def _residency(config: RunConfig, spec: ModelSpec, ranks: Ranks, model, agreed: bool = False) -> Residency:
-    """What lives where; `agreed`: by the rank with the least free memory, so that all stream the same layers."""
-    scheme = _scheme(config, spec)
-    if scheme is not None:
-        _check_groups(model, scheme)
-    layouts, outside = lay_out_layers(model, scheme, ranks.world_size)
-    room = None
-    free = ranks.free_device_bytes(agreed)
-    if free is not None:
-        batch = config.batch_size // ranks.world_size or 1
-        length = config.prompt_len + config.gen_len
-        kv = SLOTS * kv_layer_bytes(spec, batch, length) if config.kv_offload else kv_cache_bytes(spec, batch, length)
-        room = free - outside - kv - activation_bytes(spec, batch, config.prompt_len) - RESERVE_BYTES
-    return decide_residency(layouts, outside, room, config.gpu_memory, config.ring_depth, ranks.world_size)
-
-
-def _check_groups(model, scheme: GroupQuantization) -> None:
+def _check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
     """Raises UsageError where a matrix of a decoder layer is too odd for the group size."""
     prefix, layers = decoder_layers(model)
     for index, layer in enumerate(layers):
@@ -251,8 +253,9 @@ def _check_groups(model, scheme: GroupQuantization) -> None:
                 raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 
-def _quantized_share(model, prefix: str, residency: Residency) -> tuple[int, list[str], int]:
+def _quantized_share(model: nn.Module, residency: Residency) -> tuple[int, list[str], int]:
     """Elements that are quantized, names of matrices that are not, and all elements."""
+    prefix, _ = decoder_layers(model)
     packed = {
         f"{prefix}.{index}.{stored.name}": stored.plain
         for index, layout in enumerate(residency.layouts)

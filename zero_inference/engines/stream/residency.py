@@ -18,7 +18,7 @@ GIB = 1 << 30
 # The copies that wait in the ring have to last while the host ends one token and prepares the next; this is a choice on the
 # safe side, to be set by traces (docs/performance.md). 55 GB/s is a PCIe 5 x16 link; a slower one only needs less.
 RING_COVERS_S = 0.05
-RING_LINK_GBPS = 55.0
+RING_LINK_GB_PER_S = 55.0
 LEAST_DEPTH = 3
 
 
@@ -92,7 +92,7 @@ def lay_out_layers(model: nn.Module, scheme: GroupQuantization | None, ranks: in
 def decide_residency(
     layouts: list[LayerLayout],
     outside_bytes: int,
-    room: int | None,
+    free_bytes: int | None,
     gpu_memory_gib: float | None,
     depth: int | None,
     ranks: int = 1,
@@ -100,15 +100,15 @@ def decide_residency(
     """Keep as many layers on the device as the budget holds, spread evenly among the streamed ones.
 
     Args:
-        room: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
-        gpu_memory_gib: budget of the resident layers; None takes what `room` leaves beside the ring, or 0 on a CPU.
+        free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
+        gpu_memory_gib: budget of the resident layers; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
         depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least 2 where there is less memory.
         ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
 
     Raises:
         DoesNotFit: the device does not hold what was asked for, or not two slots of the largest layer.
     """
-    left = None if room is None else max(0, room - max(layout.workspace_bytes for layout in layouts))
+    left = None if free_bytes is None else max(0, free_bytes - max(layout.workspace_bytes for layout in layouts))
 
     def plan_for(gib: float | None, slots: int | None) -> Residency:
         return _plan(layouts, outside_bytes, left, gib, slots, ranks)
@@ -127,7 +127,7 @@ def _plan(
 ) -> Residency:
     largest = max(layout.nbytes for layout in layouts)
     total = sum(layout.nbytes for layout in layouts)
-    slots = depth or max(LEAST_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GBPS * 1e9 * ranks / largest))
+    slots = depth or max(LEAST_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GB_PER_S * 1e9 * ranks / largest))
     if gib is not None:
         budget = int(gib * GIB)
     elif left is None:

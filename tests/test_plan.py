@@ -1,0 +1,113 @@
+"""A run is planned once: one model without weights, and one decision that loading, --dry-run and the record all follow."""
+
+import json
+
+import pytest
+import transformers
+from conftest import FAMILIES
+
+from zero_inference.cli import main
+from zero_inference.config import RunConfig
+from zero_inference.errors import DoesNotFit
+from zero_inference.models.spec import resolve_model
+from zero_inference.plan.plan import changed, describe_job, make_plan
+from zero_inference.records.records import read_records
+from zero_inference.runtime.distributed import detect_ranks
+
+SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
+ENGINES = {
+    "deepspeed": ["--cpu-offload", "--quant-bits", "8"],
+    "stream": ["--quant-bits", "4", "--quant-group-size", "32"],
+    "accelerate": ["--cpu-offload"],
+    "resident": [],
+}
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[str]:
+    """Families of the models that were built since."""
+    made, build = [], transformers.AutoModelForCausalLM.from_config
+
+    def counted(config, **options):
+        made.append(config.model_type)
+        return build(config, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", counted)
+    return made
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_builds_its_model_once(engine, built, checkpoints, tmp_path):
+    folder = checkpoints("llama")
+    built.clear()
+    options = ["--engine", engine, *ENGINES[engine], *SHORT, "--log-file", str(tmp_path / "run.log")]
+    assert main(["run_model.py", "--model", str(folder), *options]) == 0
+    assert built == ["llama"], "the record's model_bytes of a llama is an exact count too"
+
+
+def test_a_plan_that_tries_many_changes_builds_its_model_once(built, capfd):
+    asked = [
+        "--model",
+        "meta-llama/Llama-2-70b-hf",
+        "--dummy",
+        "--dry-run",
+        "--engine",
+        "resident",
+        "--batch-size",
+        "4096",
+    ]
+    assert main(["run_model.py", *asked]) == 2
+    assert "It does not fit." in capfd.readouterr().out and built == ["llama"]
+
+
+def plan_for(folder, **options):
+    config = RunConfig(model=str(folder), dtype="float32", batch_size=2, prompt_len=7, gen_len=3, **options).validate()
+    return make_plan(describe_job(config, resolve_model(config, "cpu"), detect_ranks()))
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_stream_engine_stores_and_moves_is_what_was_planned(family, bits, checkpoints, tmp_path, no_gpu):
+    weights = plan_for(checkpoints(family), engine="stream", quant_bits=bits).weights
+    options = ["--engine", "stream", "--quant-bits", str(bits), "--batch-size", "2", *SHORT]
+    assert (
+        main(["run_model.py", "--model", str(checkpoints(family)), *options, "--log-file", str(tmp_path / "a.log")])
+        == 0
+    )
+    record = read_records(tmp_path / "a.jsonl")[-1]
+    assert record["weight_bytes"] == weights.residency.stored_bytes
+    assert record["transfers"]["host_to_device_bytes_per_step"] == weights.footprint.host
+    assert record["stream"]["streamed_layers"] == len(weights.residency.streamed) == FAMILIES[family].get("n_layer", 3)
+
+
+def test_the_same_numbers_are_in_the_dry_run_and_in_the_record(checkpoints, tmp_path, capfd):
+    asked = ["run_model.py", "--model", str(checkpoints("qwen3")), "--engine", "stream", *SHORT]
+    assert main([*asked, "--dry-run"]) == 0
+    printed = capfd.readouterr().out
+    resolved = json.loads(printed[: printed.index("}\n") + 1])
+    assert main([*asked, "--log-file", str(tmp_path / "run.log")]) == 0
+    record = read_records(tmp_path / "run.jsonl")[-1]
+    for name in ("model", "cache", "hidden"):
+        assert f"{name} size: {record[name + '_bytes'] / 2**30:.3f} GB" in printed
+    for key in ("pin_memory", "model_type", "dtype", "world_size", "batch_size"):
+        assert resolved[key] == record[key], key
+
+
+def test_other_options_are_planned_on_the_same_model_and_machine(no_gpu):
+    config = RunConfig(model="opt-66b", dummy=True, cpu_offload=True).validate()
+    job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
+    plan, smaller = make_plan(job), changed(job, quant_bits=4)
+    assert smaller.job.skeleton is job.skeleton
+    assert 0.25 < smaller.weights.footprint.host / plan.weights.footprint.host < 0.3
+    assert plan.job.config == config, "the job itself stays as it was asked"
+
+
+def test_the_free_memory_of_the_device_is_looked_at_once(monkeypatch, no_gpu):
+    """However many changes are tried; and what is decided by it is decided by that one number."""
+    config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
+    job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
+    tight = make_plan(type(job)(**(vars(job) | {"free_device_bytes": 12 << 30})))
+    assert tight.weights.residency.resident and tight.weights.residency.streamed
+    assert tight.weights.footprint.device <= 12 << 30
+    with pytest.raises(DoesNotFit, match="do not fit the 0.00 GiB"):
+        make_plan(type(job)(**(vars(job) | {"free_device_bytes": 2 << 30})))

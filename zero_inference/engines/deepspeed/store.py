@@ -1,0 +1,125 @@
+"""What ZeRO-3 is given: each parameter quantized and partitioned as it comes, and counters where it fetches them back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from zero_inference.engines.deepspeed.config import swappable
+from zero_inference.engines.deepspeed.quantization import QuantizationPlan, quantize_parameter
+from zero_inference.engines.offload_folder import reserve
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.host_memory import host_empty
+from zero_inference.runtime.transfers import Transfers
+
+
+class ParameterStore:
+    """Takes parameters over one by one: quantizes them on the device and gives ZeRO-3 its partition of each.
+
+    Args:
+        context: DeepSpeed's `zero.Init`.
+        in_layers: names of the parameters of decoder layers.
+        zero: the resolved `zero_optimization`.
+
+    Attributes:
+        transfers: counters that rise while the model runs, once `count_transfers` was called.
+        weight_bytes: of the parameters so far, as stored, over all ranks.
+    """
+
+    def __init__(
+        self,
+        context,
+        quantization: QuantizationPlan | None,
+        in_layers: set[str],
+        zero: dict,
+        pinned: bool,
+        dtype: torch.dtype,
+        ranks: Ranks,
+    ):
+        self.context, self.quantization, self.in_layers = context, quantization, in_layers
+        self.pinned, self.dtype, self.ranks = pinned, dtype, ranks
+        self.device = zero.get("offload_param", {}).get("device", "none")
+        self.persistent_numel = zero["stage3_param_persistence_threshold"]
+        self.transfers = Transfers()
+        self.weight_bytes = 0
+        if self.device == "nvme":
+            _reserve_before_writing(context.param_swapper)
+
+    def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
+        parameter.data = parameter.data.to(self.ranks.device)
+        if self.quantization and name in self.quantization.names:
+            quantize_parameter(parameter, self.quantization.settings)
+        self.weight_bytes += parameter.numel() * parameter.element_size()
+        self.context._convert_to_deepspeed_param(parameter)
+        if self._waits_in_host_memory(name, parameter):
+            self._place_in_host_memory(parameter)
+        parameter.partition(has_been_updated=True)
+
+    def _waits_in_host_memory(self, name: str, parameter: torch.nn.Parameter) -> bool:
+        """All that is offloaded; with NVMe only the large weights outside the layers, and what is not `swappable`.
+
+        An NVMe buffer holds one parameter and all are as large as the largest: an embedding there would multiply them.
+        """
+        if self.device == "nvme" and not swappable(parameter, self.dtype):
+            return True
+        if parameter.ds_numel <= self.persistent_numel or self.device == "none":
+            return False
+        return self.device == "cpu" or name not in self.in_layers
+
+    def _place_in_host_memory(self, parameter: torch.nn.Parameter) -> None:
+        """What ZeRO-3 does at a first partition, in host memory of the exact size."""
+        from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+
+        aligned = self.context._aligned_size(parameter)
+        share = aligned // self.ranks.world_size
+        parameter.ds_tensor = host_empty((share,), parameter.dtype, self.pinned)
+        parameter.ds_tensor.ds_numel = share
+        parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+        parameter.ds_tensor.final_location = None
+        parameter.ds_numel_aligned = aligned
+
+    def count_transfers(self, model) -> None:
+        """Raise the counters wherever ZeRO-3 fetches: host partitions at a gather, NVMe partitions at a swap-in."""
+        transfers = self.transfers
+        swapper = None
+        if self.device == "none":
+            return
+        for parameter in model.parameters():
+            parameter.all_gather_coalesced = _counted_gather(parameter.all_gather_coalesced, transfers)
+            swapper = swapper or parameter.nvme_swapper
+        if swapper is not None:
+            swap_in = swapper.swap_in
+
+            def counted_swap_in(params, *args, **kwargs):
+                transfers.disk_read_bytes += sum(
+                    swapper._io_aligned_numel(p.ds_tensor.ds_numel) * p.element_size() for p in params
+                )
+                return swap_in(params, *args, **kwargs)
+
+            swapper.swap_in = counted_swap_in
+
+
+def _reserve_before_writing(swapper) -> None:
+    """Have the disk's space taken before DeepSpeed writes a partition: it does not look at what its writes return, and a later
+    read of a short file aborts the process."""
+    swap_out = swapper._swap_out
+
+    def reserved_swap_out(params, *args, **kwargs):
+        for path, buffer in zip(swapper._get_swap_paths(params), swapper._get_swap_buffers(params)):
+            reserve(Path(path), buffer.numel() * buffer.element_size())
+        return swap_out(params, *args, **kwargs)
+
+    swapper._swap_out = reserved_swap_out
+
+
+def _counted_gather(gather, transfers: Transfers):
+    def counted(params, *args, **kwargs):
+        params = list(params)
+        for parameter in params:
+            # the gather may itself read NVMe first, so what counts is where a partition belongs, not where it is now
+            if parameter.ds_tensor.final_location is not None or parameter.ds_tensor.device.type == "cpu":
+                transfers.host_to_device_bytes += parameter.ds_tensor.ds_numel * parameter.element_size()
+        return gather(params, *args, **kwargs)
+
+    return counted

@@ -1,0 +1,36 @@
+"""Which KV cache a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zero_inference.config import RunConfig
+from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, other_layer_types
+from zero_inference.kv_cache.host import HostKVCache
+from zero_inference.runtime.transfers import Transfers
+
+
+def cache_maker(
+    config: RunConfig, model_config, preallocated: bool, transfers: Transfers
+) -> Callable[[], PreallocatedCache] | None:
+    """What gives each loop its cache, emptied and in the same memory; None leaves the cache to transformers.
+
+    Args:
+        model_config: the transformers config.
+        preallocated: whether the engine is made for a cache that takes no memory while the model runs.
+        transfers: counters that a cache in host memory raises.
+    """
+    length = config.prompt_len + config.gen_len
+    cache: PreallocatedCache
+    if config.kv_offload:
+        cache = HostKVCache(model_config, length, config.pin_kv_cache, config.async_kv_offload, transfers)
+    elif preallocated and not other_layer_types(model_config):
+        cache = DeviceKVCache(model_config, length)
+    else:
+        return None
+
+    def make() -> PreallocatedCache:
+        cache.reset()
+        return cache
+
+    return make

@@ -1,0 +1,120 @@
+"""A loaded model and its measurement: from a plan to loops and the rates beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_inference.engines.base import LoadedModel
+from zero_inference.kv_cache.choose import cache_maker
+from zero_inference.measure import generation, limits
+from zero_inference.measure.profiling import trace_generation
+from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
+from zero_inference.plan.plan import Plan
+from zero_inference.runtime.progress import Progress
+from zero_inference.runtime.replace import replacing
+
+
+@contextlib.contextmanager
+def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, float]]:
+    """The model of `plan` with its norm kernels, and the seconds that loading took; released at the end.
+
+    Raises:
+        UsageError: --norm-kernels cuda, and they cannot be used.
+        RunError: loading went wrong.
+    """
+    start = time.perf_counter()
+    job, asked = plan.job, plan.job.config.norm_kernels
+    unused_because = prepare_norm_kernels(
+        asked,
+        job.spec.config.model_type,
+        job.ranks.device,
+        job.spec.dtype,
+        job.spec.text_config.hidden_size,
+        progress.say,
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
+        loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
+    try:
+        job.ranks.barrier()
+        load_s = time.perf_counter() - start
+        progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
+        loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)
+        if names := loaded.facts.get("not_quantized"):
+            progress.say(
+                f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: "
+                f"{', '.join(names[:3])}"
+                + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
+            )
+        yield loaded, load_s
+    finally:
+        loaded.close()
+
+
+@dataclass
+class Session:
+    """A measured model.
+
+    Attributes:
+        ids: this rank's prompts, int64 [batch / ranks, prompt_len].
+        make_cache: gives a loop its KV cache; None leaves it to transformers.
+    """
+
+    plan: Plan
+    loaded: LoadedModel
+    ids: torch.Tensor
+    make_cache: Callable[[], Any] | None
+    measurement: generation.Measurement
+    rates: limits.Rates
+    around: limits.AroundLoops
+
+
+def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Progress) -> Session:
+    """Time the loops of the prompts `ids` int64 [batch, prompt_len], and measure the machine between them."""
+    job, config, ranks = plan.job, plan.job.config, plan.job.ranks
+    link = limits.LinkRate(ranks, loaded.page_locked)
+    rates = limits.measure_rates(config, job.spec, ranks, link, loaded.weight_bytes)
+    around = limits.AroundLoops(link, loaded.timeline)
+    own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
+    make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers)
+    measurement = generation.measure(
+        loaded,
+        own,
+        config.gen_len,
+        config.loops,
+        config.warmup,
+        ranks,
+        make_cache,
+        around_loops=around,
+        progress=progress.update,
+        warmup_spread=config.warmup_spread,
+    )
+    if measurement.warmed_up is False:
+        progress.say(
+            f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
+            f"{config.warmup_spread:.0%}"
+        )
+    rates = limits.with_link(rates, link, around.reached_gb_per_s)
+    return Session(plan, loaded, own, make_cache, measurement, rates, around)
+
+
+def write_trace(session: Session, path: Path) -> dict[str, float] | None:
+    """The last loop of an engine that watches itself; else a short generation more, under a profiler. All ranks call it.
+
+    Returns what the link did there, where it was traced anew. Raises OSError where the first rank cannot write `path`.
+    """
+    job, loaded = session.plan.job, session.loaded
+    written = path if job.ranks.is_first else None
+    if loaded.timeline is None:
+        return trace_generation(loaded, session.ids, job.config.gen_len, session.make_cache, written)
+    if written is not None:
+        with replacing(written) as part:
+            loaded.timeline.write_chrome_trace(part)
+    return None

@@ -1,0 +1,133 @@
+"""What to do about a run that does not fit: the change of options, or pair of changes, that would make it, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from zero_inference.config import RunConfig
+from zero_inference.engines.base import Job
+from zero_inference.errors import UsageError
+from zero_inference.kv_cache.device import other_layer_types
+from zero_inference.plan.memory import host_need
+from zero_inference.plan.plan import Plan, changed
+from zero_inference.utils import GB
+
+MOST_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options to add to a command, what they set in its RunConfig, and given options that have to go for them."""
+
+    options: str
+    fields: dict[str, Any]
+    instead_of: tuple[str, ...] = ()
+
+
+def changes_that_fit(job: Job) -> list[str]:
+    """What to type so that it fits, each tried with the same arithmetic: single changes, or the cheapest pairs where none does.
+
+    Of changes of one kind (8 or 4 bits, smaller and smaller batches) only the mildest that fits is named.
+    """
+    singles = [(change,) for change in _changes(job.config, job)]
+    found = list(_fitting(singles, job))
+    return found or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))
+
+
+def _changes(config: RunConfig, job: Job) -> list[Change]:
+    """Single changes to `config`, which is the job's or a changed one, the cheapest first.
+
+    First what keeps the tokens, then what rounds the weights, then a smaller batch, and last what slows decoding several times
+    over: pageable memory ran at 0.17 of the speed of page-locked memory, the disk at 0.04 (README, one H200).
+    """
+    changes = []
+    if config.engine == "deepspeed" and config.offload == "gpu":
+        changes.append(Change("--cpu-offload", {"cpu_offload": True}))
+    if config.engine == "resident":
+        changes.append(Change("--engine stream", {"engine": "stream"}))
+    if not config.kv_offload and not other_layer_types(job.spec.config):
+        changes.append(Change("--kv-offload", {"kv_offload": True}))
+    if config.engine in ("deepspeed", "stream"):
+        changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
+    ranks = job.ranks.world_size
+    of_rank = config.batch_size // ranks
+    while of_rank := of_rank // 2:
+        changes.append(Change(f"--batch-size {of_rank * ranks}", {"batch_size": of_rank * ranks}))
+    if job.on_gpu and config.pin_memory is not False and config.offload != "gpu":
+        changes.append(Change("--pin-memory 0", {"pin_memory": False}))
+    if not config.disk_offload:
+        engine = config.engine if config.engine == "accelerate" else "deepspeed"
+        dropped = {
+            "--cpu-offload": config.cpu_offload and config.engine != "stream",
+            "--gpu-memory": config.gpu_memory is not None,
+            "--ring-depth": config.ring_depth is not None,
+        }
+        changes.append(
+            Change(
+                f"--engine {engine} --disk-offload" if engine != config.engine else "--disk-offload",
+                {"engine": engine, "cpu_offload": False, "disk_offload": True, "gpu_memory": None, "ring_depth": None},
+                tuple(option for option, given in dropped.items() if given),
+            )
+        )
+    return changes
+
+
+def _pairs(job: Job) -> list[tuple[Change, ...]]:
+    """Two changes, the second one possible behind the first, in the order of the sum of their places among single changes."""
+    pairs: dict[frozenset[str], tuple[int, Change, Change]] = {}
+    for place, first in enumerate(_changes(job.config, job)):
+        for further, second in enumerate(_changes(replace(job.config, **first.fields), job)):
+            if not first.fields.keys() & second.fields.keys():
+                pairs.setdefault(frozenset((first.options, second.options)), (place + further, first, second))
+    return [changes for _, *changes in sorted(pairs.values(), key=lambda pair: pair[0])]
+
+
+def _fitting(choices: Iterable[Sequence[Change]], job: Job) -> Iterator[str]:
+    """Those of `choices` that fit, in words; of choices of the same kinds only the first."""
+    found = set()
+    for changes in choices:
+        kinds = frozenset(tuple(change.fields) for change in changes)
+        fields = {name: value for change in changes for name, value in change.fields.items()}
+        if kinds not in found and _fits(job, fields):
+            found.add(kinds)
+            instead_of = [option for change in changes for option in change.instead_of]
+            yield " ".join(change.options for change in changes) + (
+                f" instead of {' '.join(instead_of)}" if instead_of else ""
+            )
+
+
+def _fits(job: Job, fields: dict[str, Any]) -> bool:
+    try:
+        return changed(job, **fields).fits
+    except UsageError:
+        return False
+
+
+def refuse_hopeless(plan: Plan) -> None:
+    """Raises UsageError where host memory cannot even hold what the weights or the tokens need there.
+
+    Only what is exact is refused; a device that is too small shows itself, and `--dry-run` estimates it.
+    """
+    job, config = plan.job, plan.job.config
+    ranks_here = job.ranks.local_world_size
+    need = host_need(plan.weights.footprint.host * ranks_here)
+    if not need.fits:
+        changes = changes_that_fit(job)
+        raise UsageError(
+            f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
+            f"{need.available / GB:.1f} GiB are there; "
+            + (f"use one of: {'; '.join(changes)}." if changes else "use more GPUs, nodes or memory.")
+        )
+    tokens = 8 * config.batch_size * job.length  # every rank has all ids, as int64
+    if config.kv_offload or not job.on_gpu:
+        tokens += job.kv_bytes()
+    need = host_need(tokens * ranks_here)
+    if not need.fits:
+        raise UsageError(
+            f"--batch-size {config.batch_size}: {job.length} tokens each need {need.needed / GB:.1f} GiB of {need.place} "
+            f"for ids, keys and values, and {need.available / GB:.1f} GiB are there; "
+            "lower it, or shorten the prompts."
+        )

@@ -1,0 +1,45 @@
+"""What can be refused as soon as the model's config is there, before anything is built."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.errors import UsageError
+from zero_inference.kv_cache.device import check_layer_types
+from zero_inference.models.spec import ModelSpec
+from zero_inference.norms.choice import refuse_norm_kernels
+from zero_inference.runtime.distributed import Ranks
+
+
+def check_launch(config: RunConfig, ranks: Ranks) -> None:
+    """Raises UsageError: the batch does not divide over the ranks, or there is no GPU for what was asked."""
+    if config.batch_size % ranks.world_size:
+        raise UsageError(
+            f"--batch-size {config.batch_size} does not divide over {ranks.world_size} ranks; "
+            f"use a multiple of {ranks.world_size}."
+        )
+    if ranks.device.type == "cpu":
+        for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
+            if given:
+                raise UsageError(f"{flag} locks memory for a GPU's copies, and there is no GPU here; drop it.")
+        if config.norm_kernels == "cuda":
+            raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
+    elif ranks.local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible; start fewer processes."
+        )
+
+
+def check_model(config: RunConfig, spec: ModelSpec) -> None:
+    """Raises UsageError: too many positions, norms that our kernels do not know, or layers that keep more than keys and values."""
+    positions = spec.max_positions
+    wanted = config.prompt_len + config.gen_len
+    if positions is not None and wanted > positions:
+        raise UsageError(
+            f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {wanted} positions; "
+            f"{spec.name} has {positions}: shorten one of them."
+        )
+    refuse_norm_kernels(config.norm_kernels, spec.config.model_type)
+    if config.kv_offload:
+        check_layer_types(spec.config)

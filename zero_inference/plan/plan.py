@@ -1,0 +1,73 @@
+"""The plan of a run: exact sizes, what lies where, and whether it fits, decided once and before anything is loaded.
+
+`load` uses it, `--dry-run` prints it; residency, limits and the record read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zero_inference.config import RunConfig
+from zero_inference.engines import engine_module
+from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
+from zero_inference.models.skeleton import build_skeleton
+from zero_inference.models.spec import ModelSpec
+from zero_inference.plan.memory import Need, memory_needs
+from zero_inference.runtime.distributed import Ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, and what it takes of this node's memory and disk."""
+
+    job: Job
+    weights: EnginePlan
+    needs: list[Need]
+
+    @property
+    def fits(self) -> bool:
+        return all(need.fits for need in self.needs)
+
+    def check(self) -> None:
+        """Whether the machine has what is needed besides memory. Raises UsageError."""
+        engine_module(self.job.config.engine).check(self.weights)
+
+    def load(self, progress: Progress = lambda done: None) -> LoadedModel:
+        """The model, ready to generate. Once a plan: it fills the plan's own skeleton. Raises RunError."""
+        return engine_module(self.job.config.engine).load(self.weights, progress)
+
+
+def describe_job(config: RunConfig, spec: ModelSpec, ranks: Ranks, group: Any = None, agreed: bool = False) -> Job:
+    """Build the model without weights and look at the device.
+
+    Args:
+        agreed: take the least free memory of all ranks; a collective.
+
+    Raises:
+        UsageError: transformers cannot build the model.
+    """
+    return Job(config, spec, ranks, build_skeleton(spec), ranks.free_device_bytes(agreed), group)
+
+
+def make_plan(job: Job) -> Plan:
+    """Decide everything, by arithmetic alone. Raises UsageError: see the engine's `plan`."""
+    weights = engine_module(job.config.engine).plan(job)
+    return Plan(job, weights, memory_needs(job, weights.footprint))
+
+
+def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:
+    """`make_plan` of connected ranks, and what the machine must have besides memory. To be called by all ranks alike.
+
+    Raises:
+        UsageError: it cannot work here.
+    """
+    group = engine_module(config.engine).connect(ranks)
+    plan = make_plan(describe_job(config, spec, ranks, group, agreed=True))
+    plan.check()
+    return plan
+
+
+def changed(job: Job, **fields: Any) -> Plan:
+    """The plan of the same model and machine with other options. Raises UsageError where they cannot work."""
+    return make_plan(replace(job, config=replace(job.config, **fields).validate()))

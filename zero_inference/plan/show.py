@@ -1,0 +1,52 @@
+"""What `--dry-run` prints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from zero_inference.engines.base import Job
+from zero_inference.errors import DoesNotFit
+from zero_inference.plan.changes import changes_that_fit
+from zero_inference.plan.log_sizes import log_sizes
+from zero_inference.plan.memory import describe
+from zero_inference.plan.plan import Plan
+
+
+def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
+    """The configuration, the sizes and whether they fit.
+
+    Args:
+        plan: of `job`, or why there is none.
+
+    Raises:
+        DoesNotFit: behind the plan of a run that does not, for its exit code.
+    """
+    pinned = plan.weights.pinned if isinstance(plan, Plan) else job.pin_weights
+    print(json.dumps(_resolved(job, pinned), indent=2))
+    for name, size in vars(log_sizes(job)).items():
+        print(f"{name.removesuffix('_bytes')} size: {size / 2**30:.3f} GB")
+    print(plan if isinstance(plan, DoesNotFit) else describe(plan.needs))
+    if isinstance(plan, Plan) and plan.fits:
+        print("It fits.", flush=True)
+        return
+    changes = changes_that_fit(job)
+    print(
+        "It does not fit. "
+        + (
+            f"It would with one of: {'; '.join(changes)}."
+            if changes
+            else "No change makes it fit, nor do two together: use more GPUs, nodes or memory."
+        ),
+        flush=True,
+    )
+    raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would.")
+
+
+def _resolved(job: Job, pinned: bool) -> dict[str, Any]:
+    return job.config.as_dict() | {
+        "dtype": str(job.spec.dtype).removeprefix("torch."),
+        "model_type": job.spec.config.model_type,
+        "world_size": job.ranks.world_size,
+        "pin_memory": pinned,
+    }

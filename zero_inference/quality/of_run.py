@@ -1,0 +1,28 @@
+"""Scoring the loaded model of a run."""
+
+from __future__ import annotations
+
+from zero_inference.engines.base import Job, LoadedModel
+from zero_inference.quality import evaluate as quality
+from zero_inference.records.run_log import RunLog
+from zero_inference.runtime.progress import Progress
+
+
+def score_run(
+    job: Job, loaded: LoadedModel, questions: dict[str, list[dict]], tokenizer, files: RunLog, progress: Progress
+) -> dict[str, dict]:
+    """The scores of each task, with their errors; writes the items where --quality-items asks for them. All ranks call it."""
+    config, ranks = job.config, job.ranks
+    evaluation = quality.evaluate(
+        questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks), progress.update
+    )
+    for task, scores in evaluation.scores.items():
+        if scores["truncated"]:
+            progress.say(
+                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
+                "and lost their beginning"
+            )
+    if config.quality_items and ranks.is_first:
+        with files.noting("items", config.quality_items):
+            quality.write_items(config.quality_items, evaluation.items)
+    return evaluation.scores

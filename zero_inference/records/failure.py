@@ -1,0 +1,93 @@
+"""A run that fails leaves a record, its reason in one or two lines, and no files of its own; however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.errors import RunError, UsageError
+from zero_inference.records.run_log import RunLog
+from zero_inference.runtime import signals
+from zero_inference.runtime.distributed import Ranks, stop_process_group
+from zero_inference.runtime.text import printable
+from zero_inference.runtime.watch import STOPPED, PeerWatch, lost_connection
+
+
+@contextlib.contextmanager
+def leaving_a_record(
+    config: RunConfig, ranks: Ranks, files: RunLog, release: Callable[[], None]
+) -> Iterator[PeerWatch]:
+    """Inside it a failure, a stop signal or the end of another rank becomes a record of status 'failed'.
+
+    Args:
+        release: removes what this process has on disk; called where the main thread does not get to its end.
+
+    Raises:
+        RunError: in place of whatever ended the run, with the reason that is in the record.
+        UsageError, KeyboardInterrupt, SystemExit: as they came; a UsageError leaves no record.
+    """
+
+    def record_failure(reason: str) -> str:
+        reason += f" (rank {ranks.rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
+        if watch.claims_failure():
+            files.write_failure(reason)
+        return "; ".join([reason, *files.unwritten])
+
+    def last_words(reason: str) -> str:
+        try:
+            return record_failure(reason)
+        finally:
+            release()
+
+    watch = PeerWatch(ranks, last_words)
+    watch.start()
+    signals.exit_on_stop()  # so that a stopped run leaves its record, and no files
+    try:
+        yield watch
+    except UsageError:
+        watch.stop(failed=True)
+        part(ranks)
+        raise
+    except BaseException as error:
+        if ranks.world_size > 1:
+            signals.ignore_stop()  # the launcher sends one while this is being said
+        with signals.held():
+            reason = watch.report(explain(error, config))
+            watch.stop(failed=True)
+        part(ranks)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, SystemExit):
+            print(printable(f"error: {reason}."), file=sys.stderr, flush=True)
+            raise
+        raise RunError(reason) from error
+
+
+def part(ranks: Ranks) -> None:
+    """Leave the process group of a run that failed. Several ranks part without a word, which could wait for a rank that is gone."""
+    if ranks.world_size == 1:
+        stop_process_group()
+
+
+def explain(error: BaseException, config: RunConfig) -> str:
+    """What went wrong, in one or two lines."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return "stopped by the user" if isinstance(error, KeyboardInterrupt) else STOPPED
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"the device is out of memory ({text[:120]}); lower --batch-size or --prompt-len, add --kv-offload, "
+            "or see what fits with --dry-run."
+        )
+    if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
+        return (
+            f"memory is out at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
+            "lower --batch-size, or see what fits with --dry-run."
+        )
+    if lost := lost_connection(error):
+        return lost
+    return text[:400] if isinstance(error, RunError) else f"{type(error).__name__}: {text[:400]}"
