@@ -60,7 +60,7 @@ def test_a_killed_conversion_leaves_no_folder_that_looks_complete(converted):
 def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
     (first, first_log), (second, second_log) = converted["outputs"]
     assert first == second
-    assert (first_log + second_log).count("unpacking") == 1
+    assert (first_log + second_log).count("dequantizing") == 1
     folder = pathlib.Path(first.strip())
     assert sorted(converted["cache"].iterdir()) == sorted(
         [folder, folder.with_suffix(".lock"), converted["cache"] / "torch.py"]

@@ -113,12 +113,14 @@ def generate(loaded, spec, ranks, gen_len=GEN, loops=2):
 
 
 @pytest.mark.parametrize("name", LONGER)
-@pytest.mark.parametrize("depth", [2, 3, 4, 5])
+@pytest.mark.parametrize("depth", [2, 3, 4, 5, 9])
 def test_any_ring_depth(name, depth, longer):
+    """One that divides the layers and one that does not, as many slots as layers, and more than there are layers."""
     folder, expected = longer(name)
+    layers = LONGER[name]["num_hidden_layers"]
     loaded, spec, ranks = load(folder, ring_depth=depth)
-    layers = loaded.facts["stream"]["streamed_layers"]
-    assert loaded.facts["stream"]["ring_depth"] == min(depth, layers) and layers % depth != 0 or layers == depth
+    assert loaded.facts["stream"]["streamed_layers"] == layers
+    assert loaded.facts["stream"]["ring_depth"] == min(depth, layers)
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
     loaded.close()
 

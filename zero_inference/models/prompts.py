@@ -90,8 +90,8 @@ def text_ids(tokenizer, prompts: list[str], prompt_len: int) -> torch.Tensor:
         plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         full = tokenizer(prompt)["input_ids"]
         start = full[: _find(full, plain)]
-        room = max(0, prompt_len - len(start) - len(plain))
-        lead = (filler * (room // len(filler) + 1))[:room]
+        missing = max(0, prompt_len - len(start) - len(plain))
+        lead = (filler * (missing // len(filler) + 1))[:missing]
         rows.append((start + lead + plain)[:prompt_len])
     return torch.tensor(rows, dtype=torch.int64)
 

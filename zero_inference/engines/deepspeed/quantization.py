@@ -2,7 +2,7 @@
 
 DeepSpeed quantizes while the model is built, with the checkpoint's dtype, and reads the bits back in the model's: a
 float16 checkpoint in bfloat16 becomes noise. Here each weight already has the model's dtype when it is quantized. The
-patched functionals are put back when the engine closes, and an embedding unpacks the rows it looks up, not the table.
+patched functionals are put back when the engine closes, and an embedding dequantizes the rows it looks up, not the table.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ class QuantizedFunctionals:
         F.embedding = self._lookup
 
     def _lookup(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Rows of a packed table: gather values, scales and minima of `input`, then unpack those alone."""
+        """Rows of a packed table: gather values, scales and minima of `input`, then dequantize those alone."""
         if not getattr(weight, "weight_quantized", False):
             return self._embedding(input, weight, *args, **kwargs)
         packed, scale, minimum = weight.deconcat(weight)
         rows = input.reshape(-1)
-        unpacked = weight.dequantizer.dequantize(
+        values = weight.dequantizer.dequantize(
             packed.view(torch.uint8)[rows].contiguous(), scale[rows].contiguous(), minimum[rows].contiguous()
         )
-        return unpacked.reshape(*input.shape, -1)
+        return values.reshape(*input.shape, -1)
 
     def remove(self) -> None:
         F.linear, F.embedding = self._linear, self._embedding
