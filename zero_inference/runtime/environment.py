@@ -94,13 +94,13 @@ def _cgroup_cores(root: str = "/") -> float | None:
 
 def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, int]]:
     """(folder, version 1 or 2) of each level of our cgroups that may limit `controller`."""
-    folders = []
+    folders: list[tuple[Path, int]] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         hierarchy, controllers, group = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            tops, version = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"), 2
+            tops, version = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"], 2
         elif controller in controllers.split(","):
-            tops, version = (root / "sys/fs/cgroup" / controller,), 1
+            tops, version = [root / "sys/fs/cgroup" / controller], 1
         else:
             continue
         # In a container the path may be the host's and not exist here; the levels above it then do.
