@@ -1,14 +1,17 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
+import sys
 import time
 from importlib import metadata
 
 import psutil
 import pytest
+from conftest import ROOT
 
-from zero_inference.runtime import environment
+from zero_inference.runtime import cgroups, environment
 
 GIB = 1 << 30
 
@@ -24,7 +27,7 @@ def test_describes_this_machine_as_json():
 
 
 def test_is_quick_without_a_gpu():
-    if environment._nvidia_smi()[1]:
+    if shutil.which("nvidia-smi"):
         pytest.skip("nvidia-smi alone may take a second")
     times_s = []
     for _ in range(3):  # the best of three, as other tests may be running beside this one
@@ -34,8 +37,23 @@ def test_is_quick_without_a_gpu():
     assert min(times_s) < 0.3
 
 
+def described_in(folder, question="describe_environment()", *options, **variables):
+    """What a Python in `folder`, which holds the package, answers to a question about its environment."""
+    code = f"import json; from zero_inference.runtime.environment import *; print(json.dumps({question}))"
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
 def test_an_absent_package_has_no_version():
-    assert environment._version("no-such-package-anywhere") is None
+    versions = described_in(ROOT, "package_versions()", "-S")  # without site-packages none is installed
+    assert versions == dict.fromkeys(environment.PACKAGES) and "torch" in versions
 
 
 def cgroup_root(tmp_path, membership, files):
@@ -57,7 +75,7 @@ def test_cgroup_v2_takes_the_tightest_level_and_counts_page_cache_as_free(tmp_pa
         f"{group}/memory.max": f"{64 * GIB}\n",
         f"{group}/memory.current": f"{6 * GIB}\n",
     })  # fmt: skip
-    assert environment._cgroup_memory(root) == (8 * GIB, 4 * GIB)
+    assert cgroups.memory(root) == (8 * GIB, 4 * GIB)
 
 
 def test_cgroup_v1_in_a_container_is_found_at_the_top(tmp_path):
@@ -67,7 +85,7 @@ def test_cgroup_v1_in_a_container_is_found_at_the_top(tmp_path):
         f"{group}/memory.usage_in_bytes": f"{2 * GIB}\n",
         f"{group}/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}\n",
     })  # fmt: skip
-    assert environment._cgroup_memory(root) == (3 * GIB, 2 * GIB)
+    assert cgroups.memory(root) == (3 * GIB, 2 * GIB)
 
 
 def test_cgroup_cores_of_either_version(tmp_path):
@@ -75,13 +93,13 @@ def test_cgroup_cores_of_either_version(tmp_path):
         "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n", "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
         "sys/fs/cgroup/cpu.max": "800000 100000\n",
     })  # fmt: skip
-    assert environment._cgroup_cores(second) == 1.5
+    assert cgroups.cores(second) == 1.5
     first = cgroup_root(tmp_path / "1", "4:cpu,cpuacct:/docker/abc\n0::/\n", {
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     })  # fmt: skip
-    assert environment._cgroup_cores(first) == 2.0
+    assert cgroups.cores(first) == 2.0
     (tmp_path / "1/sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
-    assert environment._cgroup_cores(first) is None
+    assert cgroups.cores(first) is None
     assert 0 < environment.usable_cores() <= len(os.sched_getaffinity(0))
 
 
@@ -91,27 +109,17 @@ def test_no_cgroup_limit_is_none(tmp_path, limit):
         "sys/fs/cgroup/memory/memory.limit_in_bytes": limit,
         "sys/fs/cgroup/memory.max": limit,
     })  # fmt: skip
-    assert environment._cgroup_memory(root) == (None, None)
+    assert cgroups.memory(root) == (None, None)
 
 
 @pytest.mark.parametrize("left, expected", [(None, 7 * GIB), (3 * GIB, 3 * GIB), (9 * GIB, 7 * GIB), (0, 0)])
-def test_available_host_bytes_is_the_smaller_of_machine_and_cgroup(monkeypatch, left, expected):
+def test_available_host_bytes_is_the_smaller_of_machine_and_cgroup(tmp_path, monkeypatch, left, expected):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 7 * GIB}))
-    monkeypatch.setattr(environment, "_cgroup_memory", lambda: (None, left))
-    assert environment.available_host_bytes() == expected
-
-
-@pytest.fixture
-def two_gpus(tmp_path, monkeypatch):
-    script = tmp_path / "nvidia-smi"
-    script.write_text(
-        "#!/bin/sh\necho '570.1, GPU-aa11, 143771, NVIDIA H200'\necho '570.1, GPU-bb22, [N/A], NVIDIA Odd, Name'\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    environment._nvidia_smi.cache_clear()
-    yield
-    environment._nvidia_smi.cache_clear()
+    root = cgroup_root(tmp_path, "0::/\n", {
+        "sys/fs/cgroup/memory.max": "max\n" if left is None else f"{2 * GIB + left}\n",
+        "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
+    })  # fmt: skip
+    assert environment.available_host_bytes(root) == expected
 
 
 H200 = {"name": "NVIDIA H200", "memory_bytes": 143771 << 20}
@@ -121,14 +129,16 @@ ODD = {"name": "NVIDIA Odd, Name", "memory_bytes": None}
 @pytest.mark.parametrize("visible, expected", [
     (None, [H200, ODD]), ("1,0", [ODD, H200]), ("GPU-bb", [ODD]), ("0,7,1", [H200]), ("-1", []), ("", []),
 ])  # fmt: skip
-def test_gpus_are_those_the_process_may_use(two_gpus, monkeypatch, visible, expected):
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    driver, listed = environment._nvidia_smi()
-    assert driver == "570.1"
-    assert environment._visible(listed) == expected
+def test_gpus_are_those_the_process_may_use(tmp_path, monkeypatch, visible, expected):
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\necho '570.1, GPU-aa11, 143771, NVIDIA H200'\necho '570.1, GPU-bb22, [N/A], NVIDIA Odd, Name'\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    described = described_in(ROOT, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    assert described["gpu_driver"] == "570.1" and described["gpus"] == expected
 
 
 def test_git_state_is_of_the_checkout_that_tracks_the_package(tmp_path, monkeypatch):
@@ -139,19 +149,25 @@ def test_git_state_is_of_the_checkout_that_tracks_the_package(tmp_path, monkeypa
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    package, foreign = tmp_path / "package", tmp_path / "venv"
-    for folder in (package, foreign):
-        folder.mkdir()
-        (folder / "__init__.py").write_text("")
+    def state(folder):
+        described = described_in(folder, PYTHONPATH=str(folder))
+        return {key: value for key, value in described.items() if key.startswith("git_")}
+
+    own, foreign = tmp_path / "checkout", tmp_path / "venv"
+    for folder in (own, foreign):
+        for part in ("__init__.py", "errors.py", "runtime"):
+            copy = shutil.copytree if part == "runtime" else shutil.copy
+            (folder / "zero_inference").mkdir(parents=True, exist_ok=True)
+            copy(ROOT / "zero_inference" / part, folder / "zero_inference" / part)
     git("init", "-q")
     nothing = {"git_commit": None, "git_dirty": None}
-    assert environment._git_state(package) == nothing
-    git("add", "package")
+    assert state(own) == nothing
+    git("add", "checkout")
     git("commit", "-q", "-m", "first")
     monkeypatch.setenv("GIT_DIR", "/nonexistent")  # as a hook of another repository would
     monkeypatch.setenv("HOME", str(tmp_path))
-    state = environment._git_state(package)
-    assert len(state["git_commit"]) == 40 and state["git_dirty"] is False
-    (package / "__init__.py").write_text("changed = True\n")
-    assert environment._git_state(package) == {**state, "git_dirty": True}
-    assert environment._git_state(foreign) == nothing
+    committed = state(own)
+    assert len(committed["git_commit"]) == 40 and committed["git_dirty"] is False
+    (own / "zero_inference" / "errors.py").write_text("changed = True\n")
+    assert state(own) == {**committed, "git_dirty": True}
+    assert state(foreign) == nothing

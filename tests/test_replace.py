@@ -51,8 +51,18 @@ def test_only_what_can_be_replaced_may_be(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop", "empty"}
 
 
-@pytest.mark.parametrize("name", ["run.jsonl", "run.log", "link.html", "pipe.html", "hard.html", "copy.html"])
-def test_a_page_is_never_written_over_records_nor_waits_for_a_reader(name, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("run.jsonl", "has the name of a log or record"),
+        ("run.log", "has the name of a log or record"),
+        ("link.html", "has the name of a log or record"),
+        ("pipe.html", "cannot be written (not a regular file)"),
+        ("hard.html", "cannot be written (it holds what runs have measured)"),
+        ("copy.html", "cannot be written (it holds what runs have measured)"),
+    ],
+)
+def test_a_page_is_never_written_over_records_nor_waits_for_a_reader(name, words, tmp_path, capsys):
     append_record(tmp_path / "run.jsonl", make_record())
     write_benchmark_log(tmp_path / "run.log", *range(10))
     (tmp_path / "link.html").symlink_to("run.jsonl")
@@ -61,6 +71,5 @@ def test_a_page_is_never_written_over_records_nor_waits_for_a_reader(name, tmp_p
     os.mkfifo(tmp_path / "pipe.html")
     before = (tmp_path / "run.jsonl").read_bytes(), (tmp_path / "run.log").read_bytes()
     assert console_main(["zero-inference", "report", str(tmp_path), "--html", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err
-    assert f"{name} has the name of a log or record" in error or f"{name} cannot be written" in error
+    assert f"{name} {words}" in capsys.readouterr().err
     assert before == ((tmp_path / "run.jsonl").read_bytes(), (tmp_path / "run.log").read_bytes())

@@ -12,6 +12,7 @@ import sys
 import threading
 
 import pytest
+import transformers
 from conftest import ROOT, small_disk
 
 from zero_inference.cli import main
@@ -91,12 +92,10 @@ def test_a_trace_that_cannot_be_written_costs_no_result(run, tmp_path):
 
 
 def test_a_failed_run_whose_record_cannot_be_written_says_both(run, tmp_path, monkeypatch):
-    from zero_inference.measure import generation
-
     def fails(*args, **kwargs):
         raise ZeroDivisionError("the first cause")
 
-    monkeypatch.setattr(generation, "_one_loop", fails)
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", fails)
     (tmp_path / "run.jsonl").symlink_to("/dev/full")
     code, _, error = run()
     assert code == 1 and "the first cause" in error and "record was not written" in error
@@ -271,12 +270,13 @@ def test_several_processes_may_ask_about_one_file(tmp_path):
 
 
 def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_path, monkeypatch):
-    from zero_inference import run as run_module
+    from zero_inference.engines import resident
 
     def fails(*args):
         raise ConnectionError("the hub is gone")
 
-    monkeypatch.setattr(run_module, "refuse_hopeless", fails)
+    monkeypatch.setattr(resident, "check", fails)
+    monkeypatch.setattr(resident, "load", lambda *args: pytest.fail("it was loaded"))
     code, _, error = run()
     record = read_records(tmp_path / "run.jsonl")[-1]
     assert (

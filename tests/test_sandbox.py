@@ -188,8 +188,9 @@ def test_a_home_folder_among_those_of_the_system_is_not_shown(way):
         os.chmod(home, 0o755)
         Path(home, "key").write_text("secret")
         source = (
-            "import os\nfor home in (%r, %r):\n    if os.path.exists(home):\n        assert os.listdir(home) == []\n        try: open(home + '/x', 'w')\n"
-            "        except OSError: print('shut')" % (home, home.removeprefix("/usr"))
+            f"import os\nfor home in {(home, home.removeprefix('/usr'))!r}:\n"
+            "    if os.path.exists(home):\n        assert os.listdir(home) == []\n"
+            "        try: open(home + '/x', 'w')\n        except OSError: print('shut')"
         )
         done = subprocess.run(
             [*way, sys.executable, "-c", ASK, source],

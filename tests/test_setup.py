@@ -1,7 +1,8 @@
-"""scripts/setup.sh removes nothing but an environment that it made."""
+"""scripts/setup.sh removes nothing but an environment that it made; what it installs is pinned; .ci/run checks before it tests."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -55,3 +56,21 @@ def test_what_was_interrupted_is_made_again(setup):
     (folder / ".making").unlink()  # as earlier versions left it
     _, done = setup("my env")
     assert done.returncode == 7 and not (folder / ".made").exists()
+
+
+def test_what_is_installed_is_pinned_exactly():
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith(("#", "-r "))]
+        assert lines and all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9][0-9.]*", line) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "failing, asked", [("nothing", ["lint", "test"]), ("lint", ["lint"]), ("test", ["lint", "test"])]
+)
+def test_continuous_integration_checks_the_code_and_then_tests_it(tmp_path, failing, asked):
+    make = tmp_path / "make"
+    make.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n[ "$1" != {failing} ]\n')
+    make.chmod(0o755)
+    done = subprocess.run([ROOT / ".ci" / "run"], cwd="/", env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False)
+    assert (tmp_path / "asked").read_text().split() == asked
+    assert (done.returncode == 0) == (failing == "nothing")

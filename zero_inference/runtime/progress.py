@@ -5,8 +5,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from zero_inference.runtime.text import printable
+
+if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.status import Status
 
 QUIET_S = 10.0
 
@@ -16,7 +23,8 @@ class Progress:
 
     def __init__(self, enabled: bool):
         self.enabled = enabled
-        self._console = self._live = None
+        self._console: Console | None = None
+        self._live: Status | Bar | None = None
         self._shown = time.monotonic()
         if enabled and sys.stderr.isatty():
             from rich.console import Console
@@ -37,25 +45,26 @@ class Progress:
         if self._console is not None:
             from rich.status import Status
 
-            if not isinstance(self._live, Status):
+            if isinstance(self._live, Status):
+                self._live.update(line)
+            else:
                 self._show(self._console.status(line))
-            self._live.update(line)
         elif self.enabled and time.monotonic() - self._shown > QUIET_S:
             self._shown = time.monotonic()
             self.say(line)
 
-    def loading(self, total_bytes: int):
+    def loading(self, total_bytes: int) -> Callable[[int], None]:
         """A callback that takes the bytes of each parameter and shows how loading goes, in GB and GB/s of 1e9 bytes."""
         loaded, start = 0, time.monotonic()
-        task = self._loading_bar(total_bytes) if self._console is not None else None
+        bar = self._loading_bar(total_bytes) if self._console is not None else None
 
         def advance(nbytes: int) -> None:
             nonlocal loaded
             loaded += nbytes
             rate = loaded / max(time.monotonic() - start, 1e-9) / 1e9
             words = f"{loaded / 1e9:.1f} of {total_bytes / 1e9:.1f} GB ({rate:.1f} GB/s)"
-            if task is not None:
-                self._live.update(task, completed=loaded, words=words)
+            if bar is not None:
+                bar.update(bar.task_ids[0], completed=loaded, words=words)
             else:
                 self.update(f"loading {words}")
 
@@ -64,23 +73,24 @@ class Progress:
     def close(self) -> None:
         self._show(None)
 
-    def _loading_bar(self, total_bytes: int):
+    def _loading_bar(self, total_bytes: int) -> Bar:
+        """With one task."""
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self._show(
-            Bar(
-                TextColumn("loading"),
-                BarColumn(),
-                TextColumn("{task.fields[words]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
+        bar = Bar(
+            TextColumn("loading"),
+            BarColumn(),
+            TextColumn("{task.fields[words]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
         )
-        return self._live.add_task("loading", total=total_bytes, words="")
+        self._show(bar)
+        bar.add_task("loading", total=total_bytes, words="")
+        return bar
 
-    def _show(self, live) -> None:
+    def _show(self, live: Status | Bar | None) -> None:
         """At most one live display at a time."""
         if self._live is not None:
             self._live.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -24,7 +25,7 @@ def ignore_stop() -> None:
 
 
 @contextmanager
-def held():
+def held() -> Iterator[None]:
     """Signals that arrive inside take effect at its end. A launcher sends a second one right behind the first.
 
     Only the main thread runs signal handlers; in another one there is nothing to hold.
@@ -41,5 +42,5 @@ def held():
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for number in arrived:
-            signal.raise_signal(number)
+        for received in arrived:
+            signal.raise_signal(received)

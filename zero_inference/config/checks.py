@@ -1,0 +1,229 @@
+"""What can be seen to be wrong with the choices of a run before the model's config is loaded: one function a subject.
+
+Each raises UsageError with what was asked, what was found, and what to change.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from zero_inference.config.choices import (
+    DEFAULTS,
+    DTYPES,
+    ENGINES,
+    MOST,
+    MOST_GIB,
+    NORM_KERNELS,
+    PATHS,
+    QUALITY_COMPANIONS,
+    QUALITY_TASKS,
+    QUANT_BITS,
+    WHOLE_NUMBERS,
+    Choices,
+)
+from zero_inference.errors import UsageError
+from zero_inference.runtime.replace import check_output_file
+
+
+def check_paths(choices: Choices) -> None:
+    for name in PATHS:
+        path = getattr(choices, name)
+        if path == "":  # an unset variable of a script: the run would do something else than was meant
+            raise UsageError(f"{_flag(name)} is empty: give it a name, or drop it.")
+        if name == "offload_dir":
+            path = os.path.expanduser(path) if choices.disk_offload else None
+        # a folder called ~ is one that people remove with their home
+        if path and path.startswith("~") and name != "model":
+            raise UsageError(
+                f"{_flag(name)} {path}: which home folder ~ stands for is not known here; write it out, or ./{path}."
+            )
+
+
+def check_values(choices: Choices) -> None:
+    for name, allowed in (
+        ("engine", ENGINES),
+        ("dtype", DTYPES),
+        ("norm_kernels", NORM_KERNELS),
+        ("quant_bits", QUANT_BITS),
+    ):
+        value = getattr(choices, name)
+        if value not in allowed:
+            raise UsageError(f"{_flag(name)} {value}: choose one of {', '.join(map(str, allowed))}.")
+    for name, (least, most) in WHOLE_NUMBERS.items():
+        value = getattr(choices, name)
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise UsageError(f"{_flag(name)} {value}: must be {bound}.")
+    if choices.quant_bits == 4 and choices.quant_group_size % 2:
+        raise UsageError(
+            f"--quant-group-size {choices.quant_group_size}: two weights of 4 bits share a byte, so it must be even."
+        )
+    if choices.warmup_spread is not None:
+        if not 0 < choices.warmup_spread < 1:
+            raise UsageError(f"--warmup-spread {choices.warmup_spread}: give a share between 0 and 1, such as 0.05.")
+        if choices.warmup < 3:
+            raise UsageError(
+                f"--warmup-spread compares three warm-up loops and --warmup {choices.warmup} is the most of them: "
+                "raise --warmup, to 10 or so."
+            )
+    if choices.gpu_memory is not None and not 0 <= choices.gpu_memory <= MOST_GIB:
+        raise UsageError(f"--gpu-memory {choices.gpu_memory}: must be 0 or more GiB, at most {MOST_GIB}.")
+
+
+def check_engine(choices: Choices) -> None:
+    if choices.ring_depth is not None and not 2 <= choices.ring_depth <= MOST:
+        raise UsageError(
+            f"--ring-depth {choices.ring_depth}: a layer has to compute while the next one comes: use 2 or more, "
+            "and no more than there are layers."
+        )
+    for name in ("gpu_memory", "ring_depth"):
+        if getattr(choices, name) is not None and choices.engine != "stream":
+            raise UsageError(f"{_flag(name)} belongs to --engine stream, not to --engine {choices.engine}: drop it.")
+    if choices.ds_config is not None and choices.engine != "deepspeed":
+        raise UsageError(f"--ds-config configures DeepSpeed, but --engine is {choices.engine}: drop one of the two.")
+    if choices.engine == "stream" and choices.disk_offload:
+        raise UsageError(
+            "--engine stream keeps weights in host memory, not on disk: drop --disk-offload, or use --engine deepspeed."
+        )
+    if choices.engine == "resident" and (choices.cpu_offload or choices.disk_offload):
+        raise UsageError(
+            "--engine resident keeps every weight on the device: drop the offload, or use --engine deepspeed."
+        )
+    if choices.engine in ("accelerate", "resident"):
+        if choices.quantized:
+            raise UsageError(
+                f"--quant-bits {choices.quant_bits} is not done by --engine {choices.engine}: "
+                "use --engine deepspeed or stream."
+            )
+        if choices.pin_memory:
+            raise UsageError(
+                f"--pin-memory 1 is not done by --engine {choices.engine}: use --engine deepspeed or stream."
+            )
+    if choices.use_gds and choices.engine != "deepspeed":
+        raise UsageError(f"--use-gds is not done by --engine {choices.engine}: use --engine deepspeed.")
+    if choices.pin_memory and choices.engine == "deepspeed" and choices.offload == "gpu":
+        raise UsageError("--pin-memory 1 is about weights in host memory: add --cpu-offload or --disk-offload.")
+    if choices.engine == "accelerate" and choices.offload == "gpu":
+        raise UsageError(
+            "--engine accelerate is here for its offload: add --cpu-offload or --disk-offload, "
+            "or use --engine resident."
+        )
+
+
+def check_offload(choices: Choices) -> None:
+    if choices.cpu_offload and choices.disk_offload:
+        raise UsageError(
+            "--cpu-offload and --disk-offload were both given, but weights live in one place: keep one of the two."
+        )
+    if choices.use_gds and not choices.disk_offload:
+        raise UsageError(
+            "--use-gds reads weights from NVMe, but --disk-offload was not given: add it or drop --use-gds."
+        )
+
+
+def check_companions(choices: Choices) -> None:
+    """An option that does nothing without another one is an error where that is not given."""
+    for name, other, other_given in (
+        ("pin_kv_cache", "--kv-offload", choices.kv_offload),
+        ("async_kv_offload", "--kv-offload", choices.kv_offload),
+        ("offload_dir", "--disk-offload", choices.disk_offload),
+        ("quant_group_size", "--quant-bits 8 or 4", choices.quantized),
+    ):
+        if getattr(choices, name) != DEFAULTS[name] and not other_given:
+            raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
+    if choices.log_file and choices.log_dir != DEFAULTS["log_dir"]:
+        raise UsageError(
+            f"--log-file {choices.log_file} says where the log goes, and so does --log-dir {choices.log_dir}: keep one of the two."
+        )
+    if choices.async_kv_offload and not choices.pin_kv_cache:
+        raise UsageError("--async-kv-offload needs page-locked memory to copy into: add --pin-kv-cache.")
+
+
+def check_files(choices: Choices) -> None:
+    if choices.prompts and choices.dummy:
+        raise UsageError("--prompts needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
+    if choices.prompts and not Path(choices.prompts).is_file():
+        raise UsageError(f"--prompts {choices.prompts}: no such file; give a text file with one prompt a line.")
+    if choices.trace:
+        check_output_file("--trace", choices.trace)
+
+
+def check_quality(choices: Choices) -> None:
+    for task in choices.quality:
+        if task not in QUALITY_TASKS:
+            raise UsageError(f"--quality {task}: no such task; choose of {', '.join(QUALITY_TASKS)}.")
+    if len(set(choices.quality)) < len(choices.quality):
+        raise UsageError(f"--quality {','.join(choices.quality)}: a task is named twice; name each once.")
+    for other, names in QUALITY_COMPANIONS.items():
+        task = other.removeprefix("--quality").strip()
+        for name in names:
+            if getattr(choices, name) != DEFAULTS[name] and not (task in choices.quality if task else choices.quality):
+                raise UsageError(
+                    f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}."
+                )
+    if not choices.quality:
+        return
+    if choices.dummy:
+        raise UsageError(
+            "--quality needs a model with a tokenizer and --dummy has none, and random weights: keep one of the two."
+        )
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError(
+            "--quality works through lm-evaluation-harness, which is not installed: pip install 'lm-eval>=0.4.13'."
+        )
+    _check_quality_numbers(choices)
+    _check_quality_paths(choices)
+
+
+def _check_quality_numbers(choices: Choices) -> None:
+    if not 0 < choices.humaneval_temperature < float("inf"):
+        raise UsageError(
+            f"--humaneval-temperature {choices.humaneval_temperature}: must be a number above 0; "
+            "one sample (--humaneval-samples 1) is greedy."
+        )
+    if choices.humaneval_samples == 1 and choices.humaneval_temperature != Choices.humaneval_temperature:
+        raise UsageError(
+            "--humaneval-temperature: a single sample is greedy and has none; add --humaneval-samples or drop it."
+        )
+    for k in choices.pass_at_k:
+        if not 1 <= k <= choices.humaneval_samples:
+            raise UsageError(
+                f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {choices.humaneval_samples}; "
+                f"lower k or use --humaneval-samples {max(k, 1)}."
+            )
+    window = choices.perplexity_window
+    if window is not None and choices.perplexity_stride is not None and choices.perplexity_stride > window:
+        raise UsageError(
+            f"--perplexity-stride {choices.perplexity_stride}: longer than the window of {window} tokens, "
+            "so text would be left out; use at most the window."
+        )
+    if "humaneval" in choices.quality and not choices.allow_code_execution:
+        raise UsageError(
+            "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
+            "(it is shut in, see the README), or leave humaneval out."
+        )
+
+
+def _check_quality_paths(choices: Choices) -> None:
+    needing = [task for task in choices.quality if task != "humaneval"]
+    if needing and choices.quality_data is None:
+        raise UsageError(
+            f"--quality {','.join(choices.quality)}: no data for {', '.join(needing)}; "
+            "add --quality-data with a file or folder."
+        )
+    if choices.quality_data is not None:
+        if not os.path.exists(choices.quality_data):
+            raise UsageError(f"--quality-data {choices.quality_data}: no such file or folder.")
+        if os.path.isfile(choices.quality_data) and len(choices.quality) > 1:
+            raise UsageError(
+                f"--quality-data {choices.quality_data} is one file and --quality names {len(choices.quality)} tasks; "
+                "give a folder with a file named after each."
+            )
+    if choices.quality_items:
+        check_output_file("--quality-items", choices.quality_items)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
