@@ -216,7 +216,7 @@ class Times:
             return _COMPILED[key]
         return self.case.make_peers(inputs)[provider]
 
-    def rate_gbps(self, config: Config, us: float) -> float:
+    def rate_gb_per_s(self, config: Config, us: float) -> float:
         """GB/s of 1e9 over the bytes of x-sized tensors that have to move."""
         tensors = self.case.backward_tensors if self.backward else self.case.forward_tensors
         return tensors * math.prod(config) * self.dtype.itemsize / us / 1e3
@@ -305,7 +305,8 @@ def write_table(path: Path, times: Times) -> None:
         for line in FIRST_LINES
     }
     columns |= {
-        f"{LINE_NAMES[provider]} (GB/s)": list(map(times.rate_gbps, configs, values)) for provider, values in us.items()
+        f"{LINE_NAMES[provider]} (GB/s)": list(map(times.rate_gb_per_s, configs, values))
+        for provider, values in us.items()
     }
     columns |= {
         f"{LINE_NAMES[provider]} (us)": values for provider, values in us.items()

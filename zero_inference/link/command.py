@@ -121,7 +121,7 @@ def _ceilings(ranks: Ranks, disk: Path | None) -> list[Ceiling]:
     import torch
 
     from zero_inference.link import compute, copy
-    from zero_inference.link.disk import disk_read_gbps
+    from zero_inference.link.disk import disk_read_gb_per_s
 
     device = ranks.device
     if device.type == "cuda":
@@ -131,28 +131,28 @@ def _ceilings(ranks: Ranks, disk: Path | None) -> list[Ceiling]:
                 "GB/s",
                 "host to GPU, page-locked",
                 "bounds decode with weights in host memory",
-                lambda: copy.host_to_device_gbps(device, pinned=True),
+                lambda: copy.host_to_device_gb_per_s(device, pinned=True),
             ),
             Ceiling(
                 "host_to_device_pageable_gbps",
                 "GB/s",
                 "host to GPU, pageable",
                 "bounds the same with --pin-memory 0",
-                lambda: copy.host_to_device_gbps(device, pinned=False),
+                lambda: copy.host_to_device_gb_per_s(device, pinned=False),
             ),
             Ceiling(
                 "device_to_host_pinned_gbps",
                 "GB/s",
                 "GPU to host, page-locked",
                 "bounds writing keys and values with --kv-offload",
-                lambda: copy.device_to_host_gbps(device),
+                lambda: copy.device_to_host_gb_per_s(device),
             ),
             Ceiling(
                 "both_directions_gbps",
                 "GB/s",
                 "both ways at once, page-locked, summed",
                 "at best the two together: keys and values leave while weights arrive",
-                lambda: copy.both_directions_gbps(device),
+                lambda: copy.both_directions_gb_per_s(device),
             ),
         ]
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -164,7 +164,7 @@ def _ceilings(ranks: Ranks, disk: Path | None) -> list[Ceiling]:
                     "GB/s",
                     f"host to all {count} GPUs at once, page-locked, summed",
                     f"bounds decode of {count} ranks; below {count} x one GPU they share a link or host memory",
-                    lambda: copy.several_devices_gbps(devices),
+                    lambda: copy.several_devices_gb_per_s(devices),
                 )
             )
         dtypes, memory = (torch.bfloat16, torch.float16), "GPU memory"
@@ -175,14 +175,14 @@ def _ceilings(ranks: Ranks, disk: Path | None) -> list[Ceiling]:
                 "GB/s",
                 f"{copy.kind_of(device)} (bytes counted once)",
                 "there is no GPU: fetching offloaded weights is a copy like this",
-                lambda: copy.host_to_device_gbps(device, pinned=False),
+                lambda: copy.host_to_device_gb_per_s(device, pinned=False),
             ),
             Ceiling(
                 "host_memory_two_copies_gbps",
                 "GB/s",
                 f"{copy.kind_of(device)}, two at once, summed",
                 "keys and values are written while weights are fetched",
-                lambda: copy.both_directions_gbps(device),
+                lambda: copy.both_directions_gb_per_s(device),
             ),
         ]
         dtypes, memory = (torch.bfloat16, torch.float32), "host memory"
@@ -192,7 +192,7 @@ def _ceilings(ranks: Ranks, disk: Path | None) -> list[Ceiling]:
             "GB/s",
             f"copy inside {memory}, read + write",
             "bounds decode with weights on the device",
-            lambda: compute.device_copy_gbps(device),
+            lambda: compute.device_copy_gb_per_s(device),
         )
     )
     for dtype in dtypes:
@@ -213,7 +213,7 @@ def _ceilings(ranks: Ranks, disk: Path | None) -> list[Ceiling]:
                 "GB/s",
                 f"read of {disk}, past the page cache",
                 "bounds decode with --disk-offload",
-                lambda: disk_read_gbps(disk),
+                lambda: disk_read_gb_per_s(disk),
                 first_only=True,
             )
         )
@@ -243,7 +243,7 @@ def _report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "ceilings": results,
         "gpus": [
-            {"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gbps}
+            {"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gb_per_s}
             for rank, row in enumerate(rows)
             for gpu in row["gpus"]
         ],
