@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../launch_sizes.cuh"
+
 namespace zero_inference::norms {
 
 constexpr int kDevices = 64;
@@ -49,6 +51,11 @@ int resident_blocks(Kernel kernel, int threads, int shared_bytes, const Device& 
     if (device.index < kDevices) known[device.index].store(blocks, std::memory_order_relaxed);
   }
   return blocks;
+}
+
+// Blocks of a kernel whose blocks take rows in turn, each reading a row in a loop.
+inline int64_t loop_blocks(int64_t rows, const Device& device) {
+  return std::min<int64_t>(rows, int64_t{device.processors()} * kLoopBlocks);
 }
 
 inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }

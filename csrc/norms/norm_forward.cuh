@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kLoopThreads) norm_forward_loop(const NormForw
 
 template <typename T, bool kLayer, bool kAdd>
 bool launch_norm_forward_rows(const NormForward<T>& a, const Device& device) {
-  return with_forward_shape<T, kAdd ? 2 : 1, kLayer && !kAdd>(a.columns, [&](auto shape) {
+  constexpr bool kHeavy = kLayer && !kAdd;
+  return with_forward_shape<T, kAdd ? 2 : 1, kHeavy>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     launch(norm_forward_rows<S, kLayer, kAdd>, dim3(divided_up(a.rows, S::kRows)), S::kBlock, 0, device, a);
     return true;
@@ -193,7 +194,7 @@ void norm_forward(const NormForward<T>& a, const Device& device) {
   if (vectors &&
       (add ? launch_norm_forward_rows<T, kLayer, true>(a, device) : launch_norm_forward_rows<T, kLayer, false>(a, device)))
     return;
-  const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
+  const dim3 grid(loop_blocks(a.rows, device));
   constexpr int kShared = kSumScratch<kLoopThreads, 1> * 4;
   launch(vectors ? norm_forward_loop<T, kVector<T>, kLayer> : norm_forward_loop<T, 1, kLayer>, grid, kLoopThreads, kShared,
          device, a);
