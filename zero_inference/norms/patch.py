@@ -217,7 +217,7 @@ def _fused_forward(layer_class: type, norm: str):
         for field in ("body", "orelse")
         if isinstance(block := getattr(node, field, None), list)
     ]
-    if not any([_fuse_block(block, norm) for block in blocks]):
+    if not any([_fuse_block(block, norm) for block in blocks]):  # noqa: C419 - every block, also behind the first
         return None
     made: dict = {}
     code = compile(ast.fix_missing_locations(tree), f"<{layer_class.__qualname__} with fused norms>", "exec")
