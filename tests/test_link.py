@@ -251,7 +251,8 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(compute, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
     monkeypatch.setattr(
-        command, "_gpu_links", lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)]
+        "zero_inference.link.report._gpu_links",
+        lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)],
     )
     monkeypatch.setattr(system, "read_host", lambda: HOST)
     args = argparse.Namespace(disk=None, json=True, local_rank=None)
@@ -361,6 +362,7 @@ def test_the_table_of_one_process():
     done = link(CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     for words in (
+        "roofline",
         "host memory copy",
         "GB/s",
         "TFLOP/s",

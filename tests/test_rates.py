@@ -1,4 +1,4 @@
-"""The measured ceilings: copies, disk, matrix products, and how much a measurement touches."""
+"""The measured rooflines: copies, disk, matrix products, and how much a measurement touches."""
 
 from __future__ import annotations
 
