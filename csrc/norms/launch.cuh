@@ -60,6 +60,4 @@ inline int64_t loop_blocks(int64_t rows, const Device& device) {
 
 inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 }  // namespace zero_inference::norms

@@ -8,6 +8,7 @@
 // layer's is 0.
 #pragma once
 
+#include "../alignment.cuh"
 #include "column_sums.cuh"
 #include "rows.cuh"
 
@@ -316,8 +317,7 @@ void norm_backward(NormBackward<T> a, const Device& device, Allocate allocate) {
     launch_sum_columns<T>(nullptr, 0, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
     return;
   }
-  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.grad) && aligned(a.grad_sum) &&
-                       aligned(a.weight) && aligned(a.grad_x);
+  const bool vectors = in_vectors<T>(a.columns, a.x, a.grad, a.grad_sum, a.weight, a.grad_x);
   if (vectors && (a.grad_sum != nullptr ? launch_norm_backward_rows<T, kLayer, true>(a, device, allocate)
                                         : launch_norm_backward_rows<T, kLayer, false>(a, device, allocate)))
     return;

@@ -7,6 +7,7 @@
 // transformers' Llama family does.
 #pragma once
 
+#include "../alignment.cuh"
 #include "rows.cuh"
 
 namespace zero_inference::norms {
@@ -189,8 +190,7 @@ template <typename T, bool kLayer>
 void norm_forward(const NormForward<T>& a, const Device& device) {
   if (a.rows == 0 || a.columns == 0) return;
   const bool add = a.residual != nullptr;
-  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.residual) && aligned(a.weight) &&
-                       aligned(a.bias) && aligned(a.out) && aligned(a.sum);
+  const bool vectors = in_vectors<T>(a.columns, a.x, a.residual, a.weight, a.bias, a.out, a.sum);
   if (vectors &&
       (add ? launch_norm_forward_rows<T, kLayer, true>(a, device) : launch_norm_forward_rows<T, kLayer, false>(a, device)))
     return;

@@ -11,6 +11,7 @@
 
 #include <tuple>
 
+#include "../alignment.cuh"
 #include "rows.cuh"
 
 namespace zero_inference::norms {
@@ -398,8 +399,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
 
 template <typename T>
 bool poly_vectors(const Poly<T>& a) {
-  return a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.mul) && aligned(a.out) && aligned(a.grad) &&
-         aligned(a.grad_x) && aligned(a.grad_mul);
+  return in_vectors<T>(a.columns, a.x, a.mul, a.out, a.grad, a.grad_x, a.grad_mul);
 }
 
 template <typename T, bool kMul>

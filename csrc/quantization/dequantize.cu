@@ -19,6 +19,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include "../alignment.cuh"
 #include "../launch_sizes.cuh"
 
 namespace {
@@ -27,6 +28,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 using namespace zero_inference::quantization;  // launch sizes
+using zero_inference::aligned;
+using zero_inference::in_vectors;
 
 template <typename T>
 struct Output;
@@ -144,8 +147,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
 int log2_or_negative(int64_t value) {
   int shift = 0;
   while ((int64_t{1} << shift) < value) ++shift;
@@ -170,8 +171,7 @@ void launch(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int
   const int64_t numel = out.numel();
   const T* scales = static_cast<const T*>(scale.const_data_ptr());
   const T* minima = static_cast<const T*>(minimum.const_data_ptr());
-  if (group_size % kVector == 0 && aligned(out.const_data_ptr(), sizeof(uint4)) &&
-      aligned(codes.const_data_ptr(), sizeof(Codes<T, kBits>))) {
+  if (in_vectors<T>(group_size, out.const_data_ptr()) && aligned(codes.const_data_ptr(), sizeof(Codes<T, kBits>))) {
     const int64_t vectors = numel / kVector;
     const unsigned int grid = blocks(vectors, kThreads * kUnroll);
     dequantize_vectors<T, kBits><<<grid, kThreads, 0, stream>>>(
