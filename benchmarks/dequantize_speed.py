@@ -103,14 +103,14 @@ def measure() -> list[dict]:
     for dtype in (torch.float16, torch.bfloat16):
         weight = torch.randn(SHAPE, device="cuda", generator=torch.Generator("cuda").manual_seed(6)).to(dtype)
         out = torch.empty_like(weight)
-        copy_ms = median_ms(lambda: out.copy_(weight))
+        copy_ms = median_ms(out.copy_, weight)
         for bits in (4, 8):
             for group_size in (32, 64, 128):
                 scheme = GroupQuantization(bits, group_size)
                 packed = quantize(weight, scheme)
                 moved = scheme.stored_bytes(weight.numel(), dtype) + out.nbytes
-                median = median_ms(lambda: torch.ops.zero_inference.dequantize_groups(*packed, bits, group_size, out))
-                reference = median_ms(lambda: dequantize_reference(*packed, bits, group_size, out), repeats=5)
+                median = median_ms(torch.ops.zero_inference.dequantize_groups, *packed, bits, group_size, out)
+                reference = median_ms(dequantize_reference, *packed, bits, group_size, out, repeats=5)
                 cases.append(
                     {
                         "dtype": str(dtype).removeprefix("torch."),
@@ -125,16 +125,16 @@ def measure() -> list[dict]:
     return cases
 
 
-def median_ms(work, repeats: int = REPEATS) -> float:
-    """Median milliseconds of one call of `work` on the current stream, after three that are not counted."""
+def median_ms(work, *args, repeats: int = REPEATS) -> float:
+    """Median milliseconds of `work(*args)` on the current stream, after three that are not counted."""
     import torch
 
     for _ in range(3):
-        work()
+        work(*args)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in pairs:
         start.record()
-        work()
+        work(*args)
         stop.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(stop) for start, stop in pairs)
