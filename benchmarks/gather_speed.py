@@ -53,6 +53,21 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
+    rows = measure_all(args, rank, device)
+    if args.out and rank == 0:
+        found = {
+            "device": torch.cuda.get_device_name(),
+            "world_size": dist.get_world_size(),
+            "nccl": torch.cuda.nccl.version(),
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+def measure_all(args: argparse.Namespace, rank: int, device: torch.device) -> list[dict]:
+    """A row a size of the share, a size of the host memory and a variant, printed by the first rank as it comes."""
     rows = []
     for megabytes, gigabytes in itertools.product(args.share_mb, args.host_gb):
         share = megabytes * 1_000_000 // 4096 * 4096
@@ -77,21 +92,7 @@ def main() -> int:
                 )
         del copies
         torch.cuda.empty_cache()
-    if args.out and rank == 0:
-        args.out.write_text(
-            json.dumps(
-                {
-                    "device": torch.cuda.get_device_name(),
-                    "world_size": dist.get_world_size(),
-                    "nccl": torch.cuda.nccl.version(),
-                    "rows": rows,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
-    dist.destroy_process_group()
-    return 0
+    return rows
 
 
 def variants(copies: Copies):

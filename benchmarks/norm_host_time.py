@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import statistics
 import sys
 import time
@@ -56,7 +57,7 @@ def measure(name: str) -> list[tuple]:
         for provider, run in providers.items():
             try:
                 with torch.set_grad_enabled(gradient):
-                    us = sorted(round_us(lambda: case.forward(run, inputs)) for _ in range(ROUNDS))
+                    us = sorted(round_us(functools.partial(case.forward, run, inputs)) for _ in range(ROUNDS))
             except Exception as error:  # libraries raise classes of their own
                 print(
                     f"note: no time of {provider}, {name}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}",

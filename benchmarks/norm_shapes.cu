@@ -1,10 +1,11 @@
-// Times the norm kernels in every launch shape, for the tables in csrc/norms/rows.cuh: which threads share a row, and how many
-// 16-byte vectors each of them holds.
+// Times the norm kernels in every launch shape, for the tables in csrc/launch_sizes.cuh: which threads share a row, and how
+// many 16-byte vectors each of them holds.
 //
-//   nvcc -O3 -std=c++17 -arch=sm_90 -I csrc/norms benchmarks/norm_shapes.cu -o norm_shapes && ./norm_shapes > norm_shapes_bf16.tsv
+//   nvcc -O3 -std=c++17 -arch=sm_90 -I csrc/norms benchmarks/norm_shapes.cu -o norm_shapes
+//   ./norm_shapes > norm_shapes_bf16.tsv
 //
-// A line a launch: op, columns, rows, kernel, threads, vectors, blocks a processor, waves, median, 20th and 80th percentile (us),
-// and GB/s over the bytes that have to move. The L2 cache is overwritten before each launch.
+// A line a launch: op, columns, rows, kernel, threads, vectors, blocks a processor, waves, median, 20th and 80th percentile
+// (us), and GB/s over the bytes that have to move. The L2 cache is overwritten before each launch.
 
 #include <algorithm>
 #include <cstdio>
@@ -172,12 +173,14 @@ void poly(Bench& b, const char* forward, const char* backward, bool grouped) {
       const auto kernel = poly_backward_rows<S, kMul>;
       const int resident = blocks_of(kernel, S::kBlock, 0);
       for (int waves : {1, 4, 1 << 20}) {
-        const int64_t blocks = std::min<int64_t>(divided_up(a.rows, S::kRows), int64_t{b.device.processors()} * resident * waves);
-        b.time("held", S::kThreads, S::kVectors, resident, waves, [&] { launch(kernel, dim3(blocks), S::kBlock, 0, b.device, a); });
+        const int64_t blocks =
+            std::min<int64_t>(divided_up(a.rows, S::kRows), int64_t{b.device.processors()} * resident * waves);
+        b.time("held", S::kThreads, S::kVectors, resident, waves,
+               [&] { launch(kernel, dim3(blocks), S::kBlock, 0, b.device, a); });
       }
     }
     using Ring = RingShape<T, S::kThreads, S::kVectors, kMul ? 3 : 2>;
-    if constexpr (Ring::kRingBytes <= 200 << 10 && Ring::kStages > 1) {
+    if constexpr (Ring::kRingBytes <= kRingBudget && Ring::kStages > 1) {
       const auto kernel = poly_backward_ring<Ring, kMul>;
       constexpr int kShared = Ring::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4;
       const int resident = blocks_of(kernel, S::kBlock, kShared);

@@ -11,6 +11,7 @@ anything is timed; 2 where it cannot run. All cases on all GPUs: scripts/measure
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import sys
@@ -131,6 +132,18 @@ def sizes(case, plot: bool, hiddens: list[int] | None) -> list[tuple[int, int, i
     ]
 
 
+def say_size(times, table: Path | None, config: tuple[int, int, int]) -> None:
+    """What was measured at a size, on stderr and, where there is one, in the table so far."""
+    from common import bench_framework as bench
+
+    say(
+        f"{times.title} {' x '.join(map(str, config))}: "
+        + ", ".join(f"{provider} {times.of(config, provider):.1f} us" for provider in times.providers)
+    )
+    if table is not None:
+        bench.write_table(table, times)
+
+
 def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> None:
     """Time both passes and write tables or plots; `workers` (none for plots) compile ahead, the first times by CUDA graph."""
     from common import bench_framework as bench
@@ -143,7 +156,7 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
         "fwd": (bench.make_fwd_benchmark_for_case, bench.make_fwd_benchmark_plot_for_case),
         "bwd": (bench.make_bwd_benchmark_for_case, bench.make_bwd_benchmark_plot_for_case),
     }
-    tables = {}
+    timed = {}
     for direction, (table, plot) in makers.items():
         file = f"{case.name}-{name}-{direction}-{'plot' if args.plot else 'perf'}"
         make = plot if args.plot else table
@@ -158,23 +171,11 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
             rep_ms=args.rep_ms,
         )
         times, path = benchmark.times, folder / f"{file}.csv"
-
-        def done(config: tuple[int, int, int]) -> None:
-            say(
-                f"{times.title} {' x '.join(map(str, config))}: "
-                + ", ".join(f"{provider} {times.of(config, provider):.1f} us" for provider in times.providers)
-            )
-            if not args.plot:
-                bench.write_table(path, times)
-
-        times.on_size = done
+        times.on_size = functools.partial(say_size, times, None if args.plot else path)
         if args.plot:
             benchmark.run(print_data=True, save_path=str(folder))
-            for left_over in (
-                folder / f"{file}.png",
-                folder / "results.html",
-            ):  # perf_report's own drawing knows one size only
-                left_over.unlink(missing_ok=True)
+            for left_over in (f"{file}.png", "results.html"):  # perf_report's own drawing knows one size only
+                (folder / left_over).unlink(missing_ok=True)
             bench.draw_speedups(
                 [config[2] for config in configs],
                 bench.speedups_of(times, configs),
@@ -186,11 +187,11 @@ def measure(case, name: str, dtype, args: argparse.Namespace, workers: list) -> 
                 graph_times.compile_ahead(times, configs, workers)
                 say(f"{case.name} {name}: compiled")
             benchmark.run(print_data=True)
-            tables[path] = times
+            timed[path] = times
         if args.profile:
             for config in (configs[0], configs[-1]):
                 bench.write_traces(times, config, folder / "traces")
-    for path, times in tables.items():  # last, as the least important
+    for path, times in timed.items():  # last, as the least important
         graph_times.add_graph_times(times, configs, workers[0])
         bench.write_table(path, times)
         say(f"{times.title}: {len(times.graph_us)} times by CUDA graph")

@@ -45,10 +45,10 @@ declare -A commands=(
   [micro-elementwise]="python3 -m zero_inference micro elementwise --format csv --plot RESULTS/micro-elementwise.png"
   [micro-layer]="python3 -m zero_inference micro layer --format csv --plot RESULTS/micro-layer.png"
   [compare-fp16-int4]=compare_fp16_int4
-  [unpack]="python3 benchmarks/unpack_speed.py"
+  [dequantize]="python3 benchmarks/dequantize_speed.py"
   [kv_cache_peer]="python3 benchmarks/kv_cache_peer.py --model facebook/opt-13b --dummy --cpu-offload --batch-size 64 --prompt-len 512 --gen-len 12 --loops 1 --warmup 1 --verbose 0"
 )
-order=(link micro-matmul micro-elementwise micro-layer unpack llama8b-prefill-norms_off llama8b-prefill-norms_cuda
+order=(link micro-matmul micro-elementwise micro-layer dequantize llama8b-prefill-norms_off llama8b-prefill-norms_cuda
        opt13b-resident opt13b-fp16-stream opt13b-fp16 opt13b-int8-stream opt13b-int8 opt13b-int4-stream opt13b-int4 opt13b-kv-stream opt13b-kv
        kv_cache_peer opt30b-half-stream opt30b-fp16 opt30b-int4 llama70b-int4-stream llama405b-int4-stream compare-fp16-int4
        opt13b-pageable opt13b-accelerate opt13b-disk)

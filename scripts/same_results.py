@@ -43,25 +43,30 @@ MEASURED = re.compile(
     r".*(_s|_gbps|_tflops|_spread|_throughput)|seconds|timestamp|environment|peak_(gpu|host)_bytes"
     r"|load_average_before|usable_cores|slowest_step_at|slowest_step_over_median|gbps_while_busy|fraction_of_limit"
     r"|copied_bytes|ahead_bytes|link_ahead_bytes"  # how far the copies had got when a step began
-    r"|bound_by|link_from")  # which of two measured rates was larger
+    r"|bound_by|link_from"
+)  # which of two measured rates was larger
 # Of text: what is measured becomes "#". The words and all other numbers stay.
-MASKS = tuple((re.compile(pattern), mask) for pattern, mask in (
-    (r"decode (moves|reads|is bound by) .* and runs at [\d.]+%", "decode LIMIT and runs at #%"),
-    (r"; decode step \d+ of loop \d+ took .*", ""),  # said only where a step was slow
-    (r"[\d.]+ to [\d.]+ s\b", "# to # s"),
-    (r"\b\d+(\.\d+)?(?= ?(s|ms|us|token/s|GB/s|TFLOP/s|GiB free|GiB are there)\b)", "#"),
-    (r"\b[\d.]+%(?= of (that limit|the median apart|their median apart|the time))", "#%"),
-    (r"(?<=peak gpu mem: )[\d.]+", "#"),
-    (r"\d{4}-\d\d-\d\d[T_ ]\d\d:\d\d:\d\d([.,:]\d+)?(\+\d\d:\d\d)?", "TIME"),
-    (r"0x[0-9a-f]{6,}", "ADDRESS"),
-    (r"(?i)\b((?:sub)?process(?:es)?|pids?) ?([:=] ?)?\d+", r"\1 PID"),
-    (r"(master[_-]port[= ]|127\.0\.0\.1:|localhost:)\d+", r"\1PORT"),
-))
+MASKS = tuple(
+    (re.compile(pattern), mask)
+    for pattern, mask in (
+        (r"decode (moves|reads|is bound by) .* and runs at [\d.]+%", "decode LIMIT and runs at #%"),
+        (r"; decode step \d+ of loop \d+ took .*", ""),  # said only where a step was slow
+        (r"[\d.]+ to [\d.]+ s\b", "# to # s"),
+        (r"\b\d+(\.\d+)?(?= ?(s|ms|us|token/s|GB/s|TFLOP/s|GiB free|GiB are there)\b)", "#"),
+        (r"\b[\d.]+%(?= of (that limit|the median apart|their median apart|the time))", "#%"),
+        (r"(?<=peak gpu mem: )[\d.]+", "#"),
+        (r"\d{4}-\d\d-\d\d[T_ ]\d\d:\d\d:\d\d([.,:]\d+)?(\+\d\d:\d\d)?", "TIME"),
+        (r"0x[0-9a-f]{6,}", "ADDRESS"),
+        (r"(?i)\b((?:sub)?process(?:es)?|pids?) ?([:=] ?)?\d+", r"\1 PID"),
+        (r"(master[_-]port[= ]|127\.0\.0\.1:|localhost:)\d+", r"\1PORT"),
+    )
+)
 # Lines that come and go with the machine's speed and load.
 PASSING = re.compile(
     r"loading [\d.]+ of |.*, token \d+/\d+$|decode step \d+ of loop"
     r"|warning: (in the minute before|the decode latencies of)"
-    r"|.*\d(it/s|s/it)\b|.*DeepSpeed deepspeed\S* (built|compil)|.*Time to load \S+ op|USDT:.* profiler_")
+    r"|.*\d(it/s|s/it)\b|.*DeepSpeed deepspeed\S* (built|compil)|.*Time to load \S+ op|USDT:.* profiler_"
+)
 
 
 @dataclass(frozen=True)
@@ -150,12 +155,16 @@ def run_case(case: Case, place: Place) -> dict[str, Any]:
     code, stdout, stderr = finished(command, scratch, environment)
     several = case.ranks > 1
     return {
-        "command": place.named(" ".join(command[1:])), "code": code,
-        "stdout": lines_of(place.named(stdout), several), "stderr": lines_of(place.named(stderr), several),
+        "command": place.named(" ".join(command[1:])),
+        "code": code,
+        "stdout": lines_of(place.named(stdout), several),
+        "stderr": lines_of(place.named(stderr), several),
         "files": sorted(masked_text(str(path.relative_to(scratch))) for path in scratch.rglob("*") if path.is_file()),
         "log": {path.name: lines_of(path.read_text()) for path in sorted(scratch.rglob("*.log"))},
-        "records": {path.name: [json.loads(place.named(line)) for line in path.read_text().splitlines()]
-                    for path in sorted(scratch.glob("logs/*.jsonl"))},
+        "records": {
+            path.name: [json.loads(place.named(line)) for line in path.read_text().splitlines()]
+            for path in sorted(scratch.glob("logs/*.jsonl"))
+        },
         "trace": {path.name: trace_events(path) for path in sorted(scratch.glob("trace*.json"))},
     }
 
@@ -177,8 +186,16 @@ def launch(case: Case, checkout: Path) -> list[str]:
 def finished(command: list[str], cwd: Path, environment: dict[str, str]) -> tuple[int | str, str, str]:
     """(exit code, stdout, stderr); a command that takes too long is ended with all it started."""
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, errors="replace", start_new_session=True)
+        command,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
         return process.returncode, stdout, stderr

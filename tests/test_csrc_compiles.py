@@ -18,7 +18,7 @@ OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml all
 GENERATIONS = ("80", "100")  # the oldest, A100, and the newest, B200: nothing in the sources asks for one between them
 # These are compiled as far as machine code, which takes longest, and for the oldest device, which knows the fewest instructions.
 # Together they include every line of assembly.
-ASSEMBLED = ("rms_norm.cu", "unpack.cu")
+ASSEMBLED = ("rms_norm.cu", "dequantize.cu")
 
 
 UNOPTIMIZED = ["-O0", "-Xcicc", "-O0", "-Xptxas", "-O0"]  # warnings come from the front end; code is thrown away
@@ -104,13 +104,13 @@ def test_without_nvcc_one_warning_says_why(cuda_machine, monkeypatch, capsys):
 def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(cuda_machine, monkeypatch, tmp_path):
     def build(*_, **__):
         raise RuntimeError(
-            "Error building extension\n[1/2] nvcc ...\nunpack.cu(7): error: no such thing\nninja: build stopped"
+            "Error building extension\n[1/2] nvcc ...\ndequantize.cu(7): error: no such thing\nninja: build stopped"
         )
 
     monkeypatch.setattr(extension, "_check_compiler", lambda: None)
     monkeypatch.setattr(extension, "_build", build)
     assert not extension.load_extension(cuda_machine.append)
-    assert cuda_machine[1].endswith("unpack.cu(7): error: no such thing") and "\n" not in cuda_machine[1]
+    assert cuda_machine[1].endswith("dequantize.cu(7): error: no such thing") and "\n" not in cuda_machine[1]
     assert not list(tmp_path.rglob("complete"))
 
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_quantized():
         quantize(torch.tensor([[3e38, -3e38] * 16]), scheme)
 
 
-def test_unpacking_refuses_what_does_not_fit():
+def test_dequantizing_refuses_what_does_not_fit():
     scheme = GroupQuantization(8, 32)
     codes, scale, minimum = quantize(weights(4, 64, dtype=torch.float16), scheme)
     out = torch.empty(4, 64, dtype=torch.float16)
@@ -212,7 +212,7 @@ def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
 def test_the_kernel_gives_the_bits_of_the_reference():
-    from benchmarks.unpack_speed import check
+    from benchmarks.dequantize_speed import check
     from zero_inference.runtime.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()

@@ -38,16 +38,16 @@ GPU-66666666-7777-8888-9999-000000000000, 00000002:00:00.0, [N/A], [N/A], [Not S
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_and_its_link():
     device = torch.device("cuda", 0)
-    pinned, pageable = (copy.host_to_device_gbps(device, pinned) for pinned in (True, False))
-    up, both = copy.device_to_host_gbps(device), copy.both_directions_gbps(device)
+    pinned, pageable = (copy.host_to_device_gb_per_s(device, pinned) for pinned in (True, False))
+    up, both = copy.device_to_host_gb_per_s(device), copy.both_directions_gb_per_s(device)
     assert pageable < 1.2 * pinned and 0.8 * min(pinned, up) < both < 1.2 * (pinned + up)
-    assert copy.several_devices_gbps([device]) == pytest.approx(pinned, rel=0.2)
-    assert compute.device_copy_gbps(device) > pinned
+    assert copy.several_devices_gb_per_s([device]) == pytest.approx(pinned, rel=0.2)
+    assert compute.device_copy_gb_per_s(device) > pinned
     assert compute.matmul_tflops(device, torch.float16) > 1
     properties = torch.cuda.get_device_properties(device)
     gpu = copy.while_copying(device, lambda: system.read_gpu_link(str(properties.uuid), properties.name))
-    if gpu.limit_gbps is not None:
-        assert pinned < gpu.limit_gbps
+    if gpu.limit_gb_per_s is not None:
+        assert pinned < gpu.limit_gb_per_s
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_link_speed_of_sysfs(text, generation):
 
 
 @pytest.mark.parametrize(
-    "generation, width, gbps",
+    "generation, width, gb_per_s",
     [
         (1, 16, 4.0),
         (2, 8, 4.0),
@@ -117,8 +117,8 @@ def test_the_link_speed_of_sysfs(text, generation):
         (4, None, None),
     ],
 )
-def test_what_generation_and_width_carry(generation, width, gbps):
-    assert system.link_gbps(generation, width) == (None if gbps is None else pytest.approx(gbps, abs=5e-4))
+def test_what_generation_and_width_carry(generation, width, gb_per_s):
+    assert system.link_gb_per_s(generation, width) == (None if gb_per_s is None else pytest.approx(gb_per_s, abs=5e-4))
 
 
 def fake_sysfs(root: Path, **files: str) -> str:
@@ -203,11 +203,11 @@ def test_a_link_that_nobody_tells_about(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     gpu = system.read_gpu_link(UUID, "A GPU", str(tmp_path))
-    assert gpu == GpuLink("A GPU") and gpu.limit_gbps is None and warnings_for(gpu, HOST, 3.0) == []
+    assert gpu == GpuLink("A GPU") and gpu.limit_gb_per_s is None and warnings_for(gpu, HOST, 3.0) == []
 
 
 def test_a_good_link_warns_of_nothing():
-    assert warnings_for(GPU, HOST, pinned_gbps=55.5) == warnings_for(None, HOST) == []
+    assert warnings_for(GPU, HOST, pinned_gb_per_s=55.5) == warnings_for(None, HOST) == []
     assert warnings_for(GPU, replace(HOST, numa_nodes=())) == warnings_for(replace(GPU, numa_node=None), HOST) == []
     assert warnings_for(GPU, replace(HOST, numa_nodes=(0, 1), memlock_bytes=HOST.memory_bytes)) == []
 
@@ -231,7 +231,7 @@ def test_each_warning(gpu, host, pinned, words):
 
 def test_all_is_wrong_at_once():
     gpu = replace(GPU, width=8, generation=4, numa_node=1)
-    assert len(warnings_for(gpu, replace(HOST, memlock_bytes=1 << 16), pinned_gbps=3.0)) == 5
+    assert len(warnings_for(gpu, replace(HOST, memlock_bytes=1 << 16), pinned_gb_per_s=3.0)) == 5
 
 
 def test_the_report_of_two_gpus(monkeypatch, capsys):
@@ -244,14 +244,15 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     def refused(device):
         raise RunError("0.25 GiB of host memory could not be page-locked")
 
-    monkeypatch.setattr(copy, "host_to_device_gbps", lambda device, pinned: 40.0 if pinned else 6.5)
-    monkeypatch.setattr(copy, "device_to_host_gbps", refused)
-    monkeypatch.setattr(copy, "both_directions_gbps", lambda device: 70.25)
-    monkeypatch.setattr(copy, "several_devices_gbps", lambda devices: 40.0 * len(devices))
-    monkeypatch.setattr(compute, "device_copy_gbps", lambda device: 3900.0)
+    monkeypatch.setattr(copy, "host_to_device_gb_per_s", lambda device, pinned: 40.0 if pinned else 6.5)
+    monkeypatch.setattr(copy, "device_to_host_gb_per_s", refused)
+    monkeypatch.setattr(copy, "both_directions_gb_per_s", lambda device: 70.25)
+    monkeypatch.setattr(copy, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
+    monkeypatch.setattr(compute, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
     monkeypatch.setattr(
-        command, "_gpu_links", lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)]
+        "zero_inference.link.report._gpu_links",
+        lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)],
     )
     monkeypatch.setattr(system, "read_host", lambda: HOST)
     args = argparse.Namespace(disk=None, json=True, local_rank=None)
@@ -361,6 +362,7 @@ def test_the_table_of_one_process():
     done = link(CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     for words in (
+        "roofline",
         "host memory copy",
         "GB/s",
         "TFLOP/s",

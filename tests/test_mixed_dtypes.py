@@ -290,7 +290,7 @@ def test_a_tensor_that_does_not_fill_its_place_is_refused():
         with pytest.raises(RunError, match="layer 0: weight is .* and its place is for torch.bfloat16"):
             store.put(0, "weight", values, None)
     store.put(0, "weight", layer.weight.detach(), None)
-    assert torch.equal(store.layouts[0]["weight"].plain.of(store.runs[0]), layer.weight)
+    assert torch.equal(store.layouts[0]["weight"].plain.of(store.buffers[0]), layer.weight)
 
 
 def test_the_skeleton_says_the_stored_dtype_of_tied_parameters_too(checkpoint):

@@ -94,6 +94,27 @@ def test_the_same_tokens_and_undone_without_a_trace(family, dtype):
     assert not replaced(model) and [set(module.__dict__) for module in model.modules()] == attributes
 
 
+@pytest.mark.parametrize(
+    "family, shown",
+    [
+        ("llama", "LlamaRMSNorm((64,), eps=1e-06, kernel=zero_inference::rms_norm)"),
+        ("gemma", "GemmaRMSNorm((64,), eps=1e-06, kernel=zero_inference::rms_norm)"),
+        ("opt", "LayerNorm((64,), eps=1e-05, elementwise_affine=True, bias=True, kernel=zero_inference::layer_norm)"),
+    ],
+)
+def test_a_patched_norm_shows_itself(family, shown):
+    model = build_model(family)
+    plain = repr(model)
+    patch_norms(model)
+    assert shown in repr(model)
+    norms = [module for module in model.modules() if "Norm" in type(module).__name__]
+    assert norms and all(repr(norm).endswith(f", kernel={shown.rpartition('=')[2]}") for norm in norms)
+    twin = copy.deepcopy(model)
+    assert repr(twin) == repr(model) != plain
+    unpatch_norms(model)
+    assert repr(model) == plain
+
+
 def test_smollm2_in_bfloat16(smollm2_folder):
     from transformers import AutoModelForCausalLM
 

@@ -46,12 +46,12 @@ DISKS = (
     + """
 measured = []
 
-def disk_read_gbps(folder, file_bytes):
+def disk_read_gb_per_s(folder, file_bytes):
     assert file_bytes == 1, file_bytes  # what the weights are said to be
     measured.append(real(folder, file_bytes))
     return measured[-1]
 
-real, limits.disk_read_gbps = limits.disk_read_gbps, disk_read_gbps
+real, limits.disk_read_gb_per_s = limits.disk_read_gb_per_s, disk_read_gb_per_s
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 distributed.start_process_group(ranks)
 rates = limits.measure_rates(config, resolve_model(config, "cpu"), ranks, limits.LinkRate(ranks), 1)

@@ -1,4 +1,4 @@
-"""The measured ceilings: copies, disk, matrix products, and how much a measurement touches."""
+"""The measured rooflines: copies, disk, matrix products, and how much a measurement touches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from zero_inference.errors import RunError
 from zero_inference.link import caches, compute, copy, disk
-from zero_inference.link.disk import disk_read_gbps
+from zero_inference.link.disk import disk_read_gb_per_s
 
 CPU = torch.device("cpu")
 
 
-def own_copy_gbps() -> float:
+def own_copy_gb_per_s() -> float:
     """The best of five copies by plain bytes, without torch."""
     nbytes = copy.block_bytes(CPU)
     source, target = bytearray(b"\7") * nbytes, bytearray(b"\1") * nbytes
@@ -31,27 +31,27 @@ def own_copy_gbps() -> float:
 
 def test_the_copy_rate_is_that_of_an_independent_copy():
     for _ in range(3):  # other processes share this machine's memory
-        measured = copy.host_to_device_gbps(CPU, pinned=True, seconds=0.3)
-        if 0.5 < measured / own_copy_gbps() < 2:
+        measured = copy.host_to_device_gb_per_s(CPU, pinned=True, seconds=0.3)
+        if 0.5 < measured / own_copy_gb_per_s() < 2:
             return
-    pytest.fail(f"{measured:.1f} GB/s by torch, {own_copy_gbps():.1f} GB/s by bytes")
+    pytest.fail(f"{measured:.1f} GB/s by torch, {own_copy_gb_per_s():.1f} GB/s by bytes")
 
 
 def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
     two = [CPU, CPU]
     for rate in (
-        copy.device_to_host_gbps(CPU, seconds=0.1),
-        copy.both_directions_gbps(CPU, seconds=0.1),
-        copy.several_devices_gbps(two, seconds=0.1),
-        compute.device_copy_gbps(CPU, seconds=0.1),
+        copy.device_to_host_gb_per_s(CPU, seconds=0.1),
+        copy.both_directions_gb_per_s(CPU, seconds=0.1),
+        copy.several_devices_gb_per_s(two, seconds=0.1),
+        compute.device_copy_gb_per_s(CPU, seconds=0.1),
     ):
         assert 0.1 < rate < 2000
     try:
-        assert 0.01 < disk_read_gbps(tmp_path, file_bytes=64 << 20) < 500
+        assert 0.01 < disk_read_gb_per_s(tmp_path, file_bytes=64 << 20) < 500
     except RunError as error:  # a file system without direct reads
         assert str(tmp_path) in str(error)
     with pytest.raises(RunError, match="/proc takes no file"):
-        disk_read_gbps(Path("/proc"))
+        disk_read_gb_per_s(Path("/proc"))
     assert not list(tmp_path.iterdir())
     assert copy.kind_of(CPU) == "host memory copy" and copy.kind_of(torch.device("cuda")) == "host link"
 
@@ -218,4 +218,4 @@ def test_matmul_counts_two_operations_a_product():
 )
 def test_all_threads_read_as_much_of_a_file_within_bounds(asked, taken_mib, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "_write_and_read", lambda file, file_bytes: file_bytes)
-    assert disk_read_gbps(tmp_path, asked) == taken_mib << 20
+    assert disk_read_gb_per_s(tmp_path, asked) == taken_mib << 20

@@ -13,14 +13,28 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import same_results
 
 RESULT = {
-    "command": "CHECKOUT/run_model.py --engine stream", "code": 0,
-    "stdout": ["model size: 0.251 GB", "prefill latency: # s"], "stderr": [], "files": ["logs/run.log"],
-    "log": {"run.log": ["model size: 0.251 GB"]}, "trace": {},
-    "records": {"run.jsonl": [{
-        "status": "ok", "output_ids_sha256": "ab12", "weight_bytes": 730880, "load_s": 0.25, "decode_throughput": None,
-        "transfers": {"host_to_device_bytes_per_step": 566784}, "loops": [{"prefill_s": 0.5, "step_s": [0.125, 0.25]}],
-        "limit": {"link_gbps": 55.5, "bound_by": "device_memory"}, "environment": {"cpu_model": "one"},
-    }]},
+    "command": "CHECKOUT/run_model.py --engine stream",
+    "code": 0,
+    "stdout": ["model size: 0.251 GB", "prefill latency: # s"],
+    "stderr": [],
+    "files": ["logs/run.log"],
+    "log": {"run.log": ["model size: 0.251 GB"]},
+    "trace": {},
+    "records": {
+        "run.jsonl": [
+            {
+                "status": "ok",
+                "output_ids_sha256": "ab12",
+                "weight_bytes": 730880,
+                "load_s": 0.25,
+                "decode_throughput": None,
+                "transfers": {"host_to_device_bytes_per_step": 566784},
+                "loops": [{"prefill_s": 0.5, "step_s": [0.125, 0.25]}],
+                "limit": {"link_gbps": 55.5, "bound_by": "device_memory"},
+                "environment": {"cpu_model": "one"},
+            }
+        ]
+    },
 }
 
 
@@ -40,40 +54,60 @@ def compared(tmp_path, capsys):
     return compare
 
 
-@pytest.mark.parametrize("change", [
-    lambda record, result: None,
-    lambda record, result: record.update(load_s=3),
-    lambda record, result: record["loops"][0].update(prefill_s=7.0, step_s=[1.0, 2.0]),
-    lambda record, result: record["limit"].update(link_gbps=14.5, bound_by="matmul"),
-    lambda record, result: record["environment"].update(cpu_model="other"),
-], ids=["nothing", "a time", "a loop", "a limit", "the machine"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record, result: None,
+        lambda record, result: record.update(load_s=3),
+        lambda record, result: record["loops"][0].update(prefill_s=7.0, step_s=[1.0, 2.0]),
+        lambda record, result: record["limit"].update(link_gbps=14.5, bound_by="matmul"),
+        lambda record, result: record["environment"].update(cpu_model="other"),
+    ],
+    ids=["nothing", "a time", "a loop", "a limit", "the machine"],
+)
 def test_what_is_measured_may_differ(compared, change):
     assert compared(change) == (0, ["1 runs, no difference"])
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda record, result: result.update(code=1), "one: code was 0, is 1"),
-    (lambda record, result: record.update(output_ids_sha256="cd34"),
-     'one: records.run.jsonl[0].output_ids_sha256 was "ab12", is "cd34"'),
-    (lambda record, result: record["transfers"].clear(),
-     "one: records.run.jsonl[0].transfers.host_to_device_bytes_per_step is gone, was 566784"),
-    (lambda record, result: record.pop("load_s"), 'one: records.run.jsonl[0].load_s is gone, was "a number"'),
-    (lambda record, result: record.update(decode_throughput=9.5),
-     'one: records.run.jsonl[0].decode_throughput was null, is "a number"'),
-    (lambda record, result: record["loops"][0]["step_s"].pop(),
-     'one: records.run.jsonl[0].loops[0].step_s was ["a number", "a number"], is ["a number"]'),
-    (lambda record, result: result["stderr"].append("warning"), "one: stderr after only: 'warning'"),
-    (lambda record, result: result.update(log={"run.log": ["model size: 0.252 GB"]}),
-     'one: log.run.log[0] was "model size: 0.251 GB", is "model size: 0.252 GB"'),
-], ids=["code", "tokens", "part of an object", "a measured key", "null", "a step", "stderr", "log"])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda record, result: result.update(code=1), "one: code was 0, is 1"),
+        (
+            lambda record, result: record.update(output_ids_sha256="cd34"),
+            'one: records.run.jsonl[0].output_ids_sha256 was "ab12", is "cd34"',
+        ),
+        (
+            lambda record, result: record["transfers"].clear(),
+            "one: records.run.jsonl[0].transfers.host_to_device_bytes_per_step is gone, was 566784",
+        ),
+        (lambda record, result: record.pop("load_s"), 'one: records.run.jsonl[0].load_s is gone, was "a number"'),
+        (
+            lambda record, result: record.update(decode_throughput=9.5),
+            'one: records.run.jsonl[0].decode_throughput was null, is "a number"',
+        ),
+        (
+            lambda record, result: record["loops"][0]["step_s"].pop(),
+            'one: records.run.jsonl[0].loops[0].step_s was ["a number", "a number"], is ["a number"]',
+        ),
+        (lambda record, result: result["stderr"].append("warning"), "one: stderr after only: 'warning'"),
+        (
+            lambda record, result: result.update(log={"run.log": ["model size: 0.252 GB"]}),
+            'one: log.run.log[0] was "model size: 0.251 GB", is "model size: 0.252 GB"',
+        ),
+    ],
+    ids=["code", "tokens", "part of an object", "a measured key", "null", "a step", "stderr", "log"],
+)
 def test_what_users_see_is_a_difference(compared, change, words):
     assert compared(change) == (1, [words, "1 runs, 1 difference"])
 
 
 def test_a_new_key_is_a_note(compared):
     code, lines = compared(lambda record, result: record["limit"].update(host_gbps=3.0))
-    assert code == 0 and lines == ["note: one: records.run.jsonl[0].limit.host_gbps is new: \"a number\"",
-                                   "1 runs, no difference, 1 notes"]
+    assert code == 0 and lines == [
+        'note: one: records.run.jsonl[0].limit.host_gbps is new: "a number"',
+        "1 runs, no difference, 1 notes",
+    ]
 
 
 def test_a_case_that_was_not_run_again_is_a_difference(tmp_path, capsys):
@@ -86,17 +120,26 @@ def test_a_case_that_was_not_run_again_is_a_difference(tmp_path, capsys):
     assert same_results.compare(tmp_path / "before", tmp_path / "after", "o*") == 0
 
 
-@pytest.mark.parametrize("line, masked", [
-    ("prefill latency: 0.008 s\tprefill throughput: 3006.292 token/s",
-     "prefill latency: # s\tprefill throughput: # token/s"),
-    ("peak gpu mem: 1.250 GB\tcache size: 0.019 GB", "peak gpu mem: # GB\tcache size: 0.019 GB"),
-    ("decode reads 1.2 GB a step from disk (1.44 GB/s) and runs at 7.5% of that limit",
-     "decode LIMIT and runs at #% of that limit"),
-    ("decode latency of 3 loops: 1.944 to 1.968 s, 1.2% of the median apart; decode step 2 of loop 1 took 4.000 s",
-     "decode latency of 3 loops: # to # s, #% of the median apart"),
-    ("host memory: 0.42 GiB needed, 22.74 GiB free", "host memory: 0.42 GiB needed, # GiB free"),
-    ("quantized: 93.8% of the weights, 0.001 GB stored", "quantized: 93.8% of the weights, 0.001 GB stored"),
-])
+@pytest.mark.parametrize(
+    "line, masked",
+    [
+        (
+            "prefill latency: 0.008 s\tprefill throughput: 3006.292 token/s",
+            "prefill latency: # s\tprefill throughput: # token/s",
+        ),
+        ("peak gpu mem: 1.250 GB\tcache size: 0.019 GB", "peak gpu mem: # GB\tcache size: 0.019 GB"),
+        (
+            "decode reads 1.2 GB a step from disk (1.44 GB/s) and runs at 7.5% of that limit",
+            "decode LIMIT and runs at #% of that limit",
+        ),
+        (
+            "decode latency of 3 loops: 1.944 to 1.968 s, 1.2% of the median apart; decode step 2 of loop 1 took 4.000 s",
+            "decode latency of 3 loops: # to # s, #% of the median apart",
+        ),
+        ("host memory: 0.42 GiB needed, 22.74 GiB free", "host memory: 0.42 GiB needed, # GiB free"),
+        ("quantized: 93.8% of the weights, 0.001 GB stored", "quantized: 93.8% of the weights, 0.001 GB stored"),
+    ],
+)
 def test_only_measured_numbers_of_a_line_are_masked(line, masked):
     assert same_results.lines_of(line) == [masked]
 

@@ -17,7 +17,7 @@ from conftest import VOCAB, small_disk
 from zero_inference.cli import main
 from zero_inference.engines import offload_folder as workspace
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
-from zero_inference.link.disk import disk_read_gbps
+from zero_inference.link.disk import disk_read_gb_per_s
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -177,7 +177,7 @@ def test_a_disk_that_fills_while_loading(engine, disk_of_8_mib, tmp_path, monkey
 
 
 def test_a_killed_speed_test_leaves_no_file(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=disk_read_gbps, args=(tmp_path,))
+    process = multiprocessing.get_context("fork").Process(target=disk_read_gb_per_s, args=(tmp_path,))
     process.start()
     files = Path(f"/proc/{process.pid}/fd")
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .bench_framework import problem_of
+from .times import problem_of
 from .worker import Worker, WorkerFailed, serve
 
 GRAPH_BELOW_US = 100.0  # below it the host's share of a launch counts
@@ -108,7 +108,7 @@ def answer(asked: dict[str, Any]) -> float | None:
     import torch
     from cases import CASES
 
-    from .bench_framework import Times
+    from .times import Times
 
     backward = asked["backward"] or asked["what"] == "compile"  # whose forward pass is the same
     times = Times(CASES[asked["case"]], getattr(torch, asked["dtype"]), asked["eps"], asked["peers"], backward)

@@ -7,11 +7,10 @@
 
 #include <cstdint>
 
+#include "../launch_sizes.cuh"
 #include "access.cuh"
 
 namespace zero_inference::norms {
-
-constexpr int kWarp = 32;
 
 // float <-> element, and whole vectors of them as four words.
 template <typename T>
@@ -53,9 +52,6 @@ struct Element<__nv_bfloat16> {
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
 };
-
-template <typename T>
-constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte access
 
 template <typename T>
 __device__ __forceinline__ float rounded(float value) {
@@ -107,7 +103,9 @@ struct Chunk {
 template <int kThreads, int kCount>
 constexpr int kSumScratch = kThreads > kWarp ? 2 * kCount * (kThreads / kWarp) : 0;
 
-__host__ __device__ constexpr int power_of_two_from(int count) { return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2); }
+__host__ __device__ constexpr int power_of_two_from(int count) {
+  return count <= 1 ? 1 : 2 * power_of_two_from((count + 1) / 2);
+}
 
 // Lanes that hold the same one of kCount sums after gather_sums.
 template <int kCount>

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../launch_sizes.cuh"
+
 namespace zero_inference::norms {
 
 constexpr int kDevices = 64;
@@ -51,8 +53,11 @@ int resident_blocks(Kernel kernel, int threads, int shared_bytes, const Device& 
   return blocks;
 }
 
-inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+// Blocks of a kernel whose blocks take rows in turn, each reading a row in a loop.
+inline int64_t loop_blocks(int64_t rows, const Device& device) {
+  return std::min<int64_t>(rows, int64_t{device.processors()} * kLoopBlocks);
+}
 
-inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 }  // namespace zero_inference::norms

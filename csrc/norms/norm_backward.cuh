@@ -8,6 +8,7 @@
 // layer's is 0.
 #pragma once
 
+#include "../alignment.cuh"
 #include "column_sums.cuh"
 #include "rows.cuh"
 
@@ -66,12 +67,9 @@ __device__ __forceinline__ void add_to(float (&total)[kNormSums<kLayer>], float 
   if constexpr (kLayer) total[2] += m;
 }
 
-// Blocks that a processor should hold: 768 threads of the common shapes, at most 80 registers each.
-template <typename S>
-constexpr int kResident = S::kBlock <= 256 && S::kThreads > kWarp ? 768 / S::kBlock : 1;
-
 template <typename S, bool kLayer, bool kAdd>
-__global__ void __launch_bounds__(S::kBlock, kResident<S>) norm_backward_rows(const NormBackward<typename S::Type> a) {
+__global__ void __launch_bounds__(S::kBlock, bounded_blocks(S::kBlock, S::kThreads))
+    norm_backward_rows(const NormBackward<typename S::Type> a) {
   using T = typename S::Type;
   using Vector = Chunk<T, kVector<T>>;
   constexpr int kVec = kVector<T>;
@@ -275,9 +273,9 @@ __global__ void __launch_bounds__(kLoopThreads) norm_weight_parts(const NormBack
   }
 }
 
-// Parts of the weight gradient: at least 16 rows each where that fills the device, since a part costs 8 bytes a column.
+// Parts of the weight gradient: of kRowsOfPart rows or more each where that fills the device.
 inline int64_t parts_of(int64_t rows, int rows_at_once, int processors, int resident) {
-  const int64_t wanted = std::max<int64_t>(divided_up(rows, 16 * rows_at_once), processors);
+  const int64_t wanted = std::max<int64_t>(divided_up(rows, kRowsOfPart * rows_at_once), processors);
   return std::min({wanted, int64_t{processors} * resident, divided_up(rows, rows_at_once)});
 }
 
@@ -286,7 +284,7 @@ bool launch_norm_backward_rows(NormBackward<T>& a, const Device& device, Allocat
   return with_norm_backward_shape<T, kAdd ? 3 : 2>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     static std::atomic<int> resident[kDevices];
-    constexpr int kShared = S::kRingBytes + (kSumScratch<S::kThreads, 1> + kSumScratch<S::kThreads, kNormSums<kLayer>>) * 4;
+    constexpr int kShared = S::kRingBytes + 4 * (kSumScratch<S::kThreads, 1> + kSumScratch<S::kThreads, kNormSums<kLayer>>);
     if (kShared > device.block_shared_bytes()) return false;
     const auto kernel = norm_backward_rows<S, kLayer, kAdd>;
     const int64_t parts =
@@ -300,11 +298,11 @@ bool launch_norm_backward_rows(NormBackward<T>& a, const Device& device, Allocat
 
 template <typename T, int kVec, bool kLayer, typename Allocate>
 void launch_norm_backward_loop(NormBackward<T>& a, const Device& device, Allocate allocate) {
-  const int64_t parts = std::min<int64_t>(divided_up(a.rows, 64), 256);
+  const int64_t parts = std::min<int64_t>(divided_up(a.rows, kLoopRowsOfPart), kLoopParts);
   a.stats = allocate(2 * a.rows);
   a.partial = allocate(parts * a.columns * (kLayer ? 2 : 1));
-  const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
-  constexpr int kShared = (kSumScratch<kLoopThreads, 1> + kSumScratch<kLoopThreads, kNormSums<kLayer>>) * 4;
+  const dim3 grid(loop_blocks(a.rows, device));
+  constexpr int kShared = 4 * (kSumScratch<kLoopThreads, 1> + kSumScratch<kLoopThreads, kNormSums<kLayer>>);
   launch(norm_backward_loop<T, kVec, kLayer>, grid, kLoopThreads, kShared, device, a);
   launch(norm_weight_parts<T, kVec, kLayer>, dim3(divided_up(a.columns, kLoopThreads * kVec), parts), kLoopThreads, 0, device,
          a);
@@ -319,8 +317,7 @@ void norm_backward(NormBackward<T> a, const Device& device, Allocate allocate) {
     launch_sum_columns<T>(nullptr, 0, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
     return;
   }
-  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.grad) && aligned(a.grad_sum) &&
-                       aligned(a.weight) && aligned(a.grad_x);
+  const bool vectors = in_vectors<T>(a.columns, a.x, a.grad, a.grad_sum, a.weight, a.grad_x);
   if (vectors && (a.grad_sum != nullptr ? launch_norm_backward_rows<T, kLayer, true>(a, device, allocate)
                                         : launch_norm_backward_rows<T, kLayer, false>(a, device, allocate)))
     return;

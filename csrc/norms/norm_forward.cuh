@@ -7,6 +7,7 @@
 // transformers' Llama family does.
 #pragma once
 
+#include "../alignment.cuh"
 #include "rows.cuh"
 
 namespace zero_inference::norms {
@@ -177,7 +178,8 @@ __global__ void __launch_bounds__(kLoopThreads) norm_forward_loop(const NormForw
 
 template <typename T, bool kLayer, bool kAdd>
 bool launch_norm_forward_rows(const NormForward<T>& a, const Device& device) {
-  return with_forward_shape<T, kAdd ? 2 : 1, kLayer && !kAdd>(a.columns, [&](auto shape) {
+  constexpr bool kHeavy = kLayer && !kAdd;
+  return with_forward_shape<T, kAdd ? 2 : 1, kHeavy>(a.columns, [&](auto shape) {
     using S = decltype(shape);
     launch(norm_forward_rows<S, kLayer, kAdd>, dim3(divided_up(a.rows, S::kRows)), S::kBlock, 0, device, a);
     return true;
@@ -188,12 +190,11 @@ template <typename T, bool kLayer>
 void norm_forward(const NormForward<T>& a, const Device& device) {
   if (a.rows == 0 || a.columns == 0) return;
   const bool add = a.residual != nullptr;
-  const bool vectors = a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.residual) && aligned(a.weight) &&
-                       aligned(a.bias) && aligned(a.out) && aligned(a.sum);
+  const bool vectors = in_vectors<T>(a.columns, a.x, a.residual, a.weight, a.bias, a.out, a.sum);
   if (vectors &&
       (add ? launch_norm_forward_rows<T, kLayer, true>(a, device) : launch_norm_forward_rows<T, kLayer, false>(a, device)))
     return;
-  const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
+  const dim3 grid(loop_blocks(a.rows, device));
   constexpr int kShared = kSumScratch<kLoopThreads, 1> * 4;
   launch(vectors ? norm_forward_loop<T, kVector<T>, kLayer> : norm_forward_loop<T, 1, kLayer>, grid, kLoopThreads, kShared,
          device, a);

@@ -11,12 +11,10 @@
 
 #include <tuple>
 
+#include "../alignment.cuh"
 #include "rows.cuh"
 
 namespace zero_inference::norms {
-
-constexpr int kPolyWaves = 4;  // blocks of the backward pass, over those that the device holds: rows of a block share a sum
-constexpr int kSegmentThreads = 1024;  // of a block that sums the weight gradients of one expert
 
 template <typename T>
 struct Poly {
@@ -222,8 +220,8 @@ __device__ __forceinline__ void add_poly_vector(float (&total)[kPolySums], const
 
 // The gradients of a vector, written at element `at`.
 template <bool kMul, typename T, typename Vector>
-__device__ __forceinline__ void store_poly_gradients(const Poly<T>& a, const PolyRow& stats, bool padding, Vector x, const Vector& grad,
-                                                     Vector mul, int64_t at) {
+__device__ __forceinline__ void store_poly_gradients(const Poly<T>& a, const PolyRow& stats, bool padding, Vector x,
+                                                     const Vector& grad, Vector mul, int64_t at) {
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(x.value) / sizeof(float)); ++i) {
     const float value = x.value[i];
@@ -401,8 +399,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
 
 template <typename T>
 bool poly_vectors(const Poly<T>& a) {
-  return a.columns % kVector<T> == 0 && aligned(a.x) && aligned(a.mul) && aligned(a.out) && aligned(a.grad) &&
-         aligned(a.grad_x) && aligned(a.grad_mul);
+  return in_vectors<T>(a.columns, a.x, a.mul, a.out, a.grad, a.grad_x, a.grad_mul);
 }
 
 template <typename T, bool kMul>
@@ -421,7 +418,7 @@ void poly_forward(const Poly<T>& a, const Device& device) {
   if (vectors &&
       (a.mul != nullptr ? launch_poly_forward_rows<T, true>(a, device) : launch_poly_forward_rows<T, false>(a, device)))
     return;
-  const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
+  const dim3 grid(loop_blocks(a.rows, device));
   constexpr int kShared = kSumScratch<kLoopThreads, 3> * 4;
   launch(vectors ? poly_forward_loop<T, kVector<T>> : poly_forward_loop<T, 1>, grid, kLoopThreads, kShared, device, a);
 }
@@ -433,7 +430,7 @@ bool launch_poly_backward_rows(Poly<T>& a, int64_t& sums, const Device& device, 
     static std::atomic<int> resident[kDevices];
     const auto [kernel, shared, waves] = [] {
       if constexpr (S::kRing) {
-        return std::tuple(poly_backward_ring<S, kMul>, S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4, 1);
+        return std::tuple(poly_backward_ring<S, kMul>, S::kRingBytes + kSumScratch<S::kThreads, kPolySums> * 4, kRingWaves);
       } else {
         return std::tuple(poly_backward_rows<S, kMul>, 0, kPolyWaves);
       }
@@ -459,7 +456,7 @@ void poly_backward(Poly<T> a, const Device& device, Allocate allocate) {
     if (!done) {
       sums = a.rows;
       a.sums = reinterpret_cast<float4*>(allocate(4 * sums));
-      const dim3 grid(std::min<int64_t>(a.rows, int64_t{device.processors()} * 4));
+      const dim3 grid(loop_blocks(a.rows, device));
       constexpr int kShared = kSumScratch<kLoopThreads, kPolySums> * 4;
       launch(vectors ? poly_backward_loop<T, kVector<T>> : poly_backward_loop<T, 1>, grid, kLoopThreads, kShared, device, a);
     }

@@ -1,1 +1,1 @@
-"""Measured ceilings of this machine, in this process."""
+"""The rooflines of this machine (copies, memory, matrix products, disk), measured in this process."""

@@ -10,13 +10,12 @@ import torch
 
 from zero_inference.link import caches
 
-CUDA_BLOCK_BYTES = (
-    1 << 30
-)  # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
+# L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
+CUDA_BLOCK_BYTES = 1 << 30
 SECONDS = 0.2
 
 
-def device_copy_gbps(device: torch.device, seconds: float = SECONDS) -> float:
+def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> float:
     """Median GB/s (1e9 bytes) of copies inside the memory of `device`, bytes read and bytes written both counted.
 
     Caches hold little of the blocks: 1 GiB on CUDA (less where less than 4 GiB are free), and on a CPU what `link.caches` says.

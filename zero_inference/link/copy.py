@@ -22,9 +22,8 @@ from zero_inference.runtime.host_memory import host_empty
 
 BLOCK_BYTES = 256 << 20
 BLOCKS = 8  # of a round and lane: 39 ms at 55 GB/s
-LEAST_BYTES = (
-    16 << 20
-)  # of a block of somebody else's memory: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
+# of a block of somebody else's memory: 0.3 ms at 55 GB/s, a hundred times what it takes to start a copy
+LEAST_BYTES = 16 << 20
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ def rate_of(rounds: list[float]) -> Rate:
     return Rate(statistics.median(rounds), tenths[-1] - tenths[0])
 
 
-def host_to_device_gbps(device: torch.device, pinned: bool, seconds: float = 0.5) -> float:
+def host_to_device_gb_per_s(device: torch.device, pinned: bool, seconds: float = 0.5) -> float:
     """Median GB/s of copies from host memory, page-locked where `pinned`, to `device`. Raises as `host_to_device_rounds`."""
     return statistics.median(host_to_device_rounds(device, pinned, seconds))
 
@@ -90,12 +89,12 @@ def blocks_of(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator
     return itertools.cycle(blocks) if blocks else None
 
 
-def device_to_host_gbps(device: torch.device, pinned: bool = True, seconds: float = 0.5) -> float:
+def device_to_host_gb_per_s(device: torch.device, pinned: bool = True, seconds: float = 0.5) -> float:
     """Median GB/s of copies from `device` to host memory. Raises RunError as `host_to_device_rounds`."""
     return statistics.median(_rounds([_lane(_host_block(device, pinned), _device_block(device))], seconds))
 
 
-def both_directions_gbps(device: torch.device, seconds: float = 0.5) -> float:
+def both_directions_gb_per_s(device: torch.device, seconds: float = 0.5) -> float:
     """Median GB/s of page-locked copies to and from `device` at the same time, as much each way; the sum of both.
 
     The slower direction ends the round, so twice the slower one's rate is the most that can come out.
@@ -106,7 +105,7 @@ def both_directions_gbps(device: torch.device, seconds: float = 0.5) -> float:
     return statistics.median(_rounds([down, up], seconds))
 
 
-def several_devices_gbps(devices: Sequence[torch.device], seconds: float = 0.5) -> float:
+def several_devices_gb_per_s(devices: Sequence[torch.device], seconds: float = 0.5) -> float:
     """Median GB/s of page-locked copies from host memory to all of `devices` at the same time; the sum over them.
 
     As much goes to each, and the slowest ends the round: what ranks that wait for each other get.
@@ -121,9 +120,8 @@ def while_copying(device: torch.device, read: Callable[[], T]) -> T:
     """What `read` returns while page-locked copies to `device`, a CUDA device, are under way: an idle GPU slows its link."""
     target, source = _device_block(device), _host_block(device, pinned=True)
     with torch.cuda.device(device):
-        for _ in range(
-            40
-        ):  # 10.7 GB: 0.2 s at generation 5 x16, 0.9 s at 3 x16; the link stays up for some seconds more
+        # 10.7 GB: 0.2 s at generation 5 x16, 0.9 s at 3 x16; the link stays up for some seconds more
+        for _ in range(40):
             target.copy_(source, non_blocking=True)
         value = read()
         torch.cuda.synchronize(device)

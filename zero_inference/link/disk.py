@@ -19,7 +19,7 @@ MOST_BYTES = 1 << 30
 PASSES = 2  # the faster one counts: a limit that a run exceeds would be none
 
 
-def disk_read_gbps(folder: Path, file_bytes: int = MOST_BYTES) -> float:
+def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
     """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads, all of which read as much.
 
     Args:

@@ -51,9 +51,9 @@ class GpuLink:
     source: str | None = None
 
     @property
-    def limit_gbps(self) -> float | None:
+    def limit_gb_per_s(self) -> float | None:
         """What generation and width carry now, one way, before packet headers, in GB/s of 1e9 bytes."""
-        return link_gbps(self.generation, self.width)
+        return link_gb_per_s(self.generation, self.width)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Host:
     memory_available_bytes: int
 
 
-def link_gbps(generation: int | None, width: int | None) -> float | None:
+def link_gb_per_s(generation: int | None, width: int | None) -> float | None:
     """GB/s (1e9 bytes) of a link one way, before packet headers; None for an unknown generation or width."""
     if generation not in LANES or not width:
         return None
@@ -156,14 +156,14 @@ def sysfs_pci_id(bus_id: str) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
-def warnings_for(gpu: GpuLink | None, host: Host, pinned_gbps: float | None = None) -> list[str]:
+def warnings_for(gpu: GpuLink | None, host: Host, pinned_gb_per_s: float | None = None) -> list[str]:
     """What costs speed here, a sentence each; none where all is well or unknown.
 
     Args:
         gpu: None on a machine without one, where only the host is looked at.
-        pinned_gbps: measured page-locked host to device rate of this GPU, GB/s of 1e9 bytes.
+        pinned_gb_per_s: measured page-locked host to device rate of this GPU, GB/s of 1e9 bytes.
     """
-    found = _link_warnings(gpu, host, pinned_gbps) if gpu is not None else []
+    found = _link_warnings(gpu, host, pinned_gb_per_s) if gpu is not None else []
     if host.memlock_bytes is not None and host.memlock_bytes < host.memory_available_bytes:
         found.append(
             f"the limit of locked memory is {_size(host.memlock_bytes)}, with {_size(host.memory_available_bytes)} of "
@@ -174,7 +174,7 @@ def warnings_for(gpu: GpuLink | None, host: Host, pinned_gbps: float | None = No
     return found
 
 
-def _link_warnings(gpu: GpuLink, host: Host, pinned_gbps: float | None) -> list[str]:
+def _link_warnings(gpu: GpuLink, host: Host, pinned_gb_per_s: float | None) -> list[str]:
     name = f"GPU {gpu.pci_id or '?'} ({gpu.name})"
     found = []
     if gpu.width and gpu.width_max and gpu.width < gpu.width_max:
@@ -193,10 +193,11 @@ def _link_warnings(gpu: GpuLink, host: Host, pinned_gbps: float | None) -> list[
             f"{name} is at NUMA node {gpu.numa_node} and this process runs on {nodes}: its memory is remote to the GPU; "
             f"start it under `numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node}`."
         )
-    if pinned_gbps is not None and gpu.limit_gbps is not None and pinned_gbps < EXPECTED_SHARE * gpu.limit_gbps:
+    limit = gpu.limit_gb_per_s
+    if pinned_gb_per_s is not None and limit is not None and pinned_gb_per_s < EXPECTED_SHARE * limit:
         found.append(
-            f"{name}: page-locked copies reach {pinned_gbps:.1f} GB/s, {pinned_gbps / gpu.limit_gbps:.0%} of the "
-            f"{gpu.limit_gbps:.1f} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
+            f"{name}: page-locked copies reach {pinned_gb_per_s:.1f} GB/s, {pinned_gb_per_s / limit:.0%} of the "
+            f"{limit:.1f} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
             "usual); other GPUs on the same switch, remote or busy host memory, or a virtual machine may be why."
         )
     return found

@@ -13,9 +13,9 @@ from zero_inference.config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.timeline import LinkUse, Timeline
 from zero_inference.errors import RunError
-from zero_inference.link.compute import device_copy_gbps, matmul_tflops
+from zero_inference.link.compute import device_copy_gb_per_s, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
-from zero_inference.link.disk import disk_read_gbps
+from zero_inference.link.disk import disk_read_gb_per_s
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.distributed import Ranks
 
@@ -113,7 +113,7 @@ class AroundLoops:
     def reached_gb_per_s(self) -> float:
         """GB/s (1e9 bytes) of this rank's own copies, the median of the loops in which its link was hardly ever idle, as the links of all ranks
         have to be for their sum to be what all can do at once; 0 where there is none."""
-        return statistics.median([use.gbps_while_busy for use in self.uses if use.busy_share > LEAST_BUSY] or [0.0])
+        return statistics.median([use.gb_per_s_while_busy for use in self.uses if use.busy_share > LEAST_BUSY] or [0.0])
 
     @property
     def ahead_bytes(self) -> int:
@@ -123,7 +123,7 @@ class AroundLoops:
     @property
     def last_use(self) -> dict[str, float] | None:
         """The record's `link_use`: what this rank's link did in the last loop; None where nobody watched."""
-        return vars(self.uses[-1]) | {"gbps_while_busy": self.uses[-1].gbps_while_busy} if self.uses else None
+        return vars(self.uses[-1]) | {"gbps_while_busy": self.uses[-1].gb_per_s_while_busy} if self.uses else None
 
     def _look_back(self) -> None:
         use = self.timeline.link_use() if self.timeline is not None else None
@@ -137,7 +137,7 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRa
     """About a second on a GPU, a quarter without one, and more for a disk.
 
     All ranks copy at the same time, as they do while they run; so do all nodes read, each a file as large as all weights
-    if `disk_read_gbps` takes one of that size.
+    if `disk_read_gb_per_s` takes one of that size.
     """
     on_gpu = ranks.device.type == "cuda"
     link.measure(seconds=0.4 if on_gpu else 0.1)
@@ -147,7 +147,7 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRa
         link_spread=rate.spread_gb_per_s / rate.gb_per_s,
         link_kind="host to device, pinned" if on_gpu else "host memory copy",
         device_copy_gbps=(
-            _if_there_is_room(lambda: device_copy_gbps(ranks.device))
+            _if_there_is_room(lambda: device_copy_gb_per_s(ranks.device))
             if on_gpu
             else 2 * rate.gb_per_s / ranks.world_size
         ),
@@ -176,7 +176,7 @@ def _disks_gbps(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | N
     """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
     ranks.barrier()
     try:
-        mine = disk_read_gbps(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
+        mine = disk_read_gb_per_s(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
     except RunError:  # the run itself has what it needs
         mine = None
     unknown = ranks.maximum([float(mine is None)])[0]

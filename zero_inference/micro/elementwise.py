@@ -26,7 +26,7 @@ def measure(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> I
     """One row a size of a float32 vector: `n / t` FLOP/s and `8 n / t` bytes/s, and their share of the memory's bandwidth.
 
     Above 100% the vectors came from a cache, which is faster than the memory. `of_measured` is held against a copy inside the
-    device's memory (`link.compute.device_copy_gbps`).
+    device's memory (`link.compute.device_copy_gb_per_s`).
     """
     for n in sizes:
         try:

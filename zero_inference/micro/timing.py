@@ -151,8 +151,8 @@ class MachineRates:
 
     @functools.cache
     def copy_gbps(self) -> float:
-        """GB/s (1e9 bytes) of a copy inside the device's memory, see `link.compute.device_copy_gbps`."""
-        return compute.device_copy_gbps(self.device)
+        """GB/s (1e9 bytes) of a copy inside the device's memory, see `link.compute.device_copy_gb_per_s`."""
+        return compute.device_copy_gb_per_s(self.device)
 
     def datasheet_tflops(self, kind: str) -> float | None:
         rate = self.card.tflops.get(kind) if self.card else None

@@ -1,7 +1,8 @@
 """Our norms in a loaded transformers model, by a table of families.
 
-A patched norm keeps its module, its parameters and its hooks: only `forward` of the instance is another one. So ZeRO-3 still
-gathers what it partitioned, the stream engine still moves whole layers, and `unpatch_norms` leaves no trace. Where a decoder
+A patched norm keeps its module, its parameters and its hooks: only `forward` of the instance is another one, and `extra_repr`,
+so that `print(model)` shows it. So ZeRO-3 still gathers what it partitioned, the stream engine still moves whole layers, and
+`unpatch_norms` leaves no trace. Where a decoder
 layer adds the residual right before a norm, its forward is rewritten to hand both to the norm, which does both in one kernel.
 
 Roundings follow each family, so that greedy tokens stay: Llama and its kin round the normalized value before they multiply with
@@ -33,6 +34,11 @@ class Norm:
     layer: bool = False
     weight_offset: float = 0.0
     round_first: bool = False
+
+    @property
+    def operator(self) -> str:
+        """As PyTorch and its profiler know it."""
+        return f"zero_inference::{'layer_norm' if self.layer else 'rms_norm'}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
         How many norm modules are patched now. 0 for a model that is left alone, with a warning that says why.
     """
     if hasattr(model, _STATE):
-        return sum(1 for module, *_ in getattr(model, _STATE) if _is_norm(module))
+        return len({module for module, *_ in getattr(model, _STATE) if _is_norm(module)})
     reason = why_not_patched(model, model_type)
     if reason is not None:
         warnings.warn(f"norms are left as they are: {reason}", stacklevel=2)
@@ -93,6 +99,7 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
         name = type(module).__name__
         if name in family.norms:
             _set_forward(module, _norm_forward(family.norms[name]), patches)
+            _set(module, "extra_repr", _norm_repr(family.norms[name]), patches)
             count += 1
         elif name == family.layer_class:
             forward = _fused_forward(type(module), family.after_add)
@@ -146,8 +153,23 @@ def _is_norm(module: nn.Module) -> bool:
 def _set_forward(module: nn.Module, forward, patches: list) -> None:
     # accelerate's hook is an own `forward` of the module, which calls what was there as `_old_forward`
     attribute = "_old_forward" if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward") else "forward"
+    _set(module, attribute, forward, patches)
+
+
+def _set(module: nn.Module, attribute: str, function, patches: list) -> None:
+    """Make `function` a method of this instance alone; `patches` learns what was there."""
     patches.append((module, attribute, module.__dict__.get(attribute)))
-    setattr(module, attribute, MethodType(forward, module))
+    setattr(module, attribute, MethodType(function, module))
+
+
+@functools.cache
+def _norm_repr(kind: Norm):
+    """extra_repr(self): the class's own, and the operator that computes now."""
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (type(self).extra_repr(self), f"kernel={kind.operator}")))
+
+    return extra_repr
 
 
 @functools.cache
@@ -195,7 +217,7 @@ def _fused_forward(layer_class: type, norm: str):
         for field in ("body", "orelse")
         if isinstance(block := getattr(node, field, None), list)
     ]
-    if not any([_fuse_block(block, norm) for block in blocks]):  # noqa: C419: all of them, not the first alone
+    if not any([_fuse_block(block, norm) for block in blocks]):  # noqa: C419 - every block, also behind the first
         return None
     made: dict = {}
     code = compile(ast.fix_missing_locations(tree), f"<{layer_class.__qualname__} with fused norms>", "exec")

@@ -102,10 +102,10 @@ def quantize(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch.Ten
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
 ) -> None:
-    """Unpack into `out`: one kernel on the current stream where a CUDA device and the compiled extension are there, else
+    """Restore the weight in `out`: one kernel on the current stream where a CUDA device and the compiled extension are there, else
     `dequantize_reference`, which gives the same bits; arguments are as there."""
     if out.is_cuda and load_extension():
-        torch.ops.zero_inference.unpack_groups(codes, scale, minimum, bits, group_size, out)
+        torch.ops.zero_inference.dequantize_groups(codes, scale, minimum, bits, group_size, out)
         return
     dequantize_reference(codes, scale, minimum, bits, group_size, out)
 
@@ -114,10 +114,10 @@ def dequantize(
 def dequantize_reference(
     codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
 ) -> None:
-    """Unpack into `out` with PyTorch, on any device, in chunks.
+    """Restore the weight in `out` with PyTorch, on any device, in chunks.
 
     Product and sum are rounded to float32 one after the other, then the sum once to `out.dtype`, as in
-    csrc/quantization/unpack.cu.
+    csrc/quantization/dequantize.cu.
 
     Args:
         codes: uint8 [out.numel() * bits / 8].
@@ -127,11 +127,11 @@ def dequantize_reference(
     Raises:
         ValueError: dtype, size, device or strides of an argument do not fit; says which were needed.
     """
-    _check_unpack(codes, scale, minimum, bits, group_size, out)
+    _check_dequantize(codes, scale, minimum, bits, group_size, out)
     rows = out.detach().view(-1, group_size)
     packed = codes.view(-1, group_size * bits // 8)
     for start, stop in _chunks(rows.shape[0], group_size, out.device):
-        values = _unpack(packed[start:stop], bits)
+        values = _codes_of(packed[start:stop], bits)
         values.mul_(scale[start:stop, None].float()).add_(minimum[start:stop, None].float())
         rows[start:stop] = values
 
@@ -140,7 +140,7 @@ class _Groups(NamedTuple):
     codes: torch.Tensor  # float32 [groups, group_size], whole numbers
     scale: torch.Tensor  # stored dtype [groups, 1]
     minimum: torch.Tensor  # stored dtype [groups, 1]
-    error: torch.Tensor  # float32 [groups, 1], squared, of the weight as it will be unpacked
+    error: torch.Tensor  # float32 [groups, 1], squared, of the weight as it will be restored
 
 
 def _quantize_rows(rows: torch.Tensor, largest: int) -> _Groups:
@@ -188,7 +188,7 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.reshape(-1)
 
 
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def _codes_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Bytes [groups, group_size * bits / 8] to whole numbers in float32 [groups, group_size]."""
     if bits == 8:
         return packed.float()
@@ -212,7 +212,7 @@ def _check_scheme(bits: int, group_size: int) -> None:
         raise ValueError(f"the group size must be positive, and even for 4 bits, not {group_size} for {bits} bits")
 
 
-def _check_unpack(
+def _check_dequantize(
     codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int, group_size: int, out: torch.Tensor
 ) -> None:
     _check_scheme(bits, group_size)

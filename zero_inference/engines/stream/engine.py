@@ -89,7 +89,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         close=feeder.close,
         timeline=feeder.timeline,
         preallocated_cache=True,
-        page_locked=[store.runs[layer] for layer in residency.streamed] if plan.pinned else (),
+        page_locked=[store.buffers[layer] for layer in residency.streamed] if plan.pinned else (),
     )
 
 
@@ -144,7 +144,7 @@ class _Placement:
 class LayerFeeder:
     """Points the parameters of each decoder layer at its bytes before it computes, and frees its slot behind it.
 
-    A layer that is not quantized is used where it lies, in its slot or resident run. A quantized one is unpacked into a
+    A layer that is not quantized is used where it lies, in its slot or resident buffer. A quantized one is dequantized into a
     workspace that all layers share, and its slot is free as soon as that is done.
     """
 
@@ -190,15 +190,15 @@ class LayerFeeder:
             self.ring.close()
         self.views.clear()
         self.packed.clear()
-        self.store.runs.clear()
+        self.store.buffers.clear()
 
     def _find_views(self, index: int, layer: nn.Module) -> None:
         """For every place that this layer's bytes can lie in: each of its parameters and the tensor there."""
         layout, parameters = self.layouts[index], dict(layer.named_parameters())
         if index in self.store.resident:
-            runs = {None: self.store.runs[index]}
+            runs = {None: self.store.buffers[index]}
         else:
-            runs = {slot: self.ring.run_in(index, slot) for slot in range(len(self.ring.slots))}
+            runs = {slot: self.ring.buffer_in(index, slot) for slot in range(len(self.ring.slots))}
         for slot, run in runs.items():
             self.packed[index, slot] = [
                 (*(piece.of(run) for piece in stored.packed), stored.plain.of(self.workspace))
@@ -220,7 +220,7 @@ class LayerFeeder:
             slot = None if resident else self.ring.acquire(index)
             self.timeline.layer_begins(index)
             if layout.workspace_bytes:
-                run = self.store.runs[index] if resident else self.ring.run_in(index, slot)
+                run = self.store.buffers[index] if resident else self.ring.buffer_in(index, slot)
                 self.workspace[: layout.plain_bytes].copy_(run[: layout.plain_bytes])
                 for codes, scales, minima, values in self.packed[index, slot]:
                     dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)

@@ -1,4 +1,4 @@
-"""How a decoder layer lies in memory: one contiguous run of bytes, the same in host memory and in a device slot."""
+"""How a decoder layer lies in memory: one contiguous buffer, the same in host memory and in a device slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kern
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor inside a run of bytes."""
+    """A tensor inside a buffer."""
 
     offset: int
     shape: tuple[int, ...]
@@ -27,9 +27,9 @@ class Piece:
             numel *= size
         return numel * self.dtype.itemsize
 
-    def of(self, run: torch.Tensor) -> torch.Tensor:
-        """The tensor inside `run`, a uint8 tensor; a view, not a copy."""
-        return run[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor inside `buffer`, a uint8 tensor; a view, not a copy."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class StoredParameter:
     """A parameter as it is stored.
 
     Attributes:
-        plain: where the model finds its values: in the layer's run, or in the workspace if the layer is quantized.
-        packed: codes (uint8), scales and minima in the layer's run; None if this parameter is not quantized.
+        plain: where the model finds its values: in the layer's buffer, or in the workspace if the layer is quantized.
+        packed: codes (uint8), scales and minima in the layer's buffer; None if this parameter is not quantized.
     """
 
     name: str
@@ -47,7 +47,7 @@ class StoredParameter:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """What lies in the layer's run."""
+        """What lies in the layer's buffer."""
         return self.packed or (self.plain,)
 
 
@@ -55,11 +55,11 @@ class StoredParameter:
 class LayerLayout:
     """The parameters of one decoder layer; names are relative to the layer.
 
-    What is not quantized comes first, at the same offsets in the run and in the workspace, so that one copy of
-    `plain_bytes` and one unpacking a matrix bring the layer into the workspace, and its run is free again.
+    What is not quantized comes first, at the same offsets in the buffer and in the workspace, so that one copy of
+    `plain_bytes` and one dequantization a matrix bring the layer into the workspace, and its buffer is free again.
 
     Attributes:
-        nbytes: length of the run, a multiple of `ALIGNMENT` times the number of ranks.
+        nbytes: length of the buffer, a multiple of `ALIGNMENT` times the number of ranks.
         stored_bytes: what the tensors in it take, without the gaps.
         plain_bytes: length of its first part, which is not quantized.
         workspace_bytes: length of the workspace; 0 for a layer without quantization, which is used where it lies.
@@ -81,28 +81,28 @@ def lay_out(layer: nn.Module, excluded: set[int], scheme: GroupQuantization | No
     Args:
         excluded: ids of parameters that do not live in the layer (tied to something outside of it).
         scheme: how matrices are quantized; None keeps every parameter as it is.
-        ranks: the run is padded so that it divides by them.
+        ranks: the buffer is padded so that it divides by them.
     """
     layout = LayerLayout()
     own = [(name, p) for name, p in layer.named_parameters() if id(p) not in excluded]
     packed = [(name, p) for name, p in own if scheme is not None and scheme.can_quantize(p)]
-    run = 0
+    end = 0  # of what lies in the buffer so far
     for name, parameter in own:
         if all(parameter is not other for _, other in packed):
-            piece = Piece(run, tuple(parameter.shape), parameter.dtype)
-            run += _aligned(piece.nbytes)
+            piece = Piece(end, tuple(parameter.shape), parameter.dtype)
+            end += _aligned(piece.nbytes)
             layout.parameters.append(StoredParameter(name, piece))
-    layout.plain_bytes = workspace = run
+    layout.plain_bytes = workspace = end
     for name, parameter in packed:
         groups = (parameter.numel() // scheme.group_size,)
-        codes = Piece(run, (scheme.packed_bytes(parameter.numel()),), torch.uint8)
+        codes = Piece(end, (scheme.packed_bytes(parameter.numel()),), torch.uint8)
         scales = Piece(codes.offset + _aligned(codes.nbytes), groups, parameter.dtype)
         minima = Piece(scales.offset + _aligned(scales.nbytes), groups, parameter.dtype)
-        run = minima.offset + _aligned(minima.nbytes)
+        end = minima.offset + _aligned(minima.nbytes)
         plain = Piece(workspace, tuple(parameter.shape), parameter.dtype)
         workspace += _aligned(plain.nbytes)
         layout.parameters.append(StoredParameter(name, plain, (codes, scales, minima)))
-    layout.nbytes = -(-run // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
+    layout.nbytes = -(-end // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     layout.stored_bytes = sum(piece.nbytes for stored in layout.parameters for piece in stored.pieces)
     layout.workspace_bytes = workspace if packed else 0
     return layout

@@ -72,8 +72,8 @@ class LayerRing:
         self.streams.synchronize()
         self._send_for_all()
 
-    def run_in(self, layer: int, slot: int) -> torch.Tensor:
-        """The run of `layer`, uint8 [nbytes], as it lies in `slot`."""
+    def buffer_in(self, layer: int, slot: int) -> torch.Tensor:
+        """The buffer of `layer`, uint8 [nbytes], as it lies in `slot`."""
         return self.slots[slot][: self.store.layouts[layer].nbytes]
 
     def acquire(self, layer: int) -> int:
@@ -116,12 +116,12 @@ class LayerRing:
         slot = self.next_slot
         self.next_position = (self.next_position + 1) % len(self.order)
         self.next_slot = (slot + 1) % len(self.slots)
-        run, share = self.run_in(layer, slot), self.store.runs[layer]
+        buffer, share = self.buffer_in(layer, slot), self.store.buffers[layer]
         if self.free[slot] is not None:
             self.copy_stream.wait_event(self.free[slot])
         start = self.streams.recorded(self.copy_stream)
         with self.streams.on(self.copy_stream):
-            mine = run[self.ranks.rank * share.numel() :][: share.numel()]
+            mine = buffer[self.ranks.rank * share.numel() :][: share.numel()]
             mine.copy_(share, non_blocking=True)
         copied = full = self.streams.recorded(self.copy_stream)
         self.transfers.host_to_device_bytes += share.numel()
@@ -131,7 +131,7 @@ class LayerRing:
             begun = self.streams.recorded(self.gather_stream)
             with self.streams.on(self.gather_stream):
                 # NCCL gathers in place; gloo wants its input apart
-                _all_gather(run, mine if run.is_cuda else mine.clone(), group=self.group)
+                _all_gather(buffer, mine if buffer.is_cuda else mine.clone(), group=self.group)
             full = self.streams.recorded(self.gather_stream)
             gather = begun, full
         self.timeline.fetched(layer, share.numel(), self.free[slot], self.freed_by[slot], start, copied, gather)

@@ -1,6 +1,6 @@
-"""Where decoder layers wait: each one run of bytes, page-locked in host memory or, if resident, on the device.
+"""Where decoder layers wait: each in one buffer, page-locked in host memory or, if resident, on the device.
 
-Over several ranks each keeps its own share of every run that waits in host memory; a resident run is whole on each.
+Over several ranks each keeps its own share of every buffer that waits in host memory; a resident one is whole on each.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class LayerStore:
     """Filled parameter by parameter while a checkpoint is read; memory is taken when a layer's first one comes.
 
     Attributes:
-        runs: layer -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
+        buffers: layer -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
     """
 
     def __init__(self, layouts: list[LayerLayout], resident: set[int], ranks: Ranks, pinned: bool):
         self.layouts, self.resident, self.ranks, self.pinned = layouts, resident, ranks, pinned
-        self.runs: dict[int, torch.Tensor] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
 
     def put(self, layer: int, name: str, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
         """Store parameter `name` of `layer`, quantized on the device if its layout says so.
@@ -39,25 +39,27 @@ class LayerStore:
                 f"{list(expected[0])}; use weights that fit the model's config.json."
             )
         tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)
-        run = self._run(layer)
+        buffer = self._buffer(layer)
         for piece, tensor in zip(stored.pieces, tensors):
-            self._write(run, piece, tensor, whole=layer in self.resident)
+            self._write(buffer, piece, tensor, whole=layer in self.resident)
 
     def share_bytes(self, layer: int) -> int:
         """Bytes of `layer` that this rank keeps in host memory."""
         return 0 if layer in self.resident else self.layouts[layer].nbytes // self.ranks.world_size
 
-    def _run(self, layer: int) -> torch.Tensor:
-        if layer not in self.runs:
+    def _buffer(self, layer: int) -> torch.Tensor:
+        if layer not in self.buffers:
             if layer in self.resident:
-                self.runs[layer] = torch.empty(self.layouts[layer].nbytes, dtype=torch.uint8, device=self.ranks.device)
+                self.buffers[layer] = torch.empty(
+                    self.layouts[layer].nbytes, dtype=torch.uint8, device=self.ranks.device
+                )
             else:
-                self.runs[layer] = host_empty((self.share_bytes(layer),), torch.uint8, self.pinned)
-        return self.runs[layer]
+                self.buffers[layer] = host_empty((self.share_bytes(layer),), torch.uint8, self.pinned)
+        return self.buffers[layer]
 
-    def _write(self, run: torch.Tensor, piece: Piece, tensor: torch.Tensor, whole: bool) -> None:
+    def _write(self, buffer: torch.Tensor, piece: Piece, tensor: torch.Tensor, whole: bool) -> None:
         raw = tensor.contiguous().view(-1).view(torch.uint8)
-        first = 0 if whole else self.ranks.rank * run.numel()
-        start, end = max(piece.offset, first), min(piece.offset + piece.nbytes, first + run.numel())
+        first = 0 if whole else self.ranks.rank * buffer.numel()
+        start, end = max(piece.offset, first), min(piece.offset + piece.nbytes, first + buffer.numel())
         if start < end:
-            run[start - first : end - first].copy_(raw[start - piece.offset : end - piece.offset])
+            buffer[start - first : end - first].copy_(raw[start - piece.offset : end - piece.offset])

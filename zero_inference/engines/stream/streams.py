@@ -90,9 +90,10 @@ class DeviceStreams:
 class ComputeStream:
     """Makes every call of a module compute on a stream of its own, in order with what the caller asked before and asks after.
 
-    On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a result before it
-    is there: what a caller does with the output of a language model is to choose a token and read it, and the read waits in a copy engine of the
-    GPU. Only both together help, which is measured and not explained (docs/performance.md). One GPU alone loses nothing.
+    On H200s that copy at once, copies are 2 to 4% slower where kernels run on the caller's stream, and where the host reads a
+    result before it is there: what a caller does with the output of a language model is to choose a token and read it, and the
+    read waits in a copy engine of the GPU. Only both together help, which is measured and not explained (docs/performance.md).
+    One GPU alone loses nothing.
 
     Args:
         host_waits: a call returns, to the host too, when its layers are done.

@@ -67,7 +67,7 @@ class LinkUse:
     ahead_bytes: int
 
     @property
-    def gbps_while_busy(self) -> float | None:
+    def gb_per_s_while_busy(self) -> float | None:
         """GB/s of 1e9 bytes."""
         return self.copied_bytes / self.busy_s / 1e9 if self.busy_s else None
 

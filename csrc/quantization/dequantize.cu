@@ -1,4 +1,4 @@
-// zero_inference::unpack_groups: int8 / int4 groups back to float16, bfloat16 or float32.
+// zero_inference::dequantize_groups: int8 / int4 groups back to float16, bfloat16 or float32.
 //
 //   out[i] = round(code[i] * scale[i / group_size] + minimum[i / group_size])
 //
@@ -19,14 +19,17 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include "../alignment.cuh"
+#include "../launch_sizes.cuh"
+
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;           // loads in flight a thread: the latency of HBM wants several
-constexpr int kBlocksOfAnSm = 32;    // four waves of full occupancy; what is left goes round the grid-stride loop
+using namespace zero_inference::quantization;  // launch sizes
+using zero_inference::aligned;
+using zero_inference::in_vectors;
 
 template <typename T>
 struct Output;
@@ -64,11 +67,17 @@ struct Output<float> {
 template <int kBytes>
 struct CodeWord;
 template <>
-struct CodeWord<2> { using type = unsigned short; };
+struct CodeWord<2> {
+  using type = unsigned short;
+};
 template <>
-struct CodeWord<4> { using type = unsigned int; };
+struct CodeWord<4> {
+  using type = unsigned int;
+};
 template <>
-struct CodeWord<8> { using type = unsigned long long; };
+struct CodeWord<8> {
+  using type = unsigned long long;
+};
 
 // The codes of one 16-byte store.
 template <typename T, int kBits>
@@ -82,8 +91,8 @@ __device__ __forceinline__ float restore(uint32_t code, float scale, float minim
 // crosses a group. `shift` is log2(vectors_in_group), or negative where that is no power of two.
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads)
-unpack_vectors(const Codes<T, kBits>* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
-               uint4* __restrict__ out, int64_t vectors, int64_t vectors_in_group, int shift) {
+    dequantize_vectors(const Codes<T, kBits>* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
+                       uint4* __restrict__ out, int64_t vectors, int64_t vectors_in_group, int shift) {
   constexpr int kVector = Output<T>::kVector;
   constexpr int kWordElements = kVector / 4;
   constexpr int64_t kTile = kThreads * kUnroll;
@@ -121,8 +130,8 @@ unpack_vectors(const Codes<T, kBits>* __restrict__ codes, const T* __restrict__ 
 // One byte of codes a thread: for groups that no vector fits, and tensors that are not aligned.
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads)
-unpack_bytes(const uint8_t* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
-             T* __restrict__ out, int64_t bytes, int64_t group_size) {
+    dequantize_bytes(const uint8_t* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
+                     T* __restrict__ out, int64_t bytes, int64_t group_size) {
   constexpr int kInByte = 8 / kBits;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < bytes; index += stride) {
@@ -137,8 +146,6 @@ unpack_bytes(const uint8_t* __restrict__ codes, const T* __restrict__ scale, con
     }
   }
 }
-
-bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 int log2_or_negative(int64_t value) {
   int shift = 0;
@@ -158,49 +165,50 @@ void launch(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const auto blocks = [processors](int64_t work, int64_t work_of_block) {
     const int64_t wanted = (work + work_of_block - 1) / work_of_block;
-    return static_cast<unsigned int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksOfAnSm));
+    return static_cast<unsigned int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksOfProcessor));
   };
 
   const int64_t numel = out.numel();
   const T* scales = static_cast<const T*>(scale.const_data_ptr());
   const T* minima = static_cast<const T*>(minimum.const_data_ptr());
-  if (group_size % kVector == 0 && aligned(out.const_data_ptr(), sizeof(uint4)) &&
-      aligned(codes.const_data_ptr(), sizeof(Codes<T, kBits>))) {
+  if (in_vectors<T>(group_size, out.const_data_ptr()) && aligned(codes.const_data_ptr(), sizeof(Codes<T, kBits>))) {
     const int64_t vectors = numel / kVector;
     const unsigned int grid = blocks(vectors, kThreads * kUnroll);
-    unpack_vectors<T, kBits><<<grid, kThreads, 0, stream>>>(
-        static_cast<const Codes<T, kBits>*>(codes.const_data_ptr()), scales, minima, static_cast<uint4*>(out.mutable_data_ptr()),
-        vectors, group_size / kVector, log2_or_negative(group_size / kVector));
+    dequantize_vectors<T, kBits><<<grid, kThreads, 0, stream>>>(
+        static_cast<const Codes<T, kBits>*>(codes.const_data_ptr()), scales, minima,
+        static_cast<uint4*>(out.mutable_data_ptr()), vectors, group_size / kVector, log2_or_negative(group_size / kVector));
   } else {
     const int64_t bytes = numel * kBits / 8;
     const unsigned int grid = blocks(bytes, kThreads);
-    unpack_bytes<T, kBits><<<grid, kThreads, 0, stream>>>(
-        static_cast<const uint8_t*>(codes.const_data_ptr()), scales, minima, static_cast<T*>(out.mutable_data_ptr()),
-        bytes, group_size);
+    dequantize_bytes<T, kBits><<<grid, kThreads, 0, stream>>>(static_cast<const uint8_t*>(codes.const_data_ptr()), scales,
+                                                              minima, static_cast<T*>(out.mutable_data_ptr()), bytes,
+                                                              group_size);
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& out) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == out.get_device_index(), "unpack_groups: ", name,
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == out.get_device_index(), "dequantize_groups: ", name,
                   " must be on CUDA device ", out.get_device_index(), " like out, found ",
                   tensor.is_cuda() ? "CUDA device " : "a device that is not CUDA, index ", tensor.get_device_index());
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "unpack_groups: ", name, " must be ", torch::headeronly::toString(dtype),
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "dequantize_groups: ", name, " must be ", torch::headeronly::toString(dtype),
                   ", found ", torch::headeronly::toString(tensor.scalar_type()));
-  STD_TORCH_CHECK(tensor.numel() == numel, "unpack_groups: ", name, " must have ", numel, " elements, found ", tensor.numel());
-  STD_TORCH_CHECK(tensor.is_contiguous(), "unpack_groups: ", name, " must be contiguous, found strides that are not");
+  STD_TORCH_CHECK(tensor.numel() == numel, "dequantize_groups: ", name, " must have ", numel, " elements, found ",
+                  tensor.numel());
+  STD_TORCH_CHECK(tensor.is_contiguous(), "dequantize_groups: ", name, " must be contiguous, found strides that are not");
 }
 
-void unpack_groups(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
-                   const Tensor& out) {
+void dequantize_groups(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits, int64_t group_size,
+                       const Tensor& out) {
   const ScalarType dtype = out.scalar_type();
   const int64_t numel = out.numel();
-  STD_TORCH_CHECK(bits == 8 || bits == 4, "unpack_groups: bits must be 8 or 4, found ", bits);
-  STD_TORCH_CHECK(group_size > 0 && (bits == 8 || group_size % 2 == 0), "unpack_groups: group_size must be positive, and even ",
-                  "for 4 bits, found ", group_size, " for ", bits, " bits");
+  STD_TORCH_CHECK(bits == 8 || bits == 4, "dequantize_groups: bits must be 8 or 4, found ", bits);
+  STD_TORCH_CHECK(group_size > 0 && (bits == 8 || group_size % 2 == 0),
+                  "dequantize_groups: group_size must be positive, and even ", "for 4 bits, found ", group_size, " for ", bits,
+                  " bits");
   STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
-                  "unpack_groups: out must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(numel % group_size == 0, "unpack_groups: out must hold whole groups of ", group_size, ", found ", numel,
+                  "dequantize_groups: out must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(numel % group_size == 0, "dequantize_groups: out must hold whole groups of ", group_size, ", found ", numel,
                   " elements");
   check_tensor("out", out, dtype, numel, out);
   check_tensor("codes", codes, ScalarType::Byte, numel * bits / 8, out);
@@ -224,7 +232,7 @@ void unpack_groups(const Tensor& codes, const Tensor& scale, const Tensor& minim
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
-  library.def("unpack_groups(Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, Tensor(a!) out) -> ()");
+  library.def("dequantize_groups(Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, Tensor(a!) out) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("unpack_groups", TORCH_BOX(&unpack_groups)); }
+STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("dequantize_groups", TORCH_BOX(&dequantize_groups)); }

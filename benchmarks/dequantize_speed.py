@@ -1,6 +1,6 @@
-"""The unpack kernel on a CUDA device: bit-equal with the PyTorch reference, and how fast.
+"""The dequantize kernel on a CUDA device: bit-equal with the PyTorch reference, and how fast.
 
-    python benchmarks/unpack_speed.py [--out FILE]        (exit code 1 on a mismatch, 2 without device or kernel)
+    python benchmarks/dequantize_speed.py [--out FILE]        (exit code 1 on a mismatch, 2 without device or kernel)
 
 GB/s are 10^9 bytes read (codes, scales, minima) and written (weights) a second, medians of single launches timed by events,
 beside a device-to-device copy of the same weights. The output and its codes are larger than the L2 cache of these devices.
@@ -32,7 +32,7 @@ def main() -> int:
     from zero_inference.runtime.extension import load_extension, why_unavailable
 
     if not load_extension():
-        print(f"no unpack kernel: {why_unavailable()}", file=sys.stderr)
+        print(f"no dequantize kernel: {why_unavailable()}", file=sys.stderr)
         return 2
     checked, wrong = check()
     for case in wrong:
@@ -53,8 +53,8 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|")
     for case in record["cases"]:
         print(
-            f"| {case['dtype']} | {case['bits']} | {case['group_size']} | {case['median_ms']:.4f} | {case['gbps']:.0f} "
-            f"| {case['gbps'] / case['copy_gbps']:.1%} | {case['reference_ms']:.3f} |"
+            f"| {case['dtype']} | {case['bits']} | {case['group_size']} | {case['median_ms']:.4f} | {case['gb_per_s']:.0f} "
+            f"| {case['gb_per_s'] / case['copy_gb_per_s']:.1%} | {case['reference_ms']:.3f} |"
         )
     if args.out:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
@@ -82,7 +82,7 @@ def check() -> tuple[int, list[str]]:
                     minimum = torch.randn(groups, device="cuda", generator=generator).to(dtype)
                     memory = torch.full((numel + offset + 8,), 7.0, dtype=dtype, device="cuda")
                     expected = torch.empty(numel, dtype=dtype, device="cuda")
-                    torch.ops.zero_inference.unpack_groups(
+                    torch.ops.zero_inference.dequantize_groups(
                         codes, scale, minimum, bits, group_size, memory[offset : offset + numel]
                     )
                     dequantize_reference(codes, scale, minimum, bits, group_size, expected)
@@ -94,7 +94,7 @@ def check() -> tuple[int, list[str]]:
 
 
 def measure() -> list[dict]:
-    """One record a case: median_ms and gbps of the kernel, copy_gbps of a copy of the weights, reference_ms of PyTorch."""
+    """One record a case: median_ms and gb_per_s of the kernel, copy_gb_per_s of a copy of the weights, reference_ms of PyTorch."""
     import torch
 
     from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
@@ -103,38 +103,38 @@ def measure() -> list[dict]:
     for dtype in (torch.float16, torch.bfloat16):
         weight = torch.randn(SHAPE, device="cuda", generator=torch.Generator("cuda").manual_seed(6)).to(dtype)
         out = torch.empty_like(weight)
-        copy_ms = median_ms(lambda: out.copy_(weight))
+        copy_ms = median_ms(out.copy_, weight)
         for bits in (4, 8):
             for group_size in (32, 64, 128):
                 scheme = GroupQuantization(bits, group_size)
                 packed = quantize(weight, scheme)
                 moved = scheme.stored_bytes(weight.numel(), dtype) + out.nbytes
-                median = median_ms(lambda: torch.ops.zero_inference.unpack_groups(*packed, bits, group_size, out))
-                reference = median_ms(lambda: dequantize_reference(*packed, bits, group_size, out), repeats=5)
+                median = median_ms(torch.ops.zero_inference.dequantize_groups, *packed, bits, group_size, out)
+                reference = median_ms(dequantize_reference, *packed, bits, group_size, out, repeats=5)
                 cases.append(
                     {
                         "dtype": str(dtype).removeprefix("torch."),
                         "bits": bits,
                         "group_size": group_size,
                         "median_ms": median,
-                        "gbps": moved / median / 1e6,
-                        "copy_gbps": 2 * out.nbytes / copy_ms / 1e6,
+                        "gb_per_s": moved / median / 1e6,
+                        "copy_gb_per_s": 2 * out.nbytes / copy_ms / 1e6,
                         "reference_ms": reference,
                     }
                 )
     return cases
 
 
-def median_ms(work, repeats: int = REPEATS) -> float:
-    """Median milliseconds of one call of `work` on the current stream, after three that are not counted."""
+def median_ms(work, *args, repeats: int = REPEATS) -> float:
+    """Median milliseconds of `work(*args)` on the current stream, after three that are not counted."""
     import torch
 
     for _ in range(3):
-        work()
+        work(*args)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in pairs:
         start.record()
-        work()
+        work(*args)
         stop.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(stop) for start, stop in pairs)

@@ -1,0 +1,192 @@
+// Every launch size of every kernel: threads a block, rows a block, vectors a thread, blocks a launch, shared memory of a ring.
+// A kernel's file names them and has none of its own.
+//
+// "Measured" are H200s; tables lie in benchmarks/results/h200 unless a line says otherwise, and what was learned from them is
+// in docs/performance.md. A size that says "not swept" was chosen by the reason that stands beside it and measured as part of
+// its kernel alone. A size may change the order of sums, and so bits, only where it says so: a row's own size depends on the
+// row's length and on nothing else, so that a row has the same bits whatever it is batched with.
+#pragma once
+
+#include <cstdint>
+
+namespace zero_inference::norms {
+
+// The units of the tables below.
+constexpr int kWarp = 32;
+template <typename T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte access
+
+template <typename T, int kThreads, int kVectors>
+struct RowShape;  // kThreads threads share a row, kVectors 16-byte vectors each, in registers (rows.cuh)
+template <typename T, int kThreads, int kVectors, int kTensors>
+struct RingShape;  // the same threads, with rows of kTensors tensors passing through shared memory (rows.cuh)
+
+// Rows that a warp shares come several to a block of four warps: a block of one warp would leave half of a processor's 64 warps
+// empty, because it holds 32 blocks at most. Rows of more than a warp have a block each. Measured with every RowShape of one
+// warp in norm_shapes_*.tsv; other numbers of warps were not swept.
+constexpr int kOneWarpRowsBlock = 4 * kWarp;
+
+// --- Forward passes of all norms ---
+//
+// A row is held in registers; a block a row (or a block for the rows of four warps), so that the hardware's scheduler keeps
+// loads in flight: the ring gave 3790 GB/s (a table that was not kept) where this gave 4090 with plain loads (rms, 65536 x
+// 4096 in bfloat16), and fewer blocks a processor cost 10% and up (norm_occupancy.tsv).
+
+// Calls `visit` with the shape for rows of `columns` elements, or is false if there is none. Chosen from those that
+// benchmarks/norm_shapes.cu times (norm_shapes_bf16.tsv, norm_shapes_fp32.tsv).
+//
+// kReads: tensors as large as x that are read. kHeavy: PolyNorm, and layer_norm of one tensor, whose second sum waits for the
+// first; with eight elements a vector these want fewer threads a row where one tensor is read.
+template <typename T, int kReads, bool kHeavy, typename Visit>
+bool with_forward_shape(int64_t columns, Visit visit) {
+  const int64_t vectors = columns / kVector<T>;
+  if (vectors <= 32) return visit(RowShape<T, 32, 1>{});
+  if (vectors <= 64) return visit(RowShape<T, 32, 2>{});
+  if constexpr (kReads == 1 && kHeavy && kVector<T> == 8) {
+    if (vectors <= 128) return visit(RowShape<T, 32, 4>{});
+    if (vectors <= 160) return visit(RowShape<T, 32, 5>{});
+    if (vectors <= 192) return visit(RowShape<T, 64, 3>{});
+    if (vectors <= 256) return visit(RowShape<T, 64, 4>{});
+    if (vectors <= 512) return visit(RowShape<T, 128, 4>{});
+  } else {
+    if (vectors <= 128) return visit(RowShape<T, 64, 2>{});
+    if (vectors <= 192) return visit(RowShape<T, 64, 3>{});
+    if (vectors <= 256) return visit(RowShape<T, 128, 2>{});
+    if (vectors <= 384) return visit(RowShape<T, kReads == 1 ? 128 : 256, kReads == 1 ? 4 : 2>{});
+    if constexpr (kReads == 1) {
+      if (vectors <= 512) return visit(RowShape<T, 256, 2>{});
+    } else if constexpr (!kHeavy) {
+      if (vectors <= 512) return visit(RowShape<T, 512, 1>{});
+    }
+  }
+  if (vectors <= 640) return visit(RowShape<T, 160, 4>{});
+  if constexpr (kReads > 1 && !kHeavy) {
+    if (vectors <= 1024) return visit(RowShape<T, 512, 2>{});
+  }
+  if (vectors <= 1024) return visit(RowShape<T, 256, 4>{});
+  if constexpr (kReads == 1 && !kHeavy) {
+    if (vectors <= 1536) return visit(RowShape<T, 256, 8>{});
+  }
+  if (vectors <= 2048) return visit(RowShape<T, 512, 4>{});
+  if constexpr (kReads == 1) {
+    if (vectors <= 4096) return visit(RowShape<T, 512, 8>{});
+  }
+  if (vectors <= 4096) return visit(RowShape<T, 1024, 4>{});
+  return false;
+}
+
+// --- Rings in shared memory (backward passes) ---
+
+// Bytes of a block's ring with two stages (an H100's block can have 227 KB, and the sums need some), and bytes of a stage up to
+// which there are three, because a short one covers less of the memory's latency.
+constexpr int kRingBudget = 200 << 10;
+constexpr int kThreeStages = 16 << 10;
+
+// Stages of a ring; one is what a block works on at once, `stage_bytes` over all tensors. Not swept on their own; measured as
+// part of the backward passes (rms 3978 GB/s, 65536 x 4096 in bfloat16; 26_11_21_19_14).
+constexpr int ring_stages(int stage_bytes) { return stage_bytes <= kThreeStages ? 3 : 2 * stage_bytes <= kRingBudget ? 2 : 1; }
+
+// --- Backward passes of rms_norm and layer_norm ---
+
+// By elements, not vectors: a thread holds accumulators of weight gradients in registers, a float an element for the weight and
+// one for the bias, which outlive a row. Not in norm_shapes_*.tsv, which have no backward pass of these; measured as they are
+// here in 26_11_21_19_14 (rms, add_rms, layer and add_layer, bwd).
+template <typename T, int kTensors, typename Visit>
+bool with_norm_backward_shape(int64_t columns, Visit visit) {
+  constexpr int kEight = 8 / kVector<T>;  // vectors of eight elements
+  if (columns <= 256) return visit(RingShape<T, 32, kEight, kTensors>{});
+  if (columns <= 512) return visit(RingShape<T, 32, 2 * kEight, kTensors>{});
+  if (columns <= 1024) return visit(RingShape<T, 32, 4 * kEight, kTensors>{});
+  if (columns <= 2048) return visit(RingShape<T, 128, 2 * kEight, kTensors>{});
+  if (columns <= 4096) return visit(RingShape<T, 256, 2 * kEight, kTensors>{});
+  if (columns <= 8192) return visit(RingShape<T, 512, 2 * kEight, kTensors>{});
+  if (columns <= 16384) return visit(RingShape<T, 512, 4 * kEight, kTensors>{});
+  return false;
+}
+
+// Blocks that a processor should hold, for __launch_bounds__: 768 threads of the common shapes, which leaves each 80 registers.
+// Larger blocks, and those with several rows, are left to the compiler. Not swept.
+constexpr int kBackwardThreads = 768;
+constexpr int kLargestBounded = 256;
+constexpr int bounded_blocks(int block, int threads_of_row) {
+  return block <= kLargestBounded && threads_of_row > kWarp ? kBackwardThreads / block : 1;
+}
+
+// The least rows of a part of a weight gradient (times the rows that a block takes at once), where that fills the device: a
+// part of rms_norm costs 8 bytes a column, written and read, where each of its rows costs 6 or more, so that 16 rows make it a
+// twelfth or less (layer_norm: a sixth). It sets the number of parts, and so the order of the sums over rows. Not swept.
+constexpr int kRowsOfPart = 16;
+
+// The second kernel, which sums the parts column by column in a fixed order: a block has 32 columns, so that a warp reads 128
+// bytes behind each other, and 16 threads for each, which take the parts in turn. The order of the sums depends on it. Not
+// swept.
+constexpr int kColumnLanes = 32;
+constexpr int kPartLanes = 16;
+constexpr int kColumnThreads = kColumnLanes * kPartLanes;
+
+// --- Backward pass of PolyNorm ---
+
+// In registers as long as what two passes over the row need of them fits, through the ring beyond (norm_shapes_*.tsv, poly_bwd
+// and mul_poly_bwd; at 65536 x 4096 in bfloat16 the held 128 x 4 takes 402 us and the best ring 414, with a factor the ring of
+// 64 x 8 649 and the best held shape 667).
+template <typename T, bool kMul, typename Visit>
+bool with_poly_backward_shape(int64_t columns, Visit visit) {
+  const int64_t vectors = columns / kVector<T>;
+  if (vectors <= 32) return visit(RowShape<T, 32, 1>{});
+  if (vectors <= 64) return visit(RowShape<T, 32, 2>{});
+  if (vectors <= 128) return visit(RowShape<T, 32, 4>{});
+  if constexpr (kMul) {
+    if (vectors <= 192) return visit(RowShape<T, 64, 3>{});
+    if (vectors <= 256) return visit(RowShape<T, 64, 4>{});
+    if (vectors <= 512) return visit(RingShape<T, 64, 8, 3>{});
+    if (vectors <= 640) return visit(RingShape<T, 128, 5, 3>{});
+    if (vectors <= 1024) return visit(RingShape<T, 128, 8, 3>{});
+    if (vectors <= 2048) return visit(RingShape<T, 256, 8, 3>{});
+    if (vectors <= 4096) return visit(RingShape<T, 512, 8, 3>{});
+  } else {
+    if (vectors <= 160) return visit(RowShape<T, 32, 5>{});
+    if (vectors <= 256) return visit(RowShape<T, 64, 4>{});
+    if (vectors <= 512) return visit(RowShape<T, 128, 4>{});
+    if (vectors <= 640) return visit(RowShape<T, 128, 5>{});
+    if (vectors <= 1024) return visit(RowShape<T, 256, 4>{});
+    if (vectors <= 2048) return visit(RowShape<T, 512, 4>{});
+    if (vectors <= 4096) return visit(RingShape<T, 512, 8, 2>{});
+  }
+  return false;
+}
+
+// Blocks of a held backward pass, over those that the device holds at once: rows of a block share a sum, so a block a row
+// writes more (420.7 us at 65536 x 4096 in bfloat16), and one wave waits for its slowest block (404.1 us, against 401.7 with
+// four; norm_shapes_bf16.tsv, poly_bwd). A ring is one wave: its blocks are persistent. Sets the order of the weights' sums.
+constexpr int kPolyWaves = 4;
+constexpr int kRingWaves = 1;
+
+// The second kernel, which sums the weight gradients of the rows, a block an expert (grouped) or one for all: as many threads
+// as a block can have, because few experts are few blocks. The order of the sums depends on it. Not swept on its own; the
+// grouped backward pass has 3660 GB/s with it (65536 x 1280, 26_11_21_19_14).
+constexpr int kSegmentThreads = 1024;
+
+// --- Rows that are too long for the registers, or not aligned ---
+
+// A block a row, which is read again for each sum: few threads would leave a long row's loads waiting for each other, and more
+// than 512 would leave no room for a second block where a thread needs more than 32 registers. Not swept: no model has such
+// rows.
+constexpr int kLoopThreads = 512;
+constexpr int kLoopBlocks = 4;  // of a processor, all that fit of its 2048 threads; rows go round
+
+// Parts of their weight gradient: 64 rows each and 256 at most, which bounds the scratch memory. Set the order of the sums. Not
+// swept.
+constexpr int kLoopRowsOfPart = 64;
+constexpr int kLoopParts = 256;
+
+}  // namespace zero_inference::norms
+
+namespace zero_inference::quantization {
+
+// int8 and int4 groups back to weights: 3340 to 3500 GB/s, 83 to 87% of a copy inside the device, with these three
+// (h200-shared/dequantize.txt); other values were not kept.
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;              // loads in flight a thread: the latency of HBM wants several
+constexpr int kBlocksOfProcessor = 32;  // four waves of full occupancy; what is left goes round the grid-stride loop
+
+}  // namespace zero_inference::quantization

@@ -1,0 +1,147 @@
+"""What `zero-inference link` tells: the measured rooflines of all ranks, what their links are, and what costs speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_inference.errors import RunError
+from zero_inference.link import system
+from zero_inference.link.copy import while_copying
+from zero_inference.link.rooflines import measure_rooflines
+from zero_inference.link.system import GpuLink
+from zero_inference.runtime.distributed import Ranks
+
+
+def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
+    """Measures; facts and warnings are those of all ranks, on each of them. `rooflines` holds `Result`s, the rest is plain."""
+    results, warnings = measure_rooflines(ranks, disk)
+    host, gpus = system.read_host(), _gpu_links(ranks)
+    pinned = next((each.value for each in results if each.roofline.name == "host_to_device_pinned_gbps"), None)
+    for index, gpu in enumerate(gpus or [None]):
+        warnings += system.warnings_for(
+            gpu, host, pinned if index == 0 else None
+        )  # the first is the one that was measured
+    rows = _from_all(
+        ranks, {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
+    )
+    return {
+        "device": ranks.device.type,
+        "world_size": ranks.world_size,
+        "rooflines": results,
+        "gpus": [
+            {"rank": rank, "node": row["node"], **dataclasses.asdict(gpu), "limit_gbps": gpu.limit_gb_per_s}
+            for rank, row in enumerate(rows)
+            for gpu in row["gpus"]
+        ],
+        "host": dataclasses.asdict(host),
+        "numa_nodes_of_ranks": [row["numa_nodes"] for row in rows],
+        "warnings": list(
+            dict.fromkeys(
+                f"{row['node']}: {line}" if ranks.num_nodes > 1 else line for row in rows for line in row["warnings"]
+            )
+        ),
+    }
+
+
+def as_json(report: dict[str, Any]) -> str:
+    """One object; the rooflines are under `ceilings`, which is what readers of it know."""
+    shown = {key if key != "rooflines" else "ceilings": value for key, value in report.items()}
+    shown["ceilings"] = {each.roofline.name: each.fields() for each in report["rooflines"]}
+    return json.dumps(shown, indent=2, allow_nan=False)
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Table and facts on stdout, warnings on stderr."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    several = report["world_size"] > 1
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("roofline", overflow="fold")
+    table.add_column("first rank" if several else "measured", justify="right", no_wrap=True)
+    if several:
+        table.add_column("all ranks at once", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("what it means here", overflow="fold")
+    for each in report["rooflines"]:
+        numbers = [each.value, each.all_ranks] if several else [each.value]
+        cells = each.roofline.what, *map(_figures, numbers), each.roofline.unit, each.roofline.bounds
+        table.add_row(*map(Text, cells))  # str would be read as markup
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    with console.capture() as shown:  # rich would end the process where the reader of stdout has left
+        console.print(table)
+    print(shown.get(), end="")
+    for line in _facts(report):
+        print(line)
+    sys.stdout.flush()
+    for line in report["warnings"]:
+        print(f"warning: {line}", file=sys.stderr)
+
+
+def _gpu_links(ranks: Ranks) -> list[GpuLink]:
+    """Links of this rank's GPU, or of all visible ones where there is one rank; each read while it is busy."""
+    if ranks.device.type != "cuda":
+        return []
+    devices = [ranks.device]
+    if ranks.world_size == 1:
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    links = []
+    for device in devices:
+        properties = torch.cuda.get_device_properties(device)
+        read = functools.partial(system.read_gpu_link, str(properties.uuid), properties.name)
+        try:
+            links.append(while_copying(device, read))
+        except (RunError, torch.OutOfMemoryError):  # said where the rate was measured
+            links.append(read())
+    return links
+
+
+def _from_all(ranks: Ranks, row: dict[str, Any]) -> list[dict[str, Any]]:
+    if ranks.world_size == 1:
+        return [row]
+    rows: list = [None] * ranks.world_size
+    dist.all_gather_object(rows, row)
+    return rows
+
+
+def _facts(report: dict[str, Any]) -> list[str]:
+    lines = []
+    if report["device"] != "cuda":
+        lines.append("no GPU: there is no link, and the rates are those of this machine's host memory and CPU")
+    for gpu in report["gpus"]:
+        rank = f"rank {gpu['rank']}, " if report["world_size"] > 1 else ""
+        told = f"told by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi told"
+        limit = f", {gpu['limit_gbps']:.1f} GB/s before packet headers" if gpu["limit_gbps"] else ""
+        lines.append(
+            f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express generation {_shown(gpu['generation'])} of "
+            f"{_shown(gpu['generation_max'])}, lanes {_shown(gpu['width'])} of {_shown(gpu['width_max'])}{limit}; "
+            f"NUMA node {_shown(gpu['numa_node'])} ({told})"
+        )
+    host = report["host"]
+    memlock = "none" if host["memlock_bytes"] is None else f"{host['memlock_bytes'] / 2**30:.3f} GiB"
+    nodes = " | ".join(",".join(map(str, nodes)) or "unknown" for nodes in report["numa_nodes_of_ranks"])
+    who = "each rank" if report["world_size"] > 1 else "this process"
+    lines.append(
+        f"host memory: {host['memory_bytes'] / 2**30:.1f} GiB, {host['memory_available_bytes'] / 2**30:.1f} GiB "
+        f"available; limit of locked memory: {memlock}; NUMA nodes of {who}: {nodes}"
+    )
+    return lines
+
+
+def _figures(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _shown(value: object) -> str:
+    return "?" if value is None else str(value)

@@ -1,0 +1,189 @@
+"""Which rates `zero-inference link` measures: the rooflines of this machine, each with what it bounds.
+
+`rooflines` is the only place that knows them; the table and the JSON follow from it. Their names are keys of the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_inference.errors import RunError
+from zero_inference.link import compute, copy
+from zero_inference.link.disk import disk_read_gb_per_s
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.text import first_line
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A rate to measure; `measure` gives it in `unit` (GB/s of 1e9 bytes, TFLOP/s of 1e12) or raises RunError where there is
+    none.
+
+    `first_only` is for what the ranks share.
+    """
+
+    name: str
+    unit: str
+    what: str
+    bounds: str
+    measure: Callable[[], float]
+    first_only: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured roofline: this rank's `value`, and `all_ranks`, the sum of what all had at the same time; None without it."""
+
+    roofline: Roofline
+    value: float | None
+    all_ranks: float | None
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "all_ranks": self.all_ranks,
+            "unit": self.roofline.unit,
+            "what": self.roofline.what,
+            "bounds": self.roofline.bounds,
+        }
+
+
+def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[list[Result], list[str]]:
+    """All of them, on all ranks at the same time, and a line for each that this rank could not measure."""
+    results, failures = [], []
+    for roofline in rooflines(ranks, disk):
+        value, failure = _measured(roofline, ranks)
+        failures += [failure] if failure else []
+        summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
+        complete = ranks.total(int(value is not None)) == (1 if roofline.first_only else ranks.world_size)
+        results.append(Result(roofline, value, summed if complete else None))
+    return results, failures
+
+
+def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
+    """Those of this machine: of the link or, without a GPU, of host memory, then of the device, then of `disk`."""
+    on_gpu = ranks.device.type == "cuda"
+    of_link = _of_link(ranks) if on_gpu else _of_host_memory(ranks.device)
+    return of_link + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
+
+
+def _of_link(ranks: Ranks) -> list[Roofline]:
+    device = ranks.device
+    found = [
+        Roofline(
+            "host_to_device_pinned_gbps",
+            "GB/s",
+            "host to GPU, page-locked",
+            "bounds decode with weights in host memory",
+            lambda: copy.host_to_device_gb_per_s(device, pinned=True),
+        ),
+        Roofline(
+            "host_to_device_pageable_gbps",
+            "GB/s",
+            "host to GPU, pageable",
+            "bounds the same with --pin-memory 0",
+            lambda: copy.host_to_device_gb_per_s(device, pinned=False),
+        ),
+        Roofline(
+            "device_to_host_pinned_gbps",
+            "GB/s",
+            "GPU to host, page-locked",
+            "bounds writing keys and values with --kv-offload",
+            lambda: copy.device_to_host_gb_per_s(device),
+        ),
+        Roofline(
+            "both_directions_gbps",
+            "GB/s",
+            "both ways at once, page-locked, summed",
+            "at best the two together: keys and values leave while weights arrive",
+            lambda: copy.both_directions_gb_per_s(device),
+        ),
+    ]
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if ranks.world_size == 1 and len(devices) > 1:
+        found.append(_of_all_links(devices))
+    return found
+
+
+def _of_all_links(devices: list[torch.device]) -> Roofline:
+    count = len(devices)
+    return Roofline(
+        "all_devices_gbps",
+        "GB/s",
+        f"host to all {count} GPUs at once, page-locked, summed",
+        f"bounds decode of {count} ranks; below {count} x one GPU they share a link or host memory",
+        lambda: copy.several_devices_gb_per_s(devices),
+    )
+
+
+def _of_host_memory(device: torch.device) -> list[Roofline]:
+    return [
+        Roofline(
+            "host_memory_copy_gbps",
+            "GB/s",
+            f"{copy.kind_of(device)} (bytes counted once)",
+            "there is no GPU: fetching offloaded weights is a copy like this",
+            lambda: copy.host_to_device_gb_per_s(device, pinned=False),
+        ),
+        Roofline(
+            "host_memory_two_copies_gbps",
+            "GB/s",
+            f"{copy.kind_of(device)}, two at once, summed",
+            "keys and values are written while weights are fetched",
+            lambda: copy.both_directions_gb_per_s(device),
+        ),
+    ]
+
+
+def _of_device(device: torch.device) -> list[Roofline]:
+    on_gpu = device.type == "cuda"
+    memory = Roofline(
+        "device_copy_gbps",
+        "GB/s",
+        f"copy inside {'GPU' if on_gpu else 'host'} memory, read + write",
+        "bounds decode with weights on the device",
+        lambda: compute.device_copy_gb_per_s(device),
+    )
+    dtypes = (torch.bfloat16, torch.float16 if on_gpu else torch.float32)
+    return [memory, *(_of_products(device, dtype) for dtype in dtypes)]
+
+
+def _of_products(device: torch.device, dtype: torch.dtype) -> Roofline:
+    name = str(dtype).removeprefix("torch.")
+    return Roofline(
+        f"matmul_{name}_tflops",
+        "TFLOP/s",
+        f"matrix product in {name}",
+        "bounds prefill, and decode with a large batch",
+        lambda: compute.matmul_tflops(device, dtype),
+    )
+
+
+def _of_disk(disk: Path) -> Roofline:
+    return Roofline(
+        "disk_read_gbps",
+        "GB/s",
+        f"read of {disk}, past the page cache",
+        "bounds decode with --disk-offload",
+        lambda: disk_read_gb_per_s(disk),
+        first_only=True,
+    )
+
+
+def _measured(roofline: Roofline, ranks: Ranks) -> tuple[float | None, str | None]:
+    """The rate, or why there is none: one that fails must not hide the others."""
+    ranks.barrier()
+    if roofline.first_only and not ranks.is_first:
+        return None, None
+    try:
+        return roofline.measure(), None
+    except (RunError, torch.OutOfMemoryError) as error:
+        return None, f"{roofline.what}: not measured: {first_line(error)}"
+    finally:
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
