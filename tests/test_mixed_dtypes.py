@@ -23,7 +23,7 @@ from zero_inference.measure.generation import use_repeatable_attention
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.records.records import output_ids_sha256
+from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN, EXPERTS = 2, 9, 8, 8

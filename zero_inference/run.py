@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
-import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,22 @@ from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import DoesNotFit, RunError, UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, check_layer_types, other_layer_types
 from zero_inference.kv_cache.host import HostKVCache
-from zero_inference.measure import generation, limits, steadiness
+from zero_inference.measure import generation, steadiness
 from zero_inference.measure.profiling import trace_generation
+from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_link
+from zero_inference.measure.result import measured_of
 from zero_inference.models import prompts
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels, refuse_norm_kernels
 from zero_inference.plan import memory as memory_plan
 from zero_inference.plan.agreement import refuse_other_inputs, refuse_other_requests
+from zero_inference.plan.request import request_of
 from zero_inference.quality import evaluate as quality
-from zero_inference.records.records import output_ids_sha256
+from zero_inference.records.limit import TracedLinkUse
 from zero_inference.records.run_log import RunLog, refuse_shared_files
+from zero_inference.records.schema import Quality, Result
+from zero_inference.records.scores import scores_of
+from zero_inference.report import results
 from zero_inference.runtime import garbage, signals
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
@@ -40,7 +45,6 @@ from zero_inference.runtime.watch import STOPPED, PeerWatch, lost_connection
 from zero_inference.utils import cache_bytes, get_filename, hidden_bytes, model_bytes
 
 LOG_PREFIX = {"deepspeed": "ds"}
-SHOWN_TEXTS = 3
 
 
 def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> None:
@@ -70,7 +74,18 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             engine_module(config.engine).check(config, spec, ranks)
         _print_plan(config, spec, ranks)
         return
-    files = RunLog.at(_log_path(config, ranks), _asked(config, spec, ranks, argv))
+    files = RunLog.at(
+        _log_path(config, ranks),
+        request_of(
+            config,
+            spec,
+            ranks,
+            argv,
+            pin_memory=_pinned(config, ranks),
+            weights_place=_weights_place(config, ranks),
+        ),
+        Result(environment=describe_environment()),
+    )
     refuse_shared_files(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
     )
@@ -93,7 +108,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     signals.exit_on_stop()  # so that a stopped run leaves its record, and no files
     progress = Progress(enabled=ranks.is_first and config.verbose > 0)
     try:
-        measurement, facts, tokenizer = _measured(config, spec, ranks, files, progress, questions)
+        measurement, tokenizer = _measured(config, spec, ranks, files, progress, questions)
         ranks.barrier()
     except UsageError:
         watch.stop(failed=True)
@@ -116,7 +131,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         progress.close()
     try:
         if ranks.is_first:
-            _publish(files, measurement, tokenizer, facts, watch)
+            _publish(files, measurement, tokenizer, watch)
         watch.stop()
     except BaseException:
         _part(ranks)
@@ -138,7 +153,7 @@ def _measured(
     progress: Progress,
     questions: dict[str, list[dict]],
 ):
-    """All that may fail on the way: (measurement, the engine's facts, tokenizer)."""
+    """All that may fail on the way: (measurement, tokenizer)."""
     start_process_group(ranks)
     refuse_other_requests(config, spec, ranks, questions)
     engine_module(config.engine).check(config, spec, ranks)
@@ -149,21 +164,19 @@ def _measured(
     refuse_other_inputs(spec, ranks, ids)
     if note:
         progress.say(note)
-    return *_load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer), tokenizer
+    return _load_and_measure(config, spec, ranks, files, ids, progress, questions, tokenizer), tokenizer
 
 
-def _publish(
-    files: RunLog, measurement: generation.Measurement, tokenizer, facts: dict[str, Any], watch: PeerWatch
-) -> None:
+def _publish(files: RunLog, measurement: generation.Measurement, tokenizer, watch: PeerWatch) -> None:
     """Print and write the results. On the screen first: it is what stays where the files cannot be written."""
     unprinted: BaseException | None = None
     try:
         watch.stop()
-        _print_results(measurement, tokenizer, files.block(), files.measured, facts)
+        _print_results(files, measurement, tokenizer)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
     with signals.held():
-        files.write(facts)
+        files.write()
     if files.unwritten:
         raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
     if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
@@ -185,11 +198,11 @@ def _load_and_measure(
     questions: dict[str, list[dict]],
     tokenizer,
 ):
-    """Load, time and score; fills `files.measured` on the way."""
+    """Load, time and score; fills `files.result` on the way."""
     garbage.look_from_here()
-    measured = files.measured
-    measured.update(load := steadiness.machine_load())  # before there is any of our own
-    if warning := steadiness.load_warning(load):
+    result = files.result
+    result.machine = steadiness.machine_load()  # before there is any of our own
+    if warning := steadiness.load_warning(result.machine):
         progress.say(warning)
     start = time.perf_counter()
     full_bytes = model_bytes(spec.config)
@@ -211,9 +224,9 @@ def _load_and_measure(
         loaded.facts |= apply_norm_kernels(config.norm_kernels, no_kernels, loaded.model, progress.say)
         if loaded.facts.get("not_quantized"):
             _warn_not_quantized(loaded, progress)
-        link = limits.LinkRate(ranks, loaded.page_locked)
-        rates = limits.measure_rates(config, spec, ranks, link, loaded.weight_bytes)
-        around = limits.AroundLoops(link, loaded.timeline)
+        link = LinkRate(ranks, loaded.page_locked)
+        rates = measure_rates(config, spec, ranks, link, loaded.weight_bytes)
+        around = AroundLoops(link, loaded.timeline)
         share = slice(ranks.rank * len(ids) // ranks.world_size, (ranks.rank + 1) * len(ids) // ranks.world_size)
         caches = _cache_maker(config, spec, loaded)
         measurement = generation.measure(
@@ -233,19 +246,21 @@ def _load_and_measure(
                 f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
                 f"{config.warmup_spread:.0%}"
             )
-        rates = limits.with_link(rates, link, around.reached_gb_per_s)
-        measured.update(
-            _results(config, spec, ranks, loaded, measurement, rates, around), model_bytes=full_bytes, load_s=load_s
+        rates = with_link(rates, link, around.reached_gb_per_s)
+        result.measured = measured_of(
+            config, spec, ranks, loaded, measurement, rates, around, model_bytes=full_bytes, load_s=load_s
         )
-        if warning := steadiness.warning_of(measured):
+        if warning := steadiness.warning_of(result.measured.evenness):
             progress.say(warning)
         if config.trace:
             with files.noting("trace", config.trace):
-                measured["link_use"] = _write_trace(config, loaded, ids[share], ranks, caches) or measured["link_use"]
-        measured["quality"] = (
-            _quality(config, loaded, ranks, files, progress, questions, tokenizer) if questions else None
+                if (use := _write_trace(config, loaded, ids[share], ranks, caches)) is not None:
+                    result.measured = replace(result.measured, link_use=use)
+        result.quality = (
+            _quality(config, loaded, ranks, files, progress, questions, tokenizer) if questions else Quality(None)
         )
-        return measurement, dict(loaded.facts)
+        result.add_facts(loaded.facts)
+        return measurement
     finally:
         loaded.close()
 
@@ -258,7 +273,7 @@ def _quality(
     progress: Progress,
     questions: dict[str, list[dict]],
     tokenizer,
-) -> dict[str, dict]:
+) -> Quality:
     evaluation = quality.evaluate(
         questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks), progress.update
     )
@@ -271,62 +286,12 @@ def _quality(
     if config.quality_items and ranks.is_first:
         with files.noting("items", config.quality_items):
             quality.write_items(config.quality_items, evaluation.items)
-    return evaluation.scores
-
-
-def _results(
-    config: RunConfig,
-    spec: ModelSpec,
-    ranks: Ranks,
-    loaded: LoadedModel,
-    measurement: generation.Measurement,
-    rates: limits.Rates,
-    around: limits.AroundLoops,
-) -> dict[str, Any]:
-    batch, steps = config.batch_size, config.gen_len - 1
-    prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
-    last = measurement.loops[-1]
-    moved = {
-        name: None if getattr(last, name) is None else ranks.total(int(getattr(last, name)))
-        for name in ("host_to_device_bytes_per_step", "device_to_host_bytes_per_step", "disk_read_bytes_per_step")
-    }
-    work = limits.least_work(config, spec, ranks, loaded.weight_bytes)
-    ahead = ranks.total(around.ahead_bytes)
-    peaks = ranks.maximum(
-        [float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
-    )
-    return {
-        "cache_bytes": cache_bytes(spec.config, batch, config.prompt_len + config.gen_len),
-        "hidden_bytes": hidden_bytes(spec.config, batch, config.prompt_len + config.gen_len),
-        "weight_bytes": loaded.weight_bytes,
-        "cold_total_s": measurement.cold_total_s,
-        "warmup_total_s": measurement.warmup_s,
-        "warmed_up": measurement.warmed_up,
-        "loops": [
-            {"prefill_s": loop.prefill_s, "decode_s": loop.decode_s, "total_s": loop.total_s, "step_s": loop.step_s}
-            for loop in measurement.loops
-        ],
-        **steadiness.decode_evenness(measurement.loops),
-        "prefill_latency_s": prefill_s,
-        "prefill_throughput": batch * config.prompt_len / prefill_s,
-        "decode_latency_s": decode_s,
-        "decode_throughput": batch * steps / decode_s if steps else None,
-        "total_latency_s": total_s,
-        "total_throughput": batch * config.gen_len / total_s,
-        "peak_gpu_bytes": int(peaks[0]) if around.peak_gpu_bytes is not None else None,
-        "peak_host_bytes": int(peaks[1]),
-        "output_ids_sha256": output_ids_sha256(measurement.output_ids),
-        "transfers": moved,
-        "decode_weights_gbps": loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
-        "limit": limits.decode_limits(rates, moved, ahead, work, ranks.device.type == "cuda", steps, decode_s),
-        "link_use": around.last_use,
-        "device": str(ranks.device.type),
-    }
+    return Quality({task: scores_of(task, scores) for task, scores in evaluation.scores.items()})
 
 
 def _write_trace(
     config: RunConfig, loaded: LoadedModel, ids: torch.Tensor, ranks: Ranks, make_cache
-) -> dict[str, float] | None:
+) -> TracedLinkUse | None:
     """The last loop of an engine that watches itself; else a short generation more, under a profiler."""
     path = Path(config.trace) if ranks.is_first else None
     if loaded.timeline is None:
@@ -397,41 +362,6 @@ def _check_lengths(config: RunConfig, spec: ModelSpec) -> None:
         )
 
 
-def _asked(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> dict[str, Any]:
-    """The part of the record that describes the request."""
-    same = (
-        "engine",
-        "model",
-        "batch_size",
-        "prompt_len",
-        "gen_len",
-        "quant_bits",
-        "quant_group_size",
-        "cpu_offload",
-        "disk_offload",
-        "kv_offload",
-        "norm_kernels",
-        "dummy",
-        "pin_kv_cache",
-        "async_kv_offload",
-        "seed",
-    )
-    return {name: getattr(config, name) for name in same} | {
-        "status": "ok",
-        "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "argv": argv,
-        "model_type": spec.config.model_type,
-        "dtype": str(spec.dtype).removeprefix("torch."),
-        "world_size": ranks.world_size,
-        "num_nodes": ranks.num_nodes,
-        "ds_config": None,
-        "environment": describe_environment(),
-        "pin_memory": _pinned(config, ranks),
-        "weights_place": _weights_place(config, ranks),
-        "norm_modules_patched": 0,
-    }
-
-
 def _pinned(config: RunConfig, ranks: Ranks) -> bool:
     if config.engine not in ("deepspeed", "stream") or config.offload == "gpu":
         return False
@@ -463,32 +393,10 @@ def _log_path(config: RunConfig, ranks: Ranks) -> Path:
     return Path(config.log_dir) / f"{name}.log"
 
 
-def _print_results(measurement: generation.Measurement, tokenizer, block: str, measured: dict, facts: dict) -> None:
+def _print_results(files: RunLog, measurement: generation.Measurement, tokenizer) -> None:
     if tokenizer is not None:
-        for number, row in enumerate(measurement.output_ids[:SHOWN_TEXTS]):
-            text = tokenizer.decode(row, skip_special_tokens=True).strip()
-            print(f"[{number}] {printable(text)}")
-        hidden = len(measurement.output_ids) - SHOWN_TEXTS
-        print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
-    print(block)
-    if line := steadiness.in_words(measured, len(measurement.loops)):
-        print(line)
-    limit, moved = measured["limit"], measured["transfers"]
-    if limit["bound_by"]:
-        print(limits.in_words(limit, moved, measured["device"] == "cuda"))
-    if measured["device"] == "cuda" and measured["link_use"]:
-        print(limits.idle_in_words(measured["link_use"]) or "the link was hardly ever idle")
-    elif measured["device"] == "cpu" and moved["host_to_device_bytes_per_step"]:
-        print(
-            f"decode fetches {moved['host_to_device_bytes_per_step'] / 1e9:.3f} GB a step; without a GPU there is no link to cross"
-        )
-    if "quantized_fraction" in facts:
-        print(
-            f"quantized: {facts['quantized_fraction']:.1%} of the weights, {measured['weight_bytes'] / 2**30:.3f} GB stored"
-        )
-    for task, scores in (measured["quality"] or {}).items():
-        print(quality.in_words(task, scores))
-    sys.stdout.flush()
+        results.print_texts(measurement.output_ids, tokenizer)
+    results.print_results(files.block(), files.result)
 
 
 def _print_plan(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
