@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def link_gb_per_s(ranks, loaded) -> float:
-    from zero_inference.measure.limits import LinkRate
+    from zero_inference.measure.rates import LinkRate
 
     link = LinkRate(ranks, loaded.page_locked)
     link.measure(seconds=0.3)

@@ -55,7 +55,7 @@ def replaced(text: str, new: str) -> str:
 
 def table() -> str:
     """Markdown, without a line break at its end."""
-    from zero_inference.records.records import STATUS_OK
+    from zero_inference.records.schema import STATUS_OK
 
     rows = []
     for folder in FOLDERS:

@@ -26,7 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_inference.records.records import STATUS_FAILED, STATUS_OK, read_records, value_at  # noqa: E402
+from zero_inference.records.read import read_records, value_at  # noqa: E402
+from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
 from zero_inference.report import runs as report  # noqa: E402
 from zero_inference.runtime.processes import run_with_group  # noqa: E402
 from zero_inference.runtime.signals import exit_on_stop  # noqa: E402

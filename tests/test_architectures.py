@@ -620,7 +620,7 @@ def test_bad_usage(options, words, capsys):
 
 
 def test_warm_up_options_of_a_run(checkpoints, tmp_path):
-    from zero_inference.records.records import read_records
+    from zero_inference.records.read import read_records
 
     options = [
         "--model",

@@ -16,7 +16,8 @@ from zero_inference.config import RunConfig
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.records.records import output_ids_sha256, read_records
+from zero_inference.records.fingerprint import output_ids_sha256
+from zero_inference.records.read import read_records
 
 PROMPT, TOKENS = 8, 3
 SHAPE = [

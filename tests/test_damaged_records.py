@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_report import make_record, run_main
 
-from zero_inference.records.records import read_records, value_at
+from zero_inference.records.read import read_records, value_at
 from zero_inference.report import runs as report
 from zero_inference.runtime.text import printable
 from zero_inference.utils import write_benchmark_log

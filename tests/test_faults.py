@@ -23,7 +23,7 @@ import psutil
 import pytest
 from conftest import ROOT, VOCAB, free_port, too_few_gpus, without_gpus
 
-from zero_inference.records.records import parse_log
+from zero_inference.records.read import parse_log
 from zero_inference.utils import write_benchmark_log
 
 ENDLESS = ("--loops", "100000", "--gen-len", "100")

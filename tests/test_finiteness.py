@@ -14,7 +14,7 @@ from zero_inference.cli import main
 from zero_inference.errors import RunError
 from zero_inference.measure.finiteness import FirstLogits
 from zero_inference.models.prompts import random_ids
-from zero_inference.records.records import read_records
+from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks
 
 PROMPT = 8

@@ -9,25 +9,29 @@ import numpy as np
 import pytest
 import torch
 
-from zero_inference.engines.stream.timeline import LinkUse
 from zero_inference.errors import RunError
 from zero_inference.link.copy import rate_of
-from zero_inference.measure import limits
-from zero_inference.measure.limits import AroundLoops, LeastWork, LinkRate, Rates
+from zero_inference.measure import limits, rates
+from zero_inference.measure.limits import LeastWork
+from zero_inference.measure.rates import AroundLoops, LinkRate, with_link
+from zero_inference.records.key import as_mapping
+from zero_inference.records.limit import LinkUse, Rates
+from zero_inference.records.loops import MovedPerStep
+from zero_inference.report.results import limit_in_words
 from zero_inference.runtime.distributed import Ranks
 
 CPU = torch.device("cpu")
 ONE = Ranks(0, 1, 0, 1, CPU)
 RATES = Rates(
-    link_gbps=50.0,
+    link_gb_per_s=50.0,
     link_spread=0.034,
     link_kind="host to device, pinned",
-    device_copy_gbps=2000.0,
+    device_copy_gb_per_s=2000.0,
     matmul_tflops=500.0,
-    disk_gbps=5.0,
+    disk_gb_per_s=5.0,
 )
 WORK = LeastWork(device_bytes=2 * 10**9, flops=10**12)  # 1 ms and 2 ms a step
-MOVED = {"host_to_device_bytes_per_step": 10**9, "disk_read_bytes_per_step": 0}  # 20 ms a step
+MOVED = MovedPerStep(10**9, 0, 0)  # 20 ms a step
 
 
 class Three(Ranks):
@@ -61,26 +65,26 @@ def test_the_links_rate_is_that_of_the_rounds_of_all_measurements():
     pooled = link.of_all()
     assert pooled == pytest.approx(rate_of(link.rounds), abs=2e-6)
     assert pooled.gb_per_s == pytest.approx(statistics.median(link.rounds), abs=2e-6)
-    assert limits.with_link(RATES, link) == replace(
-        RATES, link_gbps=pooled.gb_per_s, link_spread=pooled.spread_gb_per_s / pooled.gb_per_s
+    assert with_link(RATES, link) == replace(
+        RATES, link_gb_per_s=pooled.gb_per_s, link_spread=pooled.spread_gb_per_s / pooled.gb_per_s
     )
 
 
 def test_a_link_is_as_fast_as_the_loops_own_copies():
     link = LinkRate(Three(0, 1, 0, 1, CPU))
     link.rounds = [40.0, 40.0, 49.0, 50.0]  # somebody else used the host between the loops
-    rounds = limits.with_link(RATES, link)
-    assert rounds.link_gbps == pytest.approx(3 * 44.5) and rounds.link_from == "rounds"
-    faster = limits.with_link(RATES, link, reached_gb_per_s=55.2)
+    rounds = with_link(RATES, link)
+    assert rounds.link_gb_per_s == pytest.approx(3 * 44.5) and rounds.link_from == "rounds"
+    faster = with_link(RATES, link, reached_gb_per_s=55.2)
     assert (
-        faster.link_gbps == pytest.approx(3 * 55.2)
+        faster.link_gb_per_s == pytest.approx(3 * 55.2)
         and faster.link_spread == pytest.approx(9.7 / 55.2)
         and faster.link_from == "loops"
     )
-    assert "(host to device, pinned: 165.6 GB/s in the loops themselves)" in limits.in_words(
+    assert "(host to device, pinned: 165.6 GB/s in the loops themselves)" in limit_in_words(
         limit_of(rates=faster), MOVED, on_gpu=True
     )
-    assert limits.with_link(RATES, link, reached_gb_per_s=44.0) == limits.with_link(RATES, link)
+    assert with_link(RATES, link, reached_gb_per_s=44.0) == with_link(RATES, link)
 
 
 def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
@@ -90,7 +94,7 @@ def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
 
     link = LinkRate(OneIdle(0, 1, 0, 1, CPU))
     link.rounds = [40.0, 40.0]
-    assert limits.with_link(RATES, link, reached_gb_per_s=55.2).link_gbps == pytest.approx(120.0)
+    assert with_link(RATES, link, reached_gb_per_s=55.2).link_gb_per_s == pytest.approx(120.0)
     often_idle = AroundLoops(LinkRate(ONE), Uses(LinkUse(4, 2.0, 0.0, 0.1, 0.0, 110 * 10**9, 5)))
     often_idle()
     often_idle()
@@ -117,7 +121,7 @@ def test_what_the_link_did_is_the_median_of_the_measured_loops():
     for _ in range(4):  # before each of three loops and behind the last
         around()
     assert around.uses == loops and (around.reached_gb_per_s, around.ahead_bytes) == (55.0, 7)
-    assert around.last_use == vars(loops[-1]) | {"gbps_while_busy": 56.0}
+    assert around.last_use == loops[-1] and as_mapping(loops[-1])["gbps_while_busy"] == 56.0
     short = AroundLoops(LinkRate(ONE), Uses(None, None))
     for _ in range(3):
         short()
@@ -133,12 +137,12 @@ def test_a_measurement_that_finds_no_memory_ends_a_run_only_before_its_loops(fai
 
     link = LinkRate(ONE)
     with monkeypatch.context() as changed:
-        changed.setattr(limits, "host_to_device_rounds", fails)
+        changed.setattr(rates, "host_to_device_rounds", fails)
         with pytest.raises(type(failure)):
             link.measure(seconds=0)
     link.measure(seconds=0)
     first = list(link.rounds)
-    monkeypatch.setattr(limits, "host_to_device_rounds", fails)
+    monkeypatch.setattr(rates, "host_to_device_rounds", fails)
     link.measure(seconds=0)
     assert link.rounds == first
 
@@ -151,13 +155,13 @@ def test_the_links_of_all_ranks_add_up():
 
 
 def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():
-    assert limit_of()["floor_decode_s"] == pytest.approx(4 * 0.020)
+    assert limit_of().floor_decode_s == pytest.approx(4 * 0.020)
     limit = limit_of(ahead_bytes=15 * 10**8)
-    assert limit["floor_decode_s"] == pytest.approx(4 * 0.020 - 0.030) and limit["link_ahead_bytes"] == 15 * 10**8
-    assert limit["floor_step_s"] == pytest.approx({"device_memory": 0.001, "matmul": 0.002, "link": 0.020}), (
+    assert limit.floor_decode_s == pytest.approx(4 * 0.020 - 0.030) and limit.link_ahead_bytes == 15 * 10**8
+    assert as_mapping(limit.floor_step_s) == pytest.approx({"device_memory": 0.001, "matmul": 0.002, "link": 0.020}), (
         "as each step costs"
     )
-    assert limit["bound_by"] == "link" and limit["fraction_of_limit"] == pytest.approx(0.5)
+    assert limit.bound_by == "link" and limit.fraction_of_limit == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -165,19 +169,22 @@ def test_the_link_does_not_owe_what_had_crossed_before_the_first_step():
 )  # 6 ms of the link are left, less than the products' 8; nothing
 def test_another_bound_shows_where_the_link_owes_little(ahead_bytes):
     limit = limit_of(ahead_bytes)
-    assert limit["bound_by"] == "matmul" and limit["floor_decode_s"] == pytest.approx(4 * 0.002)
+    assert limit.bound_by == "matmul" and limit.floor_decode_s == pytest.approx(4 * 0.002)
 
 
 def test_bounds_that_do_not_apply_are_left_out():
-    assert set(limit_of(on_gpu=False)["floor_step_s"]) == {"device_memory", "matmul"}, "a CPU has no link"
-    unknown = replace(RATES, device_copy_gbps=None, matmul_tflops=None)
-    with_disk = limit_of(rates=unknown, moved=MOVED | {"disk_read_bytes_per_step": 10**9})
-    assert with_disk["floor_step_s"] == pytest.approx({"link": 0.020, "disk": 0.2}) and with_disk["bound_by"] == "disk"
+    assert set(as_mapping(limit_of(on_gpu=False).floor_step_s)) == {"device_memory", "matmul"}, "a CPU has no link"
+    unknown = replace(RATES, device_copy_gb_per_s=None, matmul_tflops=None)
+    with_disk = limit_of(rates=unknown, moved=replace(MOVED, disk_read_bytes_per_step=10**9))
+    assert (
+        as_mapping(with_disk.floor_step_s) == pytest.approx({"link": 0.020, "disk": 0.2})
+        and with_disk.bound_by == "disk"
+    )
     nothing_owed = limit_of(ahead_bytes=4 * 10**9, rates=unknown)
-    assert [nothing_owed[key] for key in ("bound_by", "floor_decode_s", "fraction_of_limit")] == [None] * 3
+    assert [getattr(nothing_owed, key) for key in ("bound_by", "floor_decode_s", "fraction_of_limit")] == [None] * 3
 
 
 def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart():
-    assert limits.in_words(limit_of(), MOVED, on_gpu=True) == (
+    assert limit_in_words(limit_of(), MOVED, on_gpu=True) == (
         "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit"
     )

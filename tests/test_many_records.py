@@ -9,7 +9,7 @@ import tracemalloc
 
 from test_report import make_record
 
-from zero_inference.records import records
+from zero_inference.records import read
 from zero_inference.report.html.drawing import MOST_ROWS, ROWS_AT_ONCE, Row, row_figures
 from zero_inference.report.runs import load_records
 from zero_inference.utils import write_benchmark_log
@@ -29,7 +29,7 @@ def test_thousands_of_blocks_without_their_records_are_read_at_once(tmp_path):
 
 def test_a_line_without_end_takes_no_more_memory_than_the_longest_record(tmp_path, monkeypatch, capsys):
     """A hole of any size in a file was read whole."""
-    monkeypatch.setattr(records, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 20)
     line = (json.dumps(make_record()) + "\n").encode()
     for name in ("a.jsonl", "a.log"):
         (tmp_path / name).write_bytes(line if name == "a.jsonl" else b"")

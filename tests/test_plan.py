@@ -11,7 +11,7 @@ from zero_inference.config import RunConfig
 from zero_inference.errors import DoesNotFit
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan.plan import changed, describe_job, make_plan
-from zero_inference.records.records import read_records
+from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import detect_ranks
 
 SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]

@@ -19,7 +19,8 @@ from zero_inference.models.quantized import BlockScales, plain_tensors
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan.plan import plan_run
-from zero_inference.records.records import output_ids_sha256, read_records
+from zero_inference.records.fingerprint import output_ids_sha256
+from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import detect_ranks
 
 BATCH, PROMPT, GEN, BLOCK = 2, 8, 6, 128

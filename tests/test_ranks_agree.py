@@ -14,9 +14,8 @@ import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from zero_inference.runtime import distributed
-from zero_inference.measure import limits
+from zero_inference.measure import rates as measured_rates
 from zero_inference.config import RunConfig
-
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan.plan import describe_job, make_plan, plan_run
 rank = int(os.environ["RANK"])
@@ -51,11 +50,11 @@ def disk_read_gb_per_s(folder, file_bytes):
     measured.append(real(folder, file_bytes))
     return measured[-1]
 
-real, limits.disk_read_gb_per_s = limits.disk_read_gb_per_s, disk_read_gb_per_s
+real, measured_rates.disk_read_gb_per_s = measured_rates.disk_read_gb_per_s, disk_read_gb_per_s
 config = RunConfig(model="opt-125m", dummy=True, disk_offload=True, offload_dir=sys.argv[1], batch_size=2).validate()
 distributed.start_process_group(ranks)
-rates = limits.measure_rates(config, resolve_model(config, "cpu"), ranks, limits.LinkRate(ranks), 1)
-print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gbps}))
+rates = measured_rates.measure_rates(config, resolve_model(config, "cpu"), ranks, measured_rates.LinkRate(ranks), 1)
+print("RESULT", json.dumps({"nodes": ranks.num_nodes, "measured": measured, "disk_gbps": rates.disk_gb_per_s}))
 distributed.stop_process_group()
 """
 )

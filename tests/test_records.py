@@ -12,7 +12,10 @@ import pytest
 
 import zero_inference
 from zero_inference import utils
-from zero_inference.records import records
+from zero_inference.records import fields, schema
+from zero_inference.records.fingerprint import output_ids_sha256
+from zero_inference.records.read import parse_log, read_records
+from zero_inference.records.write import append_record
 
 ROOT = Path(zero_inference.__file__).resolve().parents[1]
 
@@ -41,24 +44,24 @@ def good_record(**changes):
 
 
 def test_fields_are_those_of_the_contract():
-    assert list(records.FIELD_NAMES) == REQUIRED
-    assert records.SCHEMA_VERSION == 1
+    assert [one.name for one in fields.REQUIRED] == REQUIRED
+    assert schema.SCHEMA_VERSION == 1
 
 
 def test_a_record_comes_back_as_written_with_further_keys(tmp_path):
     path = tmp_path / "made" / "run.jsonl"
-    first, second = good_record(), good_record(batch_size=3, note="more is welcome")
-    assert records.append_record(path, first) == first
-    records.append_record(path, second)
+    first, second = good_record(), good_record(batch_size=3, seed=7, decode_spread=0.5)
+    assert append_record(path, first) == first
+    append_record(path, second)
     assert path.read_bytes().count(b"\n") == 2
-    assert records.read_records(path) == [first, second]
+    assert read_records(path) == [first, second]
 
 
 def test_missing_keys_are_all_named_and_nothing_is_written(tmp_path):
     record = good_record(loops=[{"prefill_s": 1.0, "decode_s": 1.0, "step_s": []}], limit=3)
     del record["engine"], record["peak_gpu_bytes"]
     with pytest.raises(ValueError) as error:
-        records.append_record(tmp_path / "run.jsonl", record)
+        append_record(tmp_path / "run.jsonl", record)
     assert str(error.value) == (
         "record lacks engine, peak_gpu_bytes, loops.total_s, "
         "limit.link_gbps, limit.floor_decode_s, limit.fraction_of_limit"
@@ -70,65 +73,83 @@ def test_a_failed_record_needs_the_request_and_an_error_only(tmp_path):
     path = tmp_path / "run.jsonl"
     asked = {name: value for name, value in good_record().items() if REQUIRED.index(name) <= REQUIRED.index("dummy")}
     del asked["schema_version"]
-    records.append_record(path, {**asked, "status": "failed", "error": "out of memory", "load_s": 1.5})
-    (back,) = records.read_records(path)
+    append_record(path, {**asked, "status": "failed", "error": "out of memory", "load_s": 1.5})
+    (back,) = read_records(path)
     assert set(back) == {*REQUIRED, "error"}
     assert back["schema_version"] == 1 and back["error"] == "out of memory" and back["load_s"] == 1.5
     assert back["loops"] is None and back["environment"] is None
     with pytest.raises(ValueError, match="record lacks error$"):
-        records.append_record(path, {**asked, "status": "failed"})
+        append_record(path, {**asked, "status": "failed"})
     with pytest.raises(ValueError, match="record lacks dummy$"):
         del asked["dummy"]
-        records.append_record(path, {**asked, "status": "failed", "error": "no"})
+        append_record(path, {**asked, "status": "failed", "error": "no"})
+
+
+def test_a_key_that_nobody_declares_is_refused_and_named_and_nothing_is_written(tmp_path):
+    odd = good_record(
+        note="more",
+        limit={**good_record()["limit"], "link_gb_per_s": 55.4, "floor_step_s": {"link": 0.1, "cores": 0.2}},
+        loops=[good_record()["loops"][0] | {"moved": None}] * 2,
+        environment={"gpus": [{"name": "H200", "colour": "green"}], "packages": {"any": "1"}},
+        ds_config={"whatever": {"DeepSpeed": "names"}},
+        quality={"mmlu": {"accuracy": 0.5, "accurate": 1}, "arc": {}},
+    )
+    with pytest.raises(ValueError) as error:
+        append_record(tmp_path / "run.jsonl", odd)
+    assert str(error.value) == (
+        "record has loops.moved, limit.link_gb_per_s, limit.floor_step_s.cores, environment.gpus.colour, note, "
+        "quality.mmlu.accurate, quality.arc, which zero_inference.records.schema does not declare"
+    )
+    assert not (tmp_path / "run.jsonl").exists()
 
 
 @pytest.mark.parametrize("changes", [{"status": "good"}, {"schema_version": 2}])
 def test_an_unknown_status_or_version_is_refused(tmp_path, changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
-        records.append_record(tmp_path / "run.jsonl", good_record(**changes))
+        append_record(tmp_path / "run.jsonl", good_record(**changes))
 
 
 def test_numbers_that_json_lacks_become_null_and_foreign_types_plain(tmp_path):
     path = tmp_path / "run.jsonl"
     record = good_record(
         decode_throughput=math.nan, load_s=math.inf, peak_gpu_bytes=np.int64(5), cold_total_s=np.float32("nan"),
-        extra={"nested": [-math.inf, (1, np.arange(2))], 3: Path("a/b"), "flag": np.bool_(True)},
+        ds_config={"nested": [-math.inf, (1, np.arange(2))], 3: Path("a/b"), "flag": np.bool_(True)},
     )  # fmt: skip
-    records.append_record(path, record)
+    append_record(path, record)
     back = json.loads(path.read_text(), parse_constant=lambda token: pytest.fail(f"{token} is not JSON"))
     assert [back[k] for k in ("decode_throughput", "load_s", "peak_gpu_bytes", "cold_total_s")] == [None, None, 5, None]
-    assert back["extra"] == {"nested": [None, [1, [0, 1]]], "3": "a/b", "flag": True}
+    assert back["ds_config"] == {"nested": [None, [1, [0, 1]]], "3": "a/b", "flag": True}
 
 
 def test_a_value_without_a_json_form_is_named(tmp_path):
-    with pytest.raises(TypeError, match=r"environment\.gpu\[1\] is a object"):
-        records.append_record(tmp_path / "run.jsonl", good_record(environment={"gpu": [1, object()]}))
+    with pytest.raises(TypeError, match=r"environment\.gpus\[1\] is a object"):
+        append_record(tmp_path / "run.jsonl", good_record(environment={"gpus": [1, object()]}))
 
 
 def test_an_incomplete_last_line_is_skipped_with_a_warning(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
-    records.append_record(path, good_record())
+    append_record(path, good_record())
     with path.open("ab") as file:
         file.write(b'{"status": "ok", "mod')
-    assert records.read_records(path) == [good_record()]
+    assert read_records(path) == [good_record()]
     assert f"{path}:2: skipped incomplete last line" in capsys.readouterr().err
 
 
 def test_an_append_after_a_torn_line_loses_that_line_only(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     path.write_bytes(b'{"torn": "\xc3')
-    records.append_record(path, good_record())
-    assert records.read_records(path) == [good_record()]
+    append_record(path, good_record())
+    assert read_records(path) == [good_record()]
     assert f"{path}:1: skipped" in capsys.readouterr().err
 
 
 def test_a_folder_reads_all_its_jsonl_files_by_name(tmp_path):
     for name in ("b.jsonl", "a.jsonl"):
-        records.append_record(tmp_path / name, good_record(model=name))
+        append_record(tmp_path / name, good_record(model=name))
     utils.write_benchmark_log(tmp_path / "a.log", *range(10))
-    assert [record["model"] for record in records.read_records(tmp_path)] == ["a.jsonl", "b.jsonl"]
+    assert [record["model"] for record in read_records(tmp_path)] == ["a.jsonl", "b.jsonl"]
     with pytest.raises(FileNotFoundError):
-        records.read_records(tmp_path / "absent.jsonl")
+        read_records(tmp_path / "absent.jsonl")
 
 
 def test_parse_log_reads_si_units_under_the_names_of_the_record(tmp_path, capsys):
@@ -139,7 +160,7 @@ def test_parse_log_reads_si_units_under_the_names_of_the_record(tmp_path, capsys
         file.write("model size: 1.000 GB\tcache si")  # a torn block between two whole ones
         file.write("\n")
     utils.write_benchmark_log(path, 2**30, *range(1, 10))
-    first, second = records.parse_log(path)
+    first, second = parse_log(path)
     assert set(first) < set(REQUIRED)
     for key, size in zip(("model_bytes", "cache_bytes", "hidden_bytes"), sizes):
         assert abs(first[key] - size) <= utils.GB / 2000 + 1
@@ -152,14 +173,14 @@ def test_parse_log_reads_si_units_under_the_names_of_the_record(tmp_path, capsys
 WRITER = """
 import json, sys
 from zero_inference import utils
-from zero_inference.records import records
+from zero_inference.records.write import append_record
 folder, writer = sys.argv[1], int(sys.argv[2])
 record = json.load(open(f"{folder}/record.json"))
 print("ready", flush=True)
 sys.stdin.readline()
 for turn in range(4):
     record.update(model=f"{writer}/{turn}", argv=["x" * 997 * writer])
-    records.append_record(f"{folder}/run.jsonl", record)
+    append_record(f"{folder}/run.jsonl", record)
     utils.write_benchmark_log(f"{folder}/run.log", 0, 0, 0, 0, writer, turn, 0, 0, 0, 0)
 """
 
@@ -189,7 +210,7 @@ def test_fifty_processes_appending_at_once_lose_and_tear_nothing(tmp_path):
     assert {tuple(map(int, json.loads(line)["model"].split("/"))) for line in lines} == every
     log = (tmp_path / "run.log").read_text()
     assert log.count("\n") == 4 * 200
-    blocks = records.parse_log(tmp_path / "run.log")
+    blocks = parse_log(tmp_path / "run.log")
     assert len(blocks) == 200
     assert {(block["prefill_latency_s"], block["prefill_throughput"]) for block in blocks} == every
 
@@ -199,16 +220,16 @@ def test_output_ids_hash_is_of_int64_little_endian_rows():
 
     expected = hashlib.sha256(struct.pack("<6q", 3, -1, 50271, 4, 5, 2**40)).hexdigest()
     ids = [[3, -1, 50271], [4, 5, 2**40]]
-    assert records.output_ids_sha256(ids) == expected
-    assert records.output_ids_sha256(torch.tensor(ids)) == expected
-    assert records.output_ids_sha256(np.array(ids, dtype=">i8")) == expected
+    assert output_ids_sha256(ids) == expected
+    assert output_ids_sha256(torch.tensor(ids)) == expected
+    assert output_ids_sha256(np.array(ids, dtype=">i8")) == expected
     across = torch.tensor(ids).T.contiguous().T  # not contiguous
-    assert records.output_ids_sha256(across) == expected
+    assert output_ids_sha256(across) == expected
     small = [[1, 2], [3, 4]]
-    assert records.output_ids_sha256(np.array(small, dtype=np.int32)) == records.output_ids_sha256(small)
+    assert output_ids_sha256(np.array(small, dtype=np.int32)) == output_ids_sha256(small)
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 3], [[1.0, 2.0]]])
 def test_output_ids_of_another_kind_are_refused(ids):
     with pytest.raises(ValueError, match="ids must be integers"):
-        records.output_ids_sha256(ids)
+        output_ids_sha256(ids)

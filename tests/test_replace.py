@@ -10,7 +10,7 @@ from conftest import small_disk
 from test_report import make_record
 
 from zero_inference.cli import console_main
-from zero_inference.records.records import append_record
+from zero_inference.records.write import append_record
 from zero_inference.runtime.replace import check_replaceable, replacing
 from zero_inference.utils import write_benchmark_log
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zero_inference.records.records import append_record
+from zero_inference.records.write import append_record
 from zero_inference.report import runs as report
 from zero_inference.utils import GB, get_filename, write_benchmark_log
 

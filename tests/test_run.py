@@ -16,7 +16,7 @@ from conftest import ROOT, VOCAB
 from zero_inference.cli import main
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.dummy import fill_dummy
-from zero_inference.records.records import parse_log, read_records
+from zero_inference.records.read import parse_log, read_records
 
 OPTIONS = ["--prompt-len", "12", "--gen-len", "5", "--dtype", "float32"]
 

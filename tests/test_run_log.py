@@ -17,7 +17,8 @@ from conftest import ROOT, small_disk
 
 from zero_inference.cli import main
 from zero_inference.records import run_log
-from zero_inference.records.records import append_record, parse_log, read_records
+from zero_inference.records.read import parse_log, read_records
+from zero_inference.records.write import append_record
 from zero_inference.runtime import append
 from zero_inference.runtime.append import append_bytes, check_appendable
 from zero_inference.runtime.replace import check_replaceable
@@ -183,7 +184,7 @@ def test_appends_survive_the_checks_of_others(tmp_path):
 
 KILLED = """
 import sys
-from zero_inference.records.records import append_record
+from zero_inference.records.write import append_record
 from zero_inference.utils import write_benchmark_log
 record = dict.fromkeys("status timestamp argv engine model model_type dtype world_size num_nodes batch_size prompt_len gen_len "
                        "quant_bits quant_group_size cpu_offload disk_offload kv_offload norm_kernels dummy".split(), 1)

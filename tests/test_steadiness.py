@@ -9,9 +9,9 @@ import statistics
 import pytest
 
 from zero_inference.cli import main
-from zero_inference.measure.generation import Loop
 from zero_inference.measure.steadiness import decode_evenness, in_words, load_warning, warning_of
-from zero_inference.records.records import FIELD_NAMES, FURTHER_FIELDS
+from zero_inference.records.key import as_mapping
+from zero_inference.records.loops import Loop, MachineLoad
 
 
 def loops_of(*step_s: list[float]) -> list[Loop]:
@@ -21,9 +21,6 @@ def loops_of(*step_s: list[float]) -> list[Loop]:
             decode_s=sum(steps),
             total_s=0.5 + sum(steps),
             step_s=steps,
-            host_to_device_bytes_per_step=None,
-            device_to_host_bytes_per_step=None,
-            disk_read_bytes_per_step=None,
         )
         for steps in step_s
     ]
@@ -31,9 +28,7 @@ def loops_of(*step_s: list[float]) -> list[Loop]:
 
 def test_loops_that_differ_are_told_and_warned_of():
     evenness = decode_evenness(loops_of([0.1] * 10, [0.1] * 10, [0.125] * 10))
-    assert evenness["decode_spread"] == pytest.approx(0.25) and evenness["slowest_step_over_median"] == pytest.approx(
-        1.0
-    )
+    assert evenness.decode_spread == pytest.approx(0.25) and evenness.slowest_step_over_median == pytest.approx(1.0)
     assert in_words(evenness, 3) == "decode latency of 3 loops: 1.000 to 1.250 s, 25.0% of the median apart"
     assert "25%" in warning_of(evenness)
     assert warning_of(decode_evenness(loops_of([0.1] * 10, [0.109] * 10))) is None
@@ -43,8 +38,8 @@ def test_a_step_that_stands_out_is_told_with_its_place_even_if_the_loops_agree()
     steps = [0.06] * 31
     stalled = [*steps[:6], 1.7, *steps[7:]]
     evenness = decode_evenness(loops_of(stalled, stalled))
-    assert evenness["decode_spread"] == 0 and evenness["slowest_step_over_median"] == pytest.approx(1.7 / 0.06)
-    assert evenness["slowest_step_at"]["step"] == 7 and evenness["slowest_step_at"]["step_s"] == 1.7
+    assert evenness.decode_spread == 0 and evenness.slowest_step_over_median == pytest.approx(1.7 / 0.06)
+    assert evenness.slowest_step_at.step == 7 and evenness.slowest_step_at.step_s == 1.7
     assert "decode step 7 of loop" in in_words(evenness, 2) and "1.700 s, 28.3 times the median step" in in_words(
         evenness, 2
     )
@@ -64,13 +59,13 @@ def test_nothing_is_said_that_cannot_be_known(loops, words):
     evenness = decode_evenness(loops_of(*loops))
     said = in_words(evenness, len(loops))
     assert (said is None) if words is None else said.startswith(words)
-    assert ("loops:" in (said or "")) == (evenness["decode_spread"] is not None) == (len(loops) > 1 and bool(loops[0]))
-    assert (evenness["slowest_step_over_median"] is None) == (len(loops[0]) < 3)
+    assert ("loops:" in (said or "")) == (evenness.decode_spread is not None) == (len(loops) > 1 and bool(loops[0]))
+    assert (evenness.slowest_step_over_median is None) == (len(loops[0]) < 3)
 
 
 def test_a_load_beyond_the_usable_cores_is_warned_of():
-    assert load_warning({"load_average_before": 2.0, "usable_cores": 2.0}) is None
-    warning = load_warning({"load_average_before": 4.25, "usable_cores": 2.0})
+    assert load_warning(MachineLoad(load_average_before=2.0, usable_cores=2.0)) is None
+    warning = load_warning(MachineLoad(load_average_before=4.25, usable_cores=2.0))
     assert "before loading" in warning and "4.2" in warning and f"2 of the machine's {os.cpu_count()} cores" in warning
 
 
@@ -101,9 +96,9 @@ def test_a_run_prints_and_records_the_spread_of_its_loops(checkpoints, tmp_path,
     assert ("of their median apart" in err) == (record["decode_spread"] > 0.1)
     assert ("load average was" in err) == (record["load_average_before"] > record["usable_cores"])
     assert (tmp_path / "three.log").read_text().count("\n") == 4, "older readers know four lines"
-    assert {field.name for field in FURTHER_FIELDS} <= record.keys() and not {
-        field.name for field in FURTHER_FIELDS
-    } & set(FIELD_NAMES)
+    of_steps = as_mapping(decode_evenness(loops_of(*(loop["step_s"] for loop in record["loops"]))))
+    assert of_steps.keys() | {"load_average_before", "usable_cores", "weights_place"} <= record.keys()
+    assert record["decode_latency_max_s"] == pytest.approx(of_steps["decode_latency_max_s"])
 
     assert main(["run_model.py", *options, "--loops", "1", "--log-file", str(tmp_path / "one.log")]) == 0
     out, err = capfd.readouterr()

@@ -24,12 +24,12 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.link import copy
 from zero_inference.measure import generation
-from zero_inference.measure.limits import LinkRate
 from zero_inference.measure.profiling import TRACED_TOKENS, link_use_in
+from zero_inference.measure.rates import LinkRate
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan.plan import plan_run
-from zero_inference.records.records import output_ids_sha256
+from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
 BATCH, PROMPT, GEN = 2, 9, 8
@@ -448,9 +448,7 @@ def test_link_use_of_a_trace_counts_overlapping_copies_once():
 
     layers = [{"cat": "user_annotation", "name": "layer 0", "ts": ts, "dur": 1} for ts in (0, 100, 200)]
     use = link_use_in(layers + [copy(50, 10), copy(100, 50), copy(120, 50), copy(200, 30)])
-    assert (
-        use["busy_s"] == pytest.approx(100e-6) and use["idle_s"] == pytest.approx(30e-6) and use["copied_bytes"] == 3000
-    )
+    assert use.busy_s == pytest.approx(100e-6) and use.idle_s == pytest.approx(30e-6) and use.copied_bytes == 3000
     on_device = [
         dict(layer, cat="gpu_user_annotation", ts=layer["ts"] + 70) for layer in layers
     ]  # CUDA's second sight of them

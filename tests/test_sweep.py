@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from zero_inference.records.records import read_records
+from zero_inference.records.read import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
 import argparse, os, sys, time
 from datetime import datetime, timezone
-from zero_inference.records.records import append_record
+from zero_inference.records.write import append_record
 from zero_inference.utils import get_filename
 
 parser = argparse.ArgumentParser(allow_abbrev=False)

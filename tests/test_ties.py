@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from zero_inference.cli import main
 from zero_inference.models.prompts import random_ids
-from zero_inference.records.records import output_ids_sha256
+from zero_inference.records.fingerprint import output_ids_sha256
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])

@@ -11,7 +11,8 @@ from typing import Any
 
 from zero_inference.config import QUALITY_FIELDS, RunConfig
 from zero_inference.errors import UsageError
-from zero_inference.records.records import STATUS_FAILED, STATUS_OK, read_records
+from zero_inference.records.read import read_records
+from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
 from zero_inference.runtime.processes import isolated_module, run_with_group
 from zero_inference.runtime.text import file_stem
 

@@ -10,7 +10,7 @@ from typing import Any
 from zero_inference.architectures import statistics
 from zero_inference.architectures.arms import Arm
 from zero_inference.architectures.comparison import QUALITY, SPEED, frame_of, quality_rows, summarize
-from zero_inference.records.records import STATUS_OK
+from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.tables import Column, decimals, gib, percent
 
 PHASES = ("decode", "prefill", "total")

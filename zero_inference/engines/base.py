@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,11 +23,9 @@ from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.sizes import ModelSizes, activation_bytes
 from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
+from zero_inference.records.limit import LinkUse
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
-
-if TYPE_CHECKING:
-    from zero_inference.engines.stream.timeline import LinkUse
 
 Progress = Callable[[int], None]
 

@@ -18,23 +18,11 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.finiteness import FirstLogits
 from zero_inference.measure.steadiness import relative_range
+from zero_inference.records.loops import Loop, MovedPerStep
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.garbage import short_collections
 
 SETTLED_LOOPS = 3
-
-
-@dataclass
-class Loop:
-    """One `generate` call. Times in seconds, maximum over ranks; `step_s` has one entry a decode step."""
-
-    prefill_s: float
-    decode_s: float
-    total_s: float
-    step_s: list[float]
-    host_to_device_bytes_per_step: float | None
-    device_to_host_bytes_per_step: float | None
-    disk_read_bytes_per_step: float | None
 
 
 @dataclass
@@ -148,15 +136,12 @@ def _one_loop(
     )
     times = ranks.maximum(clock.seconds())
     steps = [after - before for before, after in zip(times, times[1:])]
-    moved = clock.bytes_per_decode_step()
     loop = Loop(
         prefill_s=times[0],
         decode_s=times[-1] - times[0],
         total_s=times[-1],
         step_s=steps,
-        host_to_device_bytes_per_step=moved[0],
-        device_to_host_bytes_per_step=moved[1],
-        disk_read_bytes_per_step=moved[2],
+        moved=clock.bytes_per_decode_step(),
     )
     return loop, output[:, ids.shape[1] :]
 
@@ -196,9 +181,9 @@ class _StepClock(StoppingCriteria):
         self.marks[-1].synchronize()
         return [self.first.elapsed_time(mark) / 1e3 for mark in self.marks]
 
-    def bytes_per_decode_step(self) -> tuple[float | None, float | None, float | None]:
-        """Host-to-device, device-to-host and disk bytes, averaged over the decode steps; None without any."""
+    def bytes_per_decode_step(self) -> MovedPerStep:
+        """Averaged over the decode steps; None without any."""
         steps = len(self.moved) - 1
         if steps < 1:
-            return None, None, None
-        return tuple((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1]))
+            return MovedPerStep(None, None, None)
+        return MovedPerStep(*((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1])))

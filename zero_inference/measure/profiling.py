@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.models.layers import decoder_layers
+from zero_inference.records.limit import TracedLinkUse
 from zero_inference.runtime.replace import replacing
 
 TRACED_TOKENS = 4
@@ -26,7 +27,7 @@ TRACED_TOKENS = 4
 
 def trace_generation(
     loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_cache: Callable[[], Any] | None, path: Path | None
-) -> dict[str, float] | None:
+) -> TracedLinkUse | None:
     """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
 
     Every rank has to call it, and generates also where the trace cannot be written; `path` None traces without writing.
@@ -54,8 +55,8 @@ def trace_generation(
             raise OSError(errno.EIO, "it is not whole; is the disk full?", str(path)) from error
 
 
-def link_use_in(events: list[dict]) -> dict[str, float] | None:
-    """How long copies to the device ran and how long none did, in seconds, over the decode steps of a Kineto trace.
+def link_use_in(events: list[dict]) -> TracedLinkUse | None:
+    """How long copies to the device ran and how long none did, over the decode steps of a Kineto trace.
 
     The decode steps are the time from the second pass through the first decoder layer, seen from the host, to the last copy.
     Overlapping copies count once. None where the trace holds no such copies (a CPU).
@@ -78,12 +79,12 @@ def link_use_in(events: list[dict]) -> dict[str, float] | None:
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     copied = sum(nbytes for _, _, nbytes in copies)
-    return {
-        "busy_s": busy / 1e6,
-        "idle_s": (reached - copies[0][0] - busy) / 1e6,
-        "copied_bytes": copied,
-        "gbps_while_busy": copied / (busy / 1e6) / 1e9 if busy else None,
-    }
+    return TracedLinkUse(
+        busy_s=busy / 1e6,
+        idle_s=(reached - copies[0][0] - busy) / 1e6,
+        copied_bytes=copied,
+        gb_per_s_while_busy=copied / (busy / 1e6) / 1e9 if busy else None,
+    )
 
 
 def _mark_layers(model, hooks: ExitStack) -> None:

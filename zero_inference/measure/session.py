@@ -14,10 +14,12 @@ import torch
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.kv_cache.choose import cache_maker
-from zero_inference.measure import generation, limits
+from zero_inference.measure import generation
 from zero_inference.measure.profiling import trace_generation
+from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_link
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.plan.plan import Plan
+from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.runtime.progress import Progress
 from zero_inference.runtime.replace import replacing
 
@@ -72,16 +74,16 @@ class Session:
     ids: torch.Tensor
     make_cache: Callable[[], Any] | None
     measurement: generation.Measurement
-    rates: limits.Rates
-    around: limits.AroundLoops
+    rates: Rates
+    around: AroundLoops
 
 
 def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Progress) -> Session:
     """Time the loops of the prompts `ids` int64 [batch, prompt_len], and measure the machine between them."""
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
-    link = limits.LinkRate(ranks, loaded.page_locked)
-    rates = limits.measure_rates(config, job.spec, ranks, link, loaded.weight_bytes)
-    around = limits.AroundLoops(link, loaded.timeline)
+    link = LinkRate(ranks, loaded.page_locked)
+    rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes)
+    around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers)
     measurement = generation.measure(
@@ -101,11 +103,11 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
             f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
-    rates = limits.with_link(rates, link, around.reached_gb_per_s)
+    rates = with_link(rates, link, around.reached_gb_per_s)
     return Session(plan, loaded, own, make_cache, measurement, rates, around)
 
 
-def write_trace(session: Session, path: Path) -> dict[str, float] | None:
+def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
     """The last loop of an engine that watches itself; else a short generation more, under a profiler. All ranks call it.
 
     Returns what the link did there, where it was traced anew. Raises OSError where the first rank cannot write `path`.

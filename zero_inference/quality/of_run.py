@@ -5,12 +5,14 @@ from __future__ import annotations
 from zero_inference.engines.base import Job, LoadedModel
 from zero_inference.quality import evaluate as quality
 from zero_inference.records.run_log import RunLog
+from zero_inference.records.schema import Quality
+from zero_inference.records.scores import scores_of
 from zero_inference.runtime.progress import Progress
 
 
 def score_run(
     job: Job, loaded: LoadedModel, questions: dict[str, list[dict]], tokenizer, files: RunLog, progress: Progress
-) -> dict[str, dict]:
+) -> Quality:
     """The scores of each task, with their errors; writes the items where --quality-items asks for them. All ranks call it."""
     config, ranks = job.config, job.ranks
     evaluation = quality.evaluate(
@@ -25,4 +27,4 @@ def score_run(
     if config.quality_items and ranks.is_first:
         with files.noting("items", config.quality_items):
             quality.write_items(config.quality_items, evaluation.items)
-    return evaluation.scores
+    return Quality({task: scores_of(task, scores) for task, scores in evaluation.scores.items()})

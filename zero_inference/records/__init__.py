@@ -1,1 +1,1 @@
-"""The record of a run: its keys, writing and reading it."""
+"""The record of a run: its keys (`schema` and what it is made of), writing and reading it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any
 
 from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
-from zero_inference.records.records import STATUS_FAILED, STATUS_OK, append_record
+from zero_inference.records.key import as_mapping
+from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Record, Request, Result
+from zero_inference.records.write import append_record
 from zero_inference.runtime.append import check_appendable
 from zero_inference.utils import LOG_LINES, benchmark_block, write_benchmark_log
 
@@ -21,19 +23,19 @@ class RunLog:
     """Where a run writes its four lines (`log`) and its record (`record`, one line of JSON), and what goes there.
 
     Attributes:
-        asked: the part of the record that is known before the run.
-        measured: filled on the way, so that what is known stays known if a later part fails.
+        request: the part of the record that is known before the run.
+        result: filled on the way, so that what is known stays known if a later part fails.
         unwritten: in words, what was to be written beside these two and could not be.
     """
 
     log: Path
     record: Path
-    asked: dict[str, Any]
-    measured: dict[str, Any] = field(default_factory=dict)
+    request: Request
+    result: Result
     unwritten: list[str] = field(default_factory=list)
 
     @classmethod
-    def at(cls, log: Path, asked: dict[str, Any]) -> RunLog:
+    def at(cls, log: Path, request: Request, result: Result | None = None) -> RunLog:
         """The log at `log`, the record beside it.
 
         Raises:
@@ -44,7 +46,7 @@ class RunLog:
         if log.suffix == ".jsonl":
             raise UsageError(f"--log-file {log}: .jsonl is the record's name beside the log; end the log's in .log.")
         record = log.with_suffix(".jsonl") if log.suffix == ".log" else log.with_name(log.name + ".jsonl")
-        return cls(log, record, asked)
+        return cls(log, record, request, result or Result())
 
     def check(self) -> None:
         """Raises UsageError where one of the two cannot be written: better now than after the measurement."""
@@ -67,9 +69,9 @@ class RunLog:
         """The log's four lines, as they are printed and logged."""
         return benchmark_block(*self._values())
 
-    def write(self, facts: Mapping[str, Any]) -> None:
-        """Append the block, and the record with the engine's `facts`, each whether or not the other can be written."""
-        record = self.asked | {"status": STATUS_OK} | self.measured | facts
+    def write(self) -> None:
+        """Append the block and the record, each whether or not the other can be written."""
+        record = Record(status=STATUS_OK, request=self.request, result=self.result)
         with self.noting("log", self.log):
             write_benchmark_log(self.log, *self._values())
         with self.noting("record", self.record):
@@ -78,7 +80,9 @@ class RunLog:
     def write_failure(self, reason: str) -> None:
         """Append a record of a run that failed."""
         with self.noting("record", self.record):
-            append_record(self.record, self.asked | self.measured | {"status": STATUS_FAILED, "error": reason})
+            append_record(
+                self.record, Record(status=STATUS_FAILED, request=self.request, result=self.result, error=reason)
+            )
 
     @contextmanager
     def noting(self, what: str, path: str | Path) -> Iterator[None]:
@@ -89,7 +93,9 @@ class RunLog:
             self.unwritten.append(f"the {what} was not written to {path} ({error.strerror or error})")
 
     def _values(self) -> list[float | None]:
-        values = {key: self.measured[key] for line in LOG_LINES for _, _, key in line}
+        assert self.result.measured is not None, "a run that failed has no block"
+        measured = as_mapping(self.result.measured)
+        values = {key: measured[key] for line in LOG_LINES for _, _, key in line}
         return list((values | {"peak_gpu_bytes": values["peak_gpu_bytes"] or 0}).values())
 
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_inference.errors import UsageError
-from zero_inference.records.records import STATUS_FAILED, STATUS_OK, parse_log, read_records, value_at, warn
+from zero_inference.records.read import parse_log, read_records, value_at, warn
+from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
+from zero_inference.report.fields import print_fields
 from zero_inference.report.tables import FORMATS, decimals, gib, markdown, terminal_table
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.text import printable
@@ -302,7 +304,12 @@ def _texts(frame: pandas.DataFrame) -> tuple[list[Column], list[list[str]]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference report`."""
-    parser.add_argument("log_dir", metavar="LOGDIR", type=Path, help="folder with the .jsonl and .log files of runs")
+    parser.add_argument(
+        "log_dir", metavar="LOGDIR", type=Path, nargs="?", help="folder with the .jsonl and .log files of runs"
+    )
+    parser.add_argument(
+        "--fields", action="store_true", help="instead of runs: every key of a record, its unit and its meaning"
+    )
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -359,6 +366,11 @@ def main(args: argparse.Namespace) -> int:
     """
     import shutil
 
+    if args.fields:
+        print_fields(args.format)
+        return 0
+    if args.log_dir is None:
+        raise UsageError("the following arguments are required: LOGDIR; see zero-inference report --help")
     if not args.log_dir.is_dir():
         what = "is a file, not a folder" if args.log_dir.exists() else "does not exist"
         warn(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.records.limit import LinkUse
 
 KEPT = 8192  # copies and layers; older ones are forgotten, so that a long generation does not grow
 
@@ -42,40 +43,6 @@ class Copy:
     forward: int
     first: bool
     gather: tuple[Any, Any] | None = None
-
-
-@dataclass(frozen=True)
-class LinkUse:
-    """How the link of this rank spent the last decode steps, in seconds; the four add up to the time from first to last copy.
-
-    Attributes:
-        steps: how many steps these are; the oldest of a very long generation are forgotten.
-        busy_s: copying.
-        slot_wait_s: waiting for a slot whose layer was computing: the device is the slow one.
-        step_start_s: the host was selecting a token and preparing the next step, and every layer it had asked for was there.
-        host_late_s: the host was late with anything else.
-        copied_bytes: bytes of this rank in `busy_s`.
-        ahead_bytes: bytes of the decode steps' layers that this rank had copied when the prefill's last layer was computed.
-    """
-
-    steps: int
-    busy_s: float
-    slot_wait_s: float
-    host_late_s: float
-    step_start_s: float
-    copied_bytes: int
-    ahead_bytes: int
-
-    @property
-    def gb_per_s_while_busy(self) -> float | None:
-        """GB/s of 1e9 bytes."""
-        return self.copied_bytes / self.busy_s / 1e9 if self.busy_s else None
-
-    @property
-    def busy_share(self) -> float:
-        """Of the time from the first to the last copy, 0 to 1."""
-        total = self.busy_s + self.slot_wait_s + self.step_start_s + self.host_late_s
-        return self.busy_s / total if total else 0.0
 
 
 def within(most: float, value: float) -> float:

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from zero_inference.measure.steadiness import relative_range
-from zero_inference.records.records import STATUS_FAILED, number_of, value_at
+from zero_inference.records.read import number_of, value_at
+from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.runtime.text import printable
 
 SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}

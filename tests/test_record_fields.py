@@ -1,0 +1,169 @@
+"""The record's keys are declared once: what runs write is what `zero-inference report --fields` describes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import fields
+
+import pytest
+from conftest import ROOT
+from test_records import REQUIRED
+
+from zero_inference.cli import console_main, main
+from zero_inference.config import QUALITY_TASKS
+from zero_inference.quality.evaluate import pass_scores
+from zero_inference.records.fields import described, undeclared_in
+from zero_inference.records.machine import Environment
+from zero_inference.records.read import read_records
+from zero_inference.records.schema import Request, Result, StreamPlacement
+from zero_inference.records.scores import ProgramScores, Tasks, scores_of
+from zero_inference.runtime.environment import describe_environment
+
+ENGINES = {
+    "resident": [],
+    "stream": ["--cpu-offload", "--quant-bits", "4", "--quant-group-size", "16"],
+    "deepspeed": ["--cpu-offload"],
+    "accelerate": ["--cpu-offload"],
+}
+FREE = ("ds_config", "environment.packages")  # what is under them is named by others
+
+
+def keys_of(value, under: str = "") -> set[str]:
+    """Dotted names of all keys of a record, an object's in a list behind `[]`; written apart from the code that declares them."""
+    if isinstance(value, list):
+        return set().union(*(keys_of(item, f"{under[:-1]}[].") for item in value if isinstance(item, dict)))
+    found = set()
+    for name, item in value.items():
+        found.add(f"{under}{name}")
+        if isinstance(item, (dict, list)) and f"{under}{name}" not in FREE:
+            found |= keys_of(item, f"{under}{name}.")
+    return found
+
+
+@pytest.fixture(scope="module")
+def records(checkpoints, tmp_path_factory) -> dict[str, dict]:
+    """A record of each engine."""
+    folder, found = tmp_path_factory.mktemp("records"), {}
+    for engine, options in ENGINES.items():
+        assert main(run_of(checkpoints, folder / f"{engine}.log", "--engine", engine, *options)) == 0
+        (found[engine],) = read_records(folder / f"{engine}.jsonl")
+    return found
+
+
+def run_of(checkpoints, log, *options: str) -> list[str]:
+    sizes = ["--prompt-len", "6", "--gen-len", "5", "--loops", "1", "--warmup", "1", "--dtype", "float32"]
+    return ["run_model.py", "--model", str(checkpoints("llama")), *sizes, "--log-file", str(log), *options]
+
+
+def test_every_key_of_every_engines_record_is_described(records):
+    known = {one.key for one in described()}
+    for engine, record in records.items():
+        assert keys_of(record) - known == set(), engine
+
+
+def test_every_described_key_without_a_condition_is_in_some_record(records):
+    written = set().union(*map(keys_of, records.values()))
+    assert {one.key for one in described() if one.only_with is None} - written == set()
+    ofstream = {one.key for one in described() if one.only_with == "--engine stream"}
+    assert ofstream <= keys_of(records["stream"]) and not ofstream & keys_of(records["resident"])
+    quantized = {"quantized_fraction", "not_quantized"}
+    assert quantized <= records["stream"].keys() and not quantized & records["deepspeed"].keys()
+
+
+def test_descriptions_are_whole_and_no_key_is_described_twice():
+    names = [one.key for one in described()]
+    assert len(names) == len(set(names)) and set(REQUIRED) <= set(names)
+    assert [one.key for one in described() if not one.meaning] == []
+    for one in described():
+        for suffix, unit in (("_bytes", "byte"), ("_s", "s"), ("_gbps", "GB/s"), ("_tflops", "TFLOP/s")):
+            assert not one.key.endswith(suffix) or one.unit == unit, one
+
+
+def test_a_run_that_failed_records_what_it_knew(checkpoints, tmp_path, monkeypatch, capfd):
+    from zero_inference.measure import generation
+
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError("in a loop")
+
+    monkeypatch.setattr(generation, "_one_loop", fails)
+    assert main(run_of(checkpoints, tmp_path / "failed.log", "--engine", "resident")) == 1
+    (record,) = read_records(tmp_path / "failed.jsonl")
+    assert record["status"] == "failed" and "in a loop" in record["error"] and list(record)[-1] == "error"
+    assert record["usable_cores"] > 0 and record["environment"]["cpu_model"] and record["seed"] == 0
+    assert record["loops"] is None and record["limit"] is None
+    asked = {each.name for each in fields(Request)}
+    assert record.keys() == {
+        *REQUIRED, *asked, "norm_modules_patched", "load_average_before", "usable_cores", "error"
+    }  # fmt: skip
+
+
+COMMITTED = sorted((ROOT / "benchmarks" / "results").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: str(path.relative_to(ROOT / "benchmarks" / "results")))
+def test_committed_records_of_schema_1_are_all_read(path, capsys):
+    records = read_records(path)
+    assert len(records) == sum(1 for line in path.read_text().splitlines() if line.strip()) > 0
+    assert not capsys.readouterr().err
+    for record in records:
+        if record.keys() >= {"schema_version", "loops"}:
+            assert record["schema_version"] == 1 and undeclared_in(record) == []
+
+
+def test_there_are_committed_records_older_than_newer_keys():
+    found = [record for path in COMMITTED for record in read_records(path) if "loops" in record]
+    assert len(found) > 50 and any("decode_spread" not in record for record in found)
+
+
+def test_the_environment_is_declared_as_it_is_described():
+    assert [each.name for each in fields(Environment)] == list(describe_environment())
+
+
+def test_a_fact_that_nobody_declares_is_refused():
+    result = Result()
+    with pytest.raises(ValueError, match="the engine says speed, which"):
+        result.add_facts({"ds_config": {}, "speed": 1})
+    stream = dict.fromkeys((each.name for each in fields(StreamPlacement)), 3)
+    result.add_facts({"stream": stream, "norm_modules_patched": 5})
+    assert result.engine.stream.slot_bytes == 3 and result.norm_modules_patched == 5
+
+
+def test_scores_are_declared_key_by_key():
+    assert tuple(each.name for each in fields(Tasks)) == QUALITY_TASKS
+    given = pass_scores([1, 0], 1, (1,)) | dict.fromkeys(
+        ("problems", "temperature", "new_tokens", "passed", "batch_size", "truncated", "seconds"), 1
+    )
+    assert scores_of("humaneval", given).pass_at_k == {1: 0.5} and isinstance(
+        scores_of("humaneval", given), ProgramScores
+    )
+    for odd in (given | {"speed": 1}, {name: value for name, value in given.items() if name != "seconds"}):
+        with pytest.raises(ValueError, match="quality.humaneval: (speed|seconds): "):
+            scores_of("humaneval", odd)
+
+
+@pytest.mark.parametrize("format", ["table", "md", "csv", "json"])
+def test_fields_are_printed_without_a_folder_of_runs(format, capfd):
+    assert console_main(["zero-inference", "report", "--fields", "--format", format]) == 0
+    out = capfd.readouterr().out
+    keys = [one.key for one in described()]
+    if format == "json":
+        shown = json.loads(out)
+    elif format == "csv":
+        shown = list(csv.DictReader(io.StringIO(out)))
+    else:
+        lines = [line for line in out.splitlines() if line.strip()][2:]
+        assert [line.strip("| ").split()[0] for line in lines] == keys
+        return
+    assert [row["key"] for row in shown] == keys and set(shown[0]) == {"key", "unit", "meaning"}
+    by_key = {row["key"]: row for row in shown}
+    assert by_key["limit.link_gbps"]["unit"] == "GB/s" and "loops[].step_s" in by_key
+    assert by_key["stream.slot_bytes"]["meaning"].endswith("; only with --engine stream")
+
+
+def test_runs_are_still_reported_of_a_folder_alone(capfd):
+    assert console_main(["zero-inference", "report"]) == 2
+    assert capfd.readouterr().err == (
+        "error: the following arguments are required: LOGDIR; see zero-inference report --help\n"
+    )

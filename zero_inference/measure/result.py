@@ -1,0 +1,64 @@
+"""What the loops gave, put together for the record."""
+
+from __future__ import annotations
+
+import resource
+
+from zero_inference.measure import limits, steadiness
+from zero_inference.measure.session import Session
+from zero_inference.plan.log_sizes import log_sizes
+from zero_inference.records.fingerprint import output_ids_sha256
+from zero_inference.records.loops import MovedPerStep
+from zero_inference.records.schema import Measured
+from zero_inference.runtime.distributed import Ranks
+
+
+def measured_of(session: Session, load_s: float) -> Measured:
+    """Sums and maxima are over all ranks, which call it together."""
+    job, loaded, measurement, around = session.plan.job, session.loaded, session.measurement, session.around
+    config, ranks, log = job.config, job.ranks, log_sizes(job)
+    batch, steps = config.batch_size, config.gen_len - 1
+    prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
+    moved = _over_ranks(measurement.loops[-1].moved, ranks)
+    work, ahead_bytes = limits.least_work(job, loaded.weight_bytes), ranks.total(around.ahead_bytes)
+    limit = limits.decode_limits(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
+    peak_gpu_bytes, peak_host_bytes = ranks.maximum(
+        [float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
+    )
+    return Measured(
+        model_bytes=log.model_bytes,
+        cache_bytes=log.cache_bytes,
+        hidden_bytes=log.hidden_bytes,
+        weight_bytes=loaded.weight_bytes,
+        load_s=load_s,
+        cold_total_s=measurement.cold_total_s,
+        warmup_total_s=measurement.warmup_s,
+        warmed_up=measurement.warmed_up,
+        loops=measurement.loops,
+        evenness=steadiness.decode_evenness(measurement.loops),
+        prefill_latency_s=prefill_s,
+        prefill_throughput=batch * config.prompt_len / prefill_s,
+        decode_latency_s=decode_s,
+        decode_throughput=batch * steps / decode_s if steps else None,
+        total_latency_s=total_s,
+        total_throughput=batch * config.gen_len / total_s,
+        peak_gpu_bytes=int(peak_gpu_bytes) if around.peak_gpu_bytes is not None else None,
+        peak_host_bytes=int(peak_host_bytes),
+        output_ids_sha256=output_ids_sha256(measurement.output_ids),
+        transfers=moved,
+        decode_weights_gb_per_s=loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
+        limit=limit,
+        link_use=around.last_use,
+        device=str(ranks.device.type),
+    )
+
+
+def _over_ranks(mine: MovedPerStep, ranks: Ranks) -> MovedPerStep:
+    def total(value: float | None) -> int | None:
+        return None if value is None else ranks.total(int(value))
+
+    return MovedPerStep(
+        total(mine.host_to_device_bytes_per_step),
+        total(mine.device_to_host_bytes_per_step),
+        total(mine.disk_read_bytes_per_step),
+    )

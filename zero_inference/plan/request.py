@@ -1,0 +1,72 @@
+"""The part of the record that is known before a run, and the name of its log."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+from zero_inference.config import RunConfig
+from zero_inference.models.spec import ModelSpec
+from zero_inference.records.schema import Request
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.utils import get_filename
+
+LOG_PREFIX = {"deepspeed": "ds"}
+AS_GIVEN = (
+    "engine",
+    "model",
+    "batch_size",
+    "prompt_len",
+    "gen_len",
+    "quant_bits",
+    "quant_group_size",
+    "cpu_offload",
+    "disk_offload",
+    "kv_offload",
+    "norm_kernels",
+    "dummy",
+    "pin_kv_cache",
+    "async_kv_offload",
+    "seed",
+    "pin_memory",
+)
+
+
+def request_of(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]) -> Request:
+    """What was asked, as far as it is known before the plan; `pin_memory` is what was asked for until then."""
+    return Request(
+        **{name: getattr(config, name) for name in AS_GIVEN},
+        timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        argv=argv,
+        model_type=spec.config.model_type,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        world_size=ranks.world_size,
+        num_nodes=ranks.num_nodes,
+        weights_place=weights_place(config, ranks),
+    )
+
+
+def weights_place(config: RunConfig, ranks: Ranks) -> str:
+    """'cpu', 'disk' or 'gpu': without an offload they are on the device, which is host memory where there is no GPU."""
+    return "cpu" if config.offload == "gpu" and ranks.device.type == "cpu" else config.offload
+
+
+def log_path(config: RunConfig, ranks: Ranks) -> Path:
+    """Where the run logs: --log-file, or a name made of the options in --log-dir."""
+    if config.log_file:
+        return Path(config.log_file)
+    place = weights_place(config, ranks)
+    name = get_filename(
+        config.model,
+        config.batch_size,
+        config.prompt_len,
+        config.gen_len,
+        place == "cpu",
+        place == "disk",
+        ranks.num_nodes,
+        ranks.local_world_size,
+        config.kv_offload,
+        config.quantized,
+        prefix=LOG_PREFIX.get(config.engine, config.engine),
+    )
+    return Path(config.log_dir) / f"{name}.log"

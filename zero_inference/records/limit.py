@@ -1,0 +1,103 @@
+"""The keys of the record about the hardware: its measured rates, the roofline that they give, and what the link did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_inference.records.key import inline, key
+
+_STREAM = "--engine stream"
+_BUSY = ("s", "the link was copying")
+_COPIED = ("byte", "copied in that time by the first rank")
+_RATE = ("GB/s", "those bytes in that time; null where nothing was copied", "gbps_while_busy")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the hardware does, measured in this process, in GB/s of 1e9 bytes and TFLOP/s of 1e12. The link's adds up all ranks at once, the
+    disk's all nodes; the others are one device's. None: does not apply, or the device had no memory left to measure it."""
+
+    link_gb_per_s: float = key("GB/s", "host to device, all ranks at once", "link_gbps", required="when measured")
+    link_spread: float = key(
+        "share", "of `link_gbps`: between the 10th and the 90th percentile of the rounds of copies"
+    )
+    link_kind: str = key("", "what was copied: page-locked memory to a GPU, or host memory where there is none")
+    device_copy_gb_per_s: float | None = key(
+        "GB/s", "copy inside the device's memory, bytes read and bytes written", "device_copy_gbps"
+    )
+    matmul_tflops: float | None = key("TFLOP/s", "product of large matrices in the model's dtype")
+    disk_gb_per_s: float | None = key(
+        "GB/s", "direct reads, all nodes at once; null without --disk-offload", "disk_gbps"
+    )
+    link_from: str = key(
+        "",
+        "whose rate `link_gbps` is: `rounds` of copies between the loops, or the `loops`' own copies, if faster",
+        default="rounds",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FloorStep:
+    """Seconds that one decode step takes at least, by each rate that applies."""
+
+    device_memory: float | None = key("s", "to read weights, keys and values", only_with="a known rate", default=None)
+    matmul: float | None = key("s", "to multiply", only_with="a known rate", default=None)
+    link: float | None = key("s", "to copy what crosses the link", only_with="a GPU and an offload", default=None)
+    disk: float | None = key("s", "to read from disk", only_with="--disk-offload and a known rate", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The roofline of the decode: measured rates, the least time by each, which one binds, and the share reached."""
+
+    rates: Rates = inline()
+    link_ahead_bytes: int = key("byte", "of the decode steps' weights that had crossed before the first of them")
+    floor_step_s: FloorStep = key("s", "the least time of a decode step by each rate")
+    bound_by: str | None = key("", "the rate that binds, a key of `floor_step_s`; null where none does")
+    floor_decode_s: float | None = key("s", "the decode latency that it allows", required="when measured")
+    fraction_of_limit: float | None = key("share", "`floor_decode_s` / decode latency", required="when measured")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """How the link of this rank spent the last decode steps; the four times add up to that from first to last copy."""
+
+    steps: int = key(
+        "", "decode steps that these are; the oldest of a very long generation are forgotten", only_with=_STREAM
+    )
+    busy_s: float = key(*_BUSY)
+    slot_wait_s: float = key(
+        "s", "waiting for a slot whose layer was computing: the device is the slow one", only_with=_STREAM
+    )
+    host_late_s: float = key("s", "the host was late with anything else", only_with=_STREAM)
+    step_start_s: float = key(
+        "s",
+        "the host was selecting a token and preparing the next step, and every layer it had asked for was there",
+        only_with=_STREAM,
+    )
+    copied_bytes: int = key(*_COPIED)
+    ahead_bytes: int = key(
+        "byte",
+        "of the decode steps' layers, copied when the prefill's last layer was computed",
+        only_with=_STREAM,
+    )
+    gb_per_s_while_busy: float | None = key(*_RATE, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gb_per_s_while_busy", self.copied_bytes / self.busy_s / 1e9 if self.busy_s else None)
+
+    @property
+    def busy_share(self) -> float:
+        """Of the time from the first to the last copy, 0 to 1."""
+        total = self.busy_s + self.slot_wait_s + self.step_start_s + self.host_late_s
+        return self.busy_s / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLinkUse:
+    """The same of an engine that keeps no timeline, read from a trace."""
+
+    busy_s: float = key(*_BUSY)
+    idle_s: float = key("s", "the link was not copying", only_with="--trace and a GPU, of another engine than stream")
+    copied_bytes: int = key(*_COPIED)
+    gb_per_s_while_busy: float | None = key(*_RATE)

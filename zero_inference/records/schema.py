@@ -1,0 +1,194 @@
+"""The record of a run: every key that is written into it, its unit and its meaning, said here once (those of the loops, the limit,
+`quality` and `environment` in loops.py, limit.py, scores.py and machine.py).
+
+Schema 1: keys of bytes a second end in `gbps` there and mean GB/s of 1e9 bytes; the attributes say `gb_per_s`.
+`zero-inference report --fields` prints what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zero_inference.records.key import inline, key
+from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
+from zero_inference.records.loops import Evenness, Loop, MachineLoad, MovedPerStep
+from zero_inference.records.machine import Environment
+from zero_inference.records.scores import Tasks, TaskScores
+
+SCHEMA_VERSION = 1
+STATUS_OK = "ok"
+STATUS_FAILED = "failed"
+
+_STREAM = "--engine stream"
+_QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, as it was resolved: known before anything is loaded."""
+
+    timestamp: str = key("", "start of the run, ISO 8601 with time zone", required="always")
+    argv: list[str] = key("", "the command line, a list of strings", required="always")
+    engine: str = key("", "deepspeed, stream, accelerate or resident", required="always")
+    model: str = key("", "hub name, folder or preset as given", required="always")
+    model_type: str | None = key(
+        "", "transformers' name of the family; null if the config could not be read", required="always"
+    )
+    dtype: str = key("", "type of weights and activations, such as bfloat16", required="always")
+    world_size: int = key("processes", "ranks of all nodes together", required="always")
+    num_nodes: int = key("machines", "that the ranks run on", required="always")
+    batch_size: int = key("sequences", "B, over all ranks", required="always")
+    prompt_len: int = key("token", "P, real tokens of each prompt", required="always")
+    gen_len: int = key("token", "G, tokens generated per sequence", required="always")
+    quant_bits: int = key("bit", "bits of a stored weight: 16 (not quantized), 8 or 4", required="always")
+    quant_group_size: int = key("elements", "weights that share a scale and a minimum", required="always")
+    cpu_offload: bool = key("", "weights in host memory", required="always")
+    disk_offload: bool = key("", "weights on disk", required="always")
+    kv_offload: bool = key("", "KV cache in host memory", required="always")
+    norm_kernels: str = key("", "auto, cuda or off", required="always")
+    dummy: bool = key("", "random weights and random token ids", required="always")
+    pin_kv_cache: bool = key("", "the KV cache in host memory is page-locked")
+    async_kv_offload: bool = key("", "the KV cache is copied while the layers compute")
+    seed: int = key("", "of random weights, token ids and samples")
+    pin_memory: bool | None = key(
+        "", "weights in host memory are page-locked; as asked where the run failed before it was decided"
+    )
+    weights_place: str = key(
+        "",
+        "where the weights waited: cpu (host memory), disk or gpu; cpu also for a run without offload on a machine without a GPU. "
+        "The place in the log's name",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the loops gave."""
+
+    model_bytes: int = key("byte", "all parameters at 2 bytes, see utils.model_bytes", required="when measured")
+    cache_bytes: int = key("byte", "KV cache at 2 bytes, see utils.cache_bytes", required="when measured")
+    hidden_bytes: int = key(
+        "byte",
+        "hidden states of prompt and generated tokens at 2 bytes, see utils.hidden_bytes",
+        required="when measured",
+    )
+    weight_bytes: int = key(
+        "byte", "weights as the engine stores them, scales included, exact", required="when measured"
+    )
+    load_s: float = key("s", "from the engine's start to a model that can generate", required="when measured")
+    cold_total_s: float | None = key(
+        "s", "total latency of the first warm-up loop; null without one", required="when measured"
+    )
+    warmup_total_s: list[float] = key("s", "total latency of each warm-up loop")
+    warmed_up: bool | None = key("", "whether the loops had become alike; null without --warmup-spread")
+    loops: list[Loop] = key("", "every measured loop", required="when measured")
+    evenness: Evenness = inline()
+    prefill_latency_s: float = key(
+        "s", "time to first token, its selection included; median over loops", required="when measured"
+    )
+    prefill_throughput: float = key("token/s", "B P / prefill latency", required="when measured")
+    decode_latency_s: float = key("s", "total - prefill; median over loops", required="when measured")
+    decode_throughput: float | None = key(
+        "token/s", "B (G - 1) / decode latency; null when G = 1", required="when measured"
+    )
+    total_latency_s: float = key("s", "one generate call; median over loops", required="when measured")
+    total_throughput: float = key("token/s", "B G / total latency", required="when measured")
+    peak_gpu_bytes: int | None = key(
+        "byte",
+        "most device memory held during the measured loops; null without a device",
+        required="when measured",
+    )
+    peak_host_bytes: int = key("byte", "most resident host memory of the process", required="when measured")
+    output_ids_sha256: str = key(
+        "", "of the generated ids of the last loop, see fingerprint.output_ids_sha256", required="when measured"
+    )
+    transfers: MovedPerStep = key("byte", "bytes moved per decode step, all ranks, counted", required="when measured")
+    decode_weights_gb_per_s: float | None = key(
+        "GB/s", "`weight_bytes` for each decode step / decode latency; null when G = 1", "decode_weights_gbps"
+    )
+    limit: Limit = key(
+        "", "the roofline of the decode on this machine, and the share reached", required="when measured"
+    )
+    link_use: LinkUse | TracedLinkUse | None = key(
+        "", "what the first rank's link did in the decode steps; null where nothing observes it"
+    )
+    device: str = key("", "cuda or cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlacement:
+    """What the stream engine placed where."""
+
+    resident_layers: int = key("layers", "whose weights stay on the device")
+    streamed_layers: int = key("layers", "that are copied to it for every step")
+    ring_depth: int = key("slots", "layers that the device has room for at once, of those that are copied to it")
+    slot_bytes: int = key("byte", "largest layer that is copied, as it is stored")
+    resident_bytes: int = key("byte", "weights that stay on the device")
+    workspace_bytes: int = key("byte", "device memory to dequantize into")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine says of the model that it loaded."""
+
+    stream: StreamPlacement | None = key("", "what the engine placed where", only_with=_STREAM, default=None)
+    ds_config: dict[str, Any] | None = key(
+        "", "DeepSpeed's config as resolved; null for other engines", required="when measured", default=None
+    )
+    quantized_fraction: float | None = key(
+        "share", "of the weights, that is stored quantized", only_with=_QUANTIZED, default=None
+    )
+    not_quantized: list[str] | None = key(
+        "", "names of the weights that are stored as they were", only_with=_QUANTIZED, default=None
+    )
+    norm_kernels_unused_because: str | None = key(
+        "", "why the norms are transformers'; null if they are ours", default=None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The scores, if any were asked for."""
+
+    by_task: dict[str, TaskScores] | None = key("", "scores by task; null without --quality", "quality", parts=Tasks)
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of a request, filled on the way: None is what the run did not get to know."""
+
+    norm_modules_patched: int = key("modules", "norms that ours replaced", default=0)
+    machine: MachineLoad | None = inline(default=None)
+    measured: Measured | None = inline(default=None)
+    quality: Quality | None = inline(default=None)
+    engine: EngineFacts | None = inline(default=None)
+    environment: Mapping[str, Any] | None = key(
+        "", "machine and versions", required="when measured", parts=Environment, default=None
+    )
+
+    def add_facts(self, facts: Mapping[str, Any]) -> None:
+        """Take what a loaded model says of itself.
+
+        Raises:
+            ValueError: a fact that is not declared here.
+        """
+        declared = {each.name for each in fields(EngineFacts)}
+        if odd := sorted(facts.keys() - declared - {"norm_modules_patched"}):
+            raise ValueError(f"the engine says {', '.join(odd)}, which records.schema does not declare")
+        known = {name: facts[name] for name in declared & facts.keys()}
+        if isinstance(known.get("stream"), Mapping):
+            known["stream"] = StreamPlacement(**known["stream"])
+        self.engine = EngineFacts(**known)
+        self.norm_modules_patched = facts.get("norm_modules_patched", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of a .jsonl file: the keys that every record has come first, the others after them."""
+
+    schema_version: int = key("", "layout of the record", required="always", default=SCHEMA_VERSION)
+    status: str = key("", f"'{STATUS_OK}', or '{STATUS_FAILED}' with the reason in `error`", required="always")
+    request: Request = inline()
+    result: Result = inline()
+    error: str | None = key("", "why it failed", only_with=f"status '{STATUS_FAILED}'", default=None)

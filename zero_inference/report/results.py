@@ -1,0 +1,118 @@
+"""What a run prints when it is done: what was generated, the log's four lines, and in words what stands beside them in the record."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from zero_inference.errors import RunError
+from zero_inference.measure import steadiness
+from zero_inference.quality import evaluate as quality
+from zero_inference.records.key import as_mapping
+from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
+from zero_inference.records.loops import MovedPerStep
+from zero_inference.records.run_log import RunLog
+from zero_inference.records.schema import Result
+from zero_inference.runtime import signals
+from zero_inference.runtime.text import printable
+from zero_inference.utils import GB
+
+SHOWN_TEXTS = 3
+
+
+def publish(files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[], None]) -> None:
+    """Print and write the results of a run that went well. On the screen first: it is what stays where the files cannot be written.
+
+    Args:
+        output_ids: int64 [batch, gen_len].
+        tokenizer: None shows no texts.
+        before: called first; what it raises does not keep the files from being written.
+
+    Raises:
+        RunError: something could not be written, or not be printed.
+    """
+    unprinted: BaseException | None = None
+    try:
+        before()
+        if tokenizer is not None:
+            print_texts(output_ids, tokenizer)
+        print_results(files.block(), files.result)
+    except BaseException as error:  # a reader that is gone, or a signal: the files come first
+        unprinted = error
+    with signals.held():
+        files.write()
+    if files.unwritten:
+        raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
+    if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
+        raise RunError(
+            f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}."
+        )
+    if unprinted:
+        raise unprinted
+    print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
+
+
+def print_texts(output_ids: Any, tokenizer: Any) -> None:
+    """The first of the generated texts; `output_ids` int64 [batch, gen_len]."""
+    for number, row in enumerate(output_ids[:SHOWN_TEXTS]):
+        text = tokenizer.decode(row, skip_special_tokens=True).strip()
+        print(f"[{number}] {printable(text)}")
+    hidden = len(output_ids) - SHOWN_TEXTS
+    print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
+
+
+def print_results(block: str, result: Result) -> None:
+    """`block` is the log's; `result` is that of a run that went well."""
+    measured, engine, scored = result.measured, result.engine, result.quality
+    print(block)
+    if line := steadiness.in_words(measured.evenness, len(measured.loops)):
+        print(line)
+    on_gpu, to_device = measured.device == "cuda", measured.transfers.host_to_device_bytes_per_step
+    if measured.limit.bound_by:
+        print(limit_in_words(measured.limit, measured.transfers, on_gpu))
+    if on_gpu and measured.link_use:
+        print(idle_in_words(measured.link_use) or "the link was hardly ever idle")
+    elif measured.device == "cpu" and to_device:
+        print(f"decode fetches {to_device / 1e9:.3f} GB a step; without a GPU there is no link to cross")
+    if engine.quantized_fraction is not None:
+        print(f"quantized: {engine.quantized_fraction:.1%} of the weights, {measured.weight_bytes / GB:.3f} GB stored")
+    for task, scores in (scored.by_task or {}).items():
+        print(quality.in_words(task, as_mapping(scores)))
+    sys.stdout.flush()
+
+
+def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str:
+    """One line: what bounds a decode step here, and how near the run came."""
+    rates = limit.rates
+    memory = "device memory" if on_gpu else "this machine's memory"
+    spread = " in the loops themselves" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
+    what = {
+        "link": lambda: (
+            f"moves {moved.host_to_device_bytes_per_step / 1e9:.3f} GB to the device a step ({rates.link_kind}: "
+            f"{rates.link_gb_per_s:.1f} GB/s{spread})"
+        ),
+        "disk": lambda: (
+            f"reads {moved.disk_read_bytes_per_step / 1e9:.3f} GB a step from disk ({rates.disk_gb_per_s:.2f} GB/s)"
+        ),
+        "device_memory": lambda: f"is bound by {memory} (copies at {rates.device_copy_gb_per_s:.1f} GB/s)",
+        "matmul": lambda: f"is bound by matrix products ({rates.matmul_tflops:.2f} TFLOP/s)",
+    }[limit.bound_by]()
+    return f"decode {what} and runs at {limit.fraction_of_limit:.1%} of that limit"
+
+
+def idle_in_words(use: LinkUse | TracedLinkUse) -> str | None:
+    """Where the rest of the link's time went, or None if there is hardly any."""
+    if isinstance(use, TracedLinkUse):
+        total = use.busy_s + use.idle_s
+        return f"in the trace the link stood idle {use.idle_s / total:.1%} of the time" if total else None
+    causes = {
+        "waiting for a free slot: the device computes longer than a layer copies": use.slot_wait_s,
+        "at the start of a step, while the host prepares it: a larger --ring-depth bridges that": use.step_start_s,
+        "host late: it asked too late for the next layer": use.host_late_s,
+    }
+    total = use.busy_s + sum(causes.values())
+    worst = max(causes, key=causes.__getitem__)
+    if not total or causes[worst] < 0.02 * total:
+        return None
+    return f"the link stood idle {1 - use.busy_s / total:.1%} of the time, mostly {worst}"
