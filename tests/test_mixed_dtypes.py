@@ -180,7 +180,7 @@ def test_experts_and_tokens_are_those_of_from_pretrained(family, dtype, way, che
     assert loaded.weight_bytes == parameter_bytes(model) == parameter_bytes(spec.outline)
     loaded.close()
     if dtype == "bfloat16":
-        for name, tensor in model.state_dict().items():
+        for tensor in model.state_dict().values():
             if tensor.dtype == torch.float32:
                 tensor.copy_(tensor.bfloat16())
         assert not same(choices(model)[0], experts), "a checkpoint whose rounding changes nothing would prove nothing"
