@@ -14,7 +14,8 @@
 #include <vector>
 
 #include "norm_forward.cuh"
-#include "poly_norm.cuh"
+#include "poly_backward.cuh"
+#include "poly_forward.cuh"
 
 using namespace zero_inference::norms;
 #ifndef ELEMENT

@@ -64,6 +64,27 @@ def test_compiles_without_a_warning(source, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_launch_sizes_stand_in_one_table():
+    folder = extension.source_folder()
+    numbers = (
+        r"constexpr int k\w*(Threads|Blocks?|Waves|Lanes|Unroll|Parts?|Stages|Budget)\w* = [\d(]",
+        r"(Row|Ring)Shape<T, \d",
+        r"__launch_bounds__\([^)]*\b\d+\b",
+        r"<<<[^>]*\b[1-9]\d+\b",
+        r"processors\(\)\}? \* \d",
+    )
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted(folder.rglob("*.cu*"))
+        if path.name != "launch_sizes.cuh"
+        for line in path.read_text().splitlines()
+        if any(re.search(number, line) for number in numbers)
+    ]
+    assert not found, found
+    table = (folder / "launch_sizes.cuh").read_text()
+    assert all(re.search(number, table) for number in numbers[:2])
+
+
 def test_sources_have_names_of_their_own():
     names = [path.stem for path in extension.sources()]
     assert names and len(names) == len(set(names)), names

@@ -1,71 +1,12 @@
-// Gradients of rms_norm and layer_norm, with n = the normalized row, s = its scale, m = grad * (weight + offset):
-//
-//   rms:    dx = s (m - n mean(m n))                 dweight = sum over rows of grad n
-//   layer:  dx = s (m - mean(m) - n mean(m n))       and dbias = sum over rows of grad
-//
-// and of a fused sum, whose own gradient is added to dx. Nothing is kept from the forward pass: the row is read anyway. In rows
-// of one element the differences would be all rounding error; there 1 - n^2 = eps s^2, so that rms's dx = eps s^3 m, and
-// layer's is 0.
+// Backward passes of rms_norm and layer_norm (norm_gradients.cuh): rows pass through a ring, weight gradients stay in
+// registers.
 #pragma once
 
 #include "../alignment.cuh"
-#include "column_sums.cuh"
-#include "rows.cuh"
+#include "norm_backward_loop.cuh"
+#include "norm_gradients.cuh"
 
 namespace zero_inference::norms {
-
-template <typename T>
-struct NormBackward {
-  const T* grad;
-  const T* grad_sum;  // null: there is none
-  const T* x;         // what was normalized
-  const T* weight;
-  T* grad_x;
-  T* grad_weight;
-  T* grad_bias;  // of layer_norm
-  int64_t rows;
-  int columns;
-  float eps;
-  float offset;
-  float* partial;  // [blocks, columns] of weight gradients, then as many of bias gradients in each of its rows
-  float* stats;    // [rows, 2] mean and scale, where rows are read in a loop
-};
-
-// What a row's elements need to be turned into gradients.
-struct RowStats {
-  float mean;
-  float scale;
-  float outer;    // what the difference is multiplied with: scale, but in rows of one element
-  float mean_m;   // mean(m), of layer_norm
-  float mean_mn;  // mean(m n)
-};
-
-template <bool kLayer>
-constexpr int kNormSums = kLayer ? 3 : 2;
-
-template <bool kLayer>
-__device__ __forceinline__ RowStats row_stats(const float (&total)[kNormSums<kLayer>], float mean, float count, float eps) {
-  RowStats stats;
-  stats.mean = mean;
-  stats.scale = rsqrtf(total[0] / count + eps);
-  stats.outer = stats.scale;
-  stats.mean_mn = stats.scale * (total[1] / count);
-  if (count == 1.0f) {
-    stats.outer = kLayer ? 0.0f : stats.scale * stats.scale * stats.scale * eps;
-    stats.mean_mn = 0.0f;
-  }
-  stats.mean_m = 0.0f;
-  if constexpr (kLayer) stats.mean_m = total[2] / count;
-  return stats;
-}
-
-// Adds one element to: sum of squares, sum of m x, sum of m (x centred for layer_norm).
-template <bool kLayer>
-__device__ __forceinline__ void add_to(float (&total)[kNormSums<kLayer>], float centred, float m) {
-  total[0] += centred * centred;
-  total[1] += m * centred;
-  if constexpr (kLayer) total[2] += m;
-}
 
 template <typename S, bool kLayer, bool kAdd>
 __global__ void __launch_bounds__(S::kBlock, bounded_blocks(S::kBlock, S::kThreads))
@@ -194,85 +135,6 @@ __global__ void __launch_bounds__(S::kBlock, bounded_blocks(S::kBlock, S::kThrea
   if constexpr (kLayer) put(partial + a.columns, bias_sums);
 }
 
-template <typename T, int kVec, bool kLayer>
-__global__ void __launch_bounds__(kLoopThreads) norm_backward_loop(const NormBackward<T> a) {
-  float* scratch = reinterpret_cast<float*>(dynamic_shared());
-  int turn = 0;
-  const int first = threadIdx.x * kVec;
-  constexpr int kStep = kLoopThreads * kVec;
-  const float count = static_cast<float>(a.columns);
-  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    const int64_t start = row * a.columns;
-    float mean = 0.0f;
-    if constexpr (kLayer) {
-      float total[1] = {0.0f};
-      for (int column = first; column < a.columns; column += kStep) {
-        Chunk<T, kVec> x;
-        x.load(a.x + start + column);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) total[0] += x.value[i];
-      }
-      row_sum<kLoopThreads>(total, scratch, turn);
-      mean = total[0] / count;
-    }
-    float total[kNormSums<kLayer>] = {};
-    for (int column = first; column < a.columns; column += kStep) {
-      Chunk<T, kVec> x, grad, weight;
-      x.load(a.x + start + column);
-      grad.load(a.grad + start + column);
-      weight.load(a.weight + column);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) add_to<kLayer>(total, x.value[i] - mean, grad.value[i] * (weight.value[i] + a.offset));
-    }
-    row_sum<kLoopThreads>(total, scratch + kSumScratch<kLoopThreads, 1>, turn);
-    const RowStats stats = row_stats<kLayer>(total, mean, count, a.eps);
-    for (int column = first; column < a.columns; column += kStep) {
-      Chunk<T, kVec> x, grad, weight, grad_sum;
-      x.load(a.x + start + column);
-      grad.load(a.grad + start + column);
-      weight.load(a.weight + column);
-      if (a.grad_sum != nullptr) grad_sum.load(a.grad_sum + start + column);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float normalized = (x.value[i] - mean) * stats.scale;
-        const float m = grad.value[i] * (weight.value[i] + a.offset);
-        x.value[i] = stats.outer * (m - stats.mean_m - normalized * stats.mean_mn);
-        if (a.grad_sum != nullptr) x.value[i] += grad_sum.value[i];
-      }
-      x.store(a.grad_x + start + column);
-    }
-    if (threadIdx.x == 0) {
-      a.stats[2 * row] = mean;
-      a.stats[2 * row + 1] = stats.scale;
-    }
-  }
-}
-
-// Weight gradients of kVec columns a thread over the rows of a part: blockIdx.y of gridDim.y.
-template <typename T, int kVec, bool kLayer>
-__global__ void __launch_bounds__(kLoopThreads) norm_weight_parts(const NormBackward<T> a) {
-  const int column = (blockIdx.x * kLoopThreads + threadIdx.x) * kVec;
-  if (column >= a.columns) return;
-  float weight_sums[kVec] = {};
-  float bias_sums[kVec] = {};
-  for (int64_t row = blockIdx.y; row < a.rows; row += gridDim.y) {
-    Chunk<T, kVec> x, grad;
-    x.load(a.x + row * a.columns + column);
-    grad.load(a.grad + row * a.columns + column);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      weight_sums[i] += grad.value[i] * ((x.value[i] - a.stats[2 * row]) * a.stats[2 * row + 1]);
-      if constexpr (kLayer) bias_sums[i] += grad.value[i];
-    }
-  }
-  float* partial = a.partial + blockIdx.y * static_cast<int64_t>(a.columns) * (kLayer ? 2 : 1);
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    partial[column + i] = weight_sums[i];
-    if constexpr (kLayer) partial[a.columns + column + i] = bias_sums[i];
-  }
-}
-
 // Parts of the weight gradient: of kRowsOfPart rows or more each where that fills the device.
 inline int64_t parts_of(int64_t rows, int rows_at_once, int processors, int resident) {
   const int64_t wanted = std::max<int64_t>(divided_up(rows, kRowsOfPart * rows_at_once), processors);
@@ -294,19 +156,6 @@ bool launch_norm_backward_rows(NormBackward<T>& a, const Device& device, Allocat
     launch_sum_columns(a.partial, parts, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
     return true;
   });
-}
-
-template <typename T, int kVec, bool kLayer, typename Allocate>
-void launch_norm_backward_loop(NormBackward<T>& a, const Device& device, Allocate allocate) {
-  const int64_t parts = std::min<int64_t>(divided_up(a.rows, kLoopRowsOfPart), kLoopParts);
-  a.stats = allocate(2 * a.rows);
-  a.partial = allocate(parts * a.columns * (kLayer ? 2 : 1));
-  const dim3 grid(loop_blocks(a.rows, device));
-  constexpr int kShared = 4 * (kSumScratch<kLoopThreads, 1> + kSumScratch<kLoopThreads, kNormSums<kLayer>>);
-  launch(norm_backward_loop<T, kVec, kLayer>, grid, kLoopThreads, kShared, device, a);
-  launch(norm_weight_parts<T, kVec, kLayer>, dim3(divided_up(a.columns, kLoopThreads * kVec), parts), kLoopThreads, 0, device,
-         a);
-  launch_sum_columns(a.partial, parts, a.columns, a.grad_weight, kLayer ? a.grad_bias : nullptr, device);
 }
 
 // `allocate(count)` gives float32 device memory that lives until the kernels are queued.

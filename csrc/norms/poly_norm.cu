@@ -1,6 +1,7 @@
 // zero_inference::poly_norm and poly_norm_backward on CUDA; their schemas are in zero_inference/norms/ops/poly.py.
 
-#include "poly_norm.cuh"
+#include "poly_backward.cuh"
+#include "poly_forward.cuh"
 #include "tensors.cuh"
 
 namespace {
