@@ -15,9 +15,9 @@ from zero_inference.measure import limits, rates
 from zero_inference.measure.limits import LeastWork
 from zero_inference.measure.rates import AroundLoops, LinkRate, with_link
 from zero_inference.records.key import as_mapping
-from zero_inference.records.limit import LinkUse, Rates
+from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import MovedPerStep
-from zero_inference.report.results import limit_in_words
+from zero_inference.report.results import idle_in_words, limit_in_words
 from zero_inference.runtime.distributed import Ranks
 
 CPU = torch.device("cpu")
@@ -188,3 +188,36 @@ def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart(
     assert limit_in_words(limit_of(), MOVED, on_gpu=True) == (
         "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit"
     )
+
+
+def test_the_line_names_what_binds_and_there_is_none_where_nothing_does():
+    on_disk = limit_of(moved=replace(MOVED, disk_read_bytes_per_step=2 * 10**9))
+    assert limit_in_words(on_disk, replace(MOVED, disk_read_bytes_per_step=2 * 10**9), on_gpu=True) == (
+        "decode reads 2.000 GB a step from disk (5.00 GB/s) and runs at 1600.0% of that limit"
+    )
+    products = limit_of(on_gpu=False)
+    assert limit_in_words(products, MOVED, on_gpu=False) == (
+        "decode is bound by matrix products (500.00 TFLOP/s) and runs at 8.0% of that limit"
+    )
+    memory = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None))
+    for on_gpu, where in ((True, "device memory"), (False, "this machine's memory")):
+        assert f"bound by {where} (copies at 2000.0 GB/s) and runs at 4.0%" in limit_in_words(memory, MOVED, on_gpu)
+    nothing = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None, device_copy_gb_per_s=None))
+    assert nothing.bound_by is None and limit_in_words(nothing, MOVED, on_gpu=False) is None
+
+
+@pytest.mark.parametrize(
+    "use, words",
+    [
+        (LinkUse(4, 2.0, 0.0, 0.01, 0.02, 10**9, 0), None),
+        (LinkUse(4, 6.0, 3.0, 0.3, 0.7, 10**9, 0), "40.0% of the time, mostly waiting for a free slot"),
+        (LinkUse(4, 9.0, 0.1, 0.2, 0.7, 10**9, 0), "10.0% of the time, mostly at the start of a step"),
+        (LinkUse(4, 9.0, 0.1, 0.7, 0.2, 10**9, 0), "10.0% of the time, mostly host late"),
+        (LinkUse(4, 0.0, 0.0, 0.0, 0.0, 0, 0), None),
+        (TracedLinkUse(3.0, 1.0, 10**9, 1 / 3), "in the trace the link stood idle 25.0% of the time"),
+        (TracedLinkUse(0.0, 0.0, 0, None), None),
+    ],
+)
+def test_where_the_links_time_went_is_said_if_there_was_any(use, words):
+    said = idle_in_words(use)
+    assert said is None if words is None else words in said

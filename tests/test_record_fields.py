@@ -19,6 +19,7 @@ from zero_inference.records.machine import Environment
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import Request, Result, StreamPlacement
 from zero_inference.records.scores import ProgramScores, Tasks, scores_of
+from zero_inference.report import runs as report
 from zero_inference.runtime.environment import describe_environment
 
 ENGINES = {
@@ -167,3 +168,10 @@ def test_runs_are_still_reported_of_a_folder_alone(capfd):
     assert capfd.readouterr().err == (
         "error: the following arguments are required: LOGDIR; see zero-inference report --help\n"
     )
+
+
+def test_every_column_of_the_report_is_a_described_key():
+    known = {one.key for one in described()}
+    of_names = {"weight_quantize", "file"}  # what a log's name says, and where a row came from
+    by_k = {f"quality.humaneval.{name}.1": f"quality.humaneval.{name}" for name in ("pass_at_k", "stderr")}
+    assert {by_k.get(column.key, column.key) for column in report.COLUMNS} - known == of_names

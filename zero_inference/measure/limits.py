@@ -55,8 +55,8 @@ def decode_limits(
     in_all = {name: step_s * steps for name, step_s in as_mapping(floor_step).items()}
     if "link" in in_all:
         in_all["link"] = max(0.0, in_all["link"] - ahead_bytes / (rates.link_gb_per_s * 1e9))
-    bound_by = max(in_all, key=in_all.get, default=None)
-    floor = in_all.get(bound_by) or None
+    bound_by = max(in_all, key=lambda name: in_all[name], default=None)
+    floor = in_all[bound_by] or None if bound_by is not None else None
     return Limit(
         rates=rates,
         link_ahead_bytes=ahead_bytes,

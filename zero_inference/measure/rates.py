@@ -85,7 +85,9 @@ class AroundLoops:
     def reached_gb_per_s(self) -> float:
         """GB/s (1e9 bytes) of this rank's own copies, the median of the loops in which its link was hardly ever idle, as the links of
         all ranks have to be for their sum to be what all can do at once; 0 where there is none."""
-        return statistics.median([use.gb_per_s_while_busy for use in self.uses if use.busy_share > LEAST_BUSY] or [0.0])
+        return statistics.median(
+            [use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > LEAST_BUSY] or [0.0]
+        )
 
     @property
     def ahead_bytes(self) -> int:
@@ -102,7 +104,7 @@ class AroundLoops:
         if use is not None:
             self.uses.append(use)
         if self.on_gpu:
-            self.peak_gpu_bytes = max(self.peak_gpu_bytes, torch.cuda.max_memory_allocated(self.device))
+            self.peak_gpu_bytes = max(self.peak_gpu_bytes or 0, torch.cuda.max_memory_allocated(self.device))
 
 
 def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate, weight_bytes: int) -> Rates:

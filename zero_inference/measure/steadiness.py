@@ -44,7 +44,7 @@ def in_words(evenness: Evenness, loops: int) -> str | None:
             f"{evenness.decode_spread:.1%} of the median apart"
         )
     at = evenness.slowest_step_at
-    if at is not None and evenness.slowest_step_over_median > SLOW_STEP:
+    if at is not None and (evenness.slowest_step_over_median or 0) > SLOW_STEP:
         parts.append(
             f"decode step {at.step} of loop {at.loop} took {at.step_s:.3f} s, "
             f"{evenness.slowest_step_over_median:.1f} times the median step of its loop"

@@ -65,12 +65,13 @@ def print_texts(output_ids: Any, tokenizer: Any) -> None:
 def print_results(block: str, result: Result) -> None:
     """`block` is the log's; `result` is that of a run that went well."""
     measured, engine, scored = result.measured, result.engine, result.quality
+    assert measured is not None and engine is not None and scored is not None, "a run that failed has no results"
     print(block)
     if line := steadiness.in_words(measured.evenness, len(measured.loops)):
         print(line)
     on_gpu, to_device = measured.device == "cuda", measured.transfers.host_to_device_bytes_per_step
-    if measured.limit.bound_by:
-        print(limit_in_words(measured.limit, measured.transfers, on_gpu))
+    if line := limit_in_words(measured.limit, measured.transfers, on_gpu):
+        print(line)
     if on_gpu and measured.link_use:
         print(idle_in_words(measured.link_use) or "the link was hardly ever idle")
     elif measured.device == "cpu" and to_device:
@@ -82,22 +83,25 @@ def print_results(block: str, result: Result) -> None:
     sys.stdout.flush()
 
 
-def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str:
-    """One line: what bounds a decode step here, and how near the run came."""
+def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | None:
+    """One line: what bounds a decode step here, and how near the run came. None where nothing does."""
     rates = limit.rates
-    memory = "device memory" if on_gpu else "this machine's memory"
-    spread = " in the loops themselves" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
-    what = {
-        "link": lambda: (
-            f"moves {moved.host_to_device_bytes_per_step / 1e9:.3f} GB to the device a step ({rates.link_kind}: "
+    if limit.bound_by == "link":
+        spread = " in the loops themselves" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
+        what = (
+            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step ({rates.link_kind}: "
             f"{rates.link_gb_per_s:.1f} GB/s{spread})"
-        ),
-        "disk": lambda: (
-            f"reads {moved.disk_read_bytes_per_step / 1e9:.3f} GB a step from disk ({rates.disk_gb_per_s:.2f} GB/s)"
-        ),
-        "device_memory": lambda: f"is bound by {memory} (copies at {rates.device_copy_gb_per_s:.1f} GB/s)",
-        "matmul": lambda: f"is bound by matrix products ({rates.matmul_tflops:.2f} TFLOP/s)",
-    }[limit.bound_by]()
+        )
+    elif limit.bound_by == "disk":
+        read = (moved.disk_read_bytes_per_step or 0) / 1e9
+        what = f"reads {read:.3f} GB a step from disk ({rates.disk_gb_per_s:.2f} GB/s)"
+    elif limit.bound_by == "device_memory":
+        memory = "device memory" if on_gpu else "this machine's memory"
+        what = f"is bound by {memory} (copies at {rates.device_copy_gb_per_s:.1f} GB/s)"
+    elif limit.bound_by == "matmul":
+        what = f"is bound by matrix products ({rates.matmul_tflops:.2f} TFLOP/s)"
+    else:
+        return None
     return f"decode {what} and runs at {limit.fraction_of_limit:.1%} of that limit"
 
 
