@@ -32,6 +32,7 @@ from zero_inference.records.records import output_ids_sha256
 from zero_inference.records.run_log import RunLog, refuse_shared_files
 from zero_inference.runtime import garbage, signals
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
+from zero_inference.runtime.divisors import batch_advice
 from zero_inference.runtime.environment import describe_environment
 from zero_inference.runtime.progress import Progress
 from zero_inference.runtime.replace import replacing
@@ -371,10 +372,7 @@ def _prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, 
 
 def _check_launch(config: RunConfig, ranks: Ranks) -> None:
     if config.batch_size % ranks.world_size:
-        raise UsageError(
-            f"--batch-size {config.batch_size} does not divide over {ranks.world_size} ranks; "
-            f"use a multiple of {ranks.world_size}."
-        )
+        raise UsageError(f"{batch_advice(config.batch_size, ranks.world_size, f'{ranks.world_size} ranks')}.")
     if ranks.device.type == "cpu":
         for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
             if given:

@@ -17,6 +17,7 @@ from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.report.tables import FORMATS
+from zero_inference.runtime.divisors import batch_advice
 from zero_inference.runtime.signals import exit_on_stop
 
 WARMUP_SPREAD = 0.05
@@ -90,10 +91,8 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         raise UsageError(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}.")
     for arm in arms:
         if arm.config.batch_size % args.num_gpus:
-            raise UsageError(
-                f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus "
-                f"{args.num_gpus}; use a multiple of it."
-            )
+            over = batch_advice(arm.config.batch_size, args.num_gpus, f"--num-gpus {args.num_gpus}")
+            raise UsageError(f"arm {arm.name}: {over}.")
     try:
         folder = _log_folder(args.log_dir)
     except OSError as error:

@@ -17,6 +17,7 @@ import torch
 
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.errors import UsageError
+from zero_inference.runtime.divisors import nearest_divisor
 from zero_inference.runtime.transfers import Transfers
 
 
@@ -60,9 +61,9 @@ class LoadedModel:
 def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
     """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
     last = shape[-1]
-    fitting = [size for size in (256, 128, 64, 32, 16, 8) if last % size == 0 and last % packs == 0]
+    fitting = nearest_divisor(asked, last, (256, 128, 64, 32, 16, 8), packs)
     change = (
-        f"use --quant-group-size {fitting[0]} or another divisor"
+        f"use --quant-group-size {fitting} or another divisor"
         if fitting
         else "this model cannot be quantized so, drop --quant-bits"
     )
