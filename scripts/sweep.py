@@ -190,8 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         _say(_outcome(results[-1]) + where)
 
     frame = report.differing_columns(report.runs_frame(results))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(report.render(frame, "table", colour=sys.stdout.isatty(), width=width), end="")
+    report.print_frame(frame, "table")
     return 0 if all(map(_is_good, results)) else 1
 
 

@@ -379,7 +379,7 @@ def test_a_row_is_shown_before_the_next_is_measured(format, monkeypatch, capsys)
 
 
 def test_rows_one_by_one_are_the_table_of_all(capsys):
-    columns = [Column("name", "a long header", numeric=False), Column("value", "x", str)]
+    columns = [Column("name", "a long header", dtype="string"), Column("value", "x", str)]
     rows = [{"name": "one|two", "value": 12345678}, {"name": "a", "value": None}]
     printed = {}
     for format in ("csv", "md", "table"):

@@ -40,7 +40,7 @@ LAYER_BATCHES = {"cuda": (4, 128), "cpu": (1,)}
 LAYER_SEQS = {"cuda": (128, 512), "cpu": (128,)}
 TRIED_COLUMNS = 4096  # hidden size of the norm kernels' trial
 LONGEST_CALL_S = 3.0  # one product of 2048 in float16, which most CPUs emulate, took 100 s
-NOT_MEASURED = Column("not_measured", "not measured", numeric=False)
+NOT_MEASURED = Column("not_measured", "not measured", dtype="string")
 
 
 @dataclass(frozen=True)

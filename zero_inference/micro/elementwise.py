@@ -12,13 +12,13 @@ from zero_inference.report.tables import Column, figures, percent
 
 BYTES = 8  # an element of float32 is read and one is written
 COLUMNS = (
-    Column("n", "n"),
+    Column("n", "n", dtype="Int64"),
     Column("time_s", "time (us)", lambda seconds: figures(1e6 * seconds)),
     Column("gflops", "GFLOP/s", figures),
     Column("gbps", "GB/s", figures),
     Column("of_datasheet", "of datasheet", percent),
     Column("of_measured", "of measured", percent),
-    Column("error", "error", numeric=False),
+    Column("error", "error", dtype="string"),
 )
 
 
