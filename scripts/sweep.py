@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from sweep_cases import AXES, Case, expand, options_of  # noqa: E402
 
@@ -135,13 +135,13 @@ def _is_good(record: dict[str, Any]) -> bool:
     return record.get("status") == STATUS_OK and value_at(record, "total_throughput", "Float64") is not None
 
 
-def _outcome(record: dict[str, Any]) -> str:
+def outcome(record: dict[str, Any]) -> str:
     if _is_good(record):
         return f"{value_at(record, 'total_throughput', 'Float64'):.3f} token/s"
     return f"failed: {' '.join(str(record.get('error')).split())}"
 
 
-def _say(text: str, end: str = "\n") -> None:
+def say(text: str, end: str = "\n") -> None:
     print(printable(text), end=end, file=sys.stderr, flush=True)
 
 
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     records = [] if args.redo else _records(args.log_dir)
     good = [record for record in records if _is_good(record)]
     if useless := sum(record.get("status") == STATUS_OK for record in records) - len(good):
-        _say(f"{args.log_dir}: skipped {useless} record{'s' * (useless > 1)} with no speed that can be read")
+        say(f"{args.log_dir}: skipped {useless} record{'s' * (useless > 1)} with no speed that can be read")
     for case, record in itertools.product(cases, good):
         if case.is_request_of(record):
             done[case] = record  # the last one counts
@@ -161,33 +161,33 @@ def main(argv: list[str] | None = None) -> int:
             if case not in done:
                 print(shlex.join(case.command(args.program, args.log_dir)))
         if done:
-            _say(f"{len(done)} of {len(cases)} cases are in {args.log_dir} already; --redo runs them again")
+            say(f"{len(done)} of {len(cases)} cases are in {args.log_dir} already; --redo runs them again")
         return 0
 
     try:
         args.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _say(f"error: --log-dir {args.log_dir} cannot be made ({error.strerror}); choose another.")
+        say(f"error: --log-dir {args.log_dir} cannot be made ({error.strerror}); choose another.")
         return 2
     # A shell that starts a job in the background has it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_on_stop()
     results = []
     for number, case in enumerate(cases, 1):
-        _say(f"[{number}/{len(cases)}] {case.label()}", end=": ")
+        say(f"[{number}/{len(cases)}] {case.label()}", end=": ")
         if case in done:
             results.append(done[case])
-            _say(f"{_outcome(done[case])} (in {args.log_dir} already)")
+            say(f"{outcome(done[case])} (in {args.log_dir} already)")
             continue
         try:
             results.append(run_case(case, args))
         except OSError as error:  # its output has nowhere to go
             results.append(case.expected() | {"status": STATUS_FAILED, "error": str(error)})
         except KeyboardInterrupt:
-            _say("stopped; the same command goes on from here")
+            say("stopped; the same command goes on from here")
             return 130
         where = "" if _is_good(results[-1]) else f" (see {args.log_dir / case.label()}.out)"
-        _say(_outcome(results[-1]) + where)
+        say(outcome(results[-1]) + where)
 
     frame = report.differing_columns(report.runs_frame(results))
     report.print_frame(frame, "table")

@@ -1,4 +1,4 @@
-"""The page's figures: throughput, shares of the limit, phases, step times, the link's time, quality.
+"""The page's figures: throughput, shares of the roofline, phases, step times, the link's time, quality.
 
 Matplotlib and not Plotly, whose script alone is megabytes: a figure here is a small SVG, prints as it stands and needs
 no script.
@@ -87,7 +87,7 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
         mark,
         finish,
         "share of the limit (%)",
-        "How near a decode step came to the least time that this machine allows it: bytes or operations "
+        "How near a decode step came to this machine's roofline, the least time that it allows: bytes or operations "
         "that the run needed, at the rates measured in the same process. Each mark is a run, its shape says what "
         "binds it; the bar is the median, the broken line the limit.",
         legend=[
