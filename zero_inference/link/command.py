@@ -235,8 +235,8 @@ def _report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
     pinned = next((each.value for each in results if each.ceiling.name == "host_to_device_pinned_gbps"), None)
     for index, gpu in enumerate(gpus or [None]):
         warnings += warnings_for(gpu, host, pinned if index == 0 else None)  # the first is the one that was measured
-    rows = ranks.gather_objects(
-        {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
+    rows = _from_all(
+        ranks, {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
     )
     return {
         "device": ranks.device.type,
@@ -301,6 +301,16 @@ def _gpu_links(ranks: Ranks) -> list[GpuLink]:
         except (RunError, torch.OutOfMemoryError):  # said where the rate was measured
             links.append(read())
     return links
+
+
+def _from_all(ranks: Ranks, row: dict[str, Any]) -> list[dict[str, Any]]:
+    import torch.distributed as dist
+
+    if ranks.world_size == 1:
+        return [row]
+    rows: list = [None] * ranks.world_size
+    dist.all_gather_object(rows, row)
+    return rows
 
 
 def _print(report: dict[str, Any]) -> None:
