@@ -2,9 +2,10 @@
 
     python benchmarks/link_rounds.py [--tensor-mib 109 327 629] [--turns 4] [--seconds 0.5]
 
-On the first GPU. Page-locked host tensors, 4 GB of them together, go to device buffers of 3.3 GB together. GB/s of 1e9 bytes, for each size and turn:
-the ring before and after the others; rounds that each begin on an idle link; rounds behind each other, which is how the limit is measured. Of
-rounds the median and, in brackets, how far the 10th and the 90th percentile lie apart.
+On the first GPU. Page-locked host tensors, 4 GB of them together, go to device buffers of 3.3 GB together. GB/s of 1e9
+bytes, for each size and turn: the ring before and after the others; rounds that each begin on an idle link; rounds behind each
+other, which is how the limit is measured. Of rounds the median and, in brackets, how far the 10th and the 90th percentile lie
+apart.
 """
 
 from __future__ import annotations

@@ -17,20 +17,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from zero_inference.report.tables import Column, decimals, pipe_row, texts_of  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
-HEAD = (
-    "case",
-    "batch x prompt",
-    "tokens x loops",
-    "decode token/s",
-    "s a step",
-    "GB/s of weights",
-    "of the limit",
-    "peak GPU GiB",
-    "record",
+COLUMNS = (
+    Column("case", "case", dtype="string"),
+    Column("batch", "batch x prompt", dtype="string"),
+    Column("tokens", "tokens x loops", dtype="string"),
+    Column("decode_throughput", "decode token/s", decimals(1)),
+    Column("step_s", "s a step", decimals(4)),
+    Column("decode_weights_gbps", "GB/s of weights", decimals(1)),
+    Column("share", "of the limit", dtype="string"),
+    Column("peak_gib", "peak GPU GiB", decimals(1)),
+    Column("record", "record", dtype="string"),
 )
 BITS = {16: "", 8: "int8", 4: "int4"}
 
@@ -72,28 +74,25 @@ def table() -> str:
                         row(record, path),
                     )
                 )
-        rows += [each[-1] for each in sorted(found)]
-    lines = [HEAD, ("---",) * len(HEAD), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rows += [each[-1] for each in sorted(found, key=lambda each: (*each[:-1], texts_of([each[-1]], COLUMNS)))]
+    lines = [[column.header for column in COLUMNS], ["---"] * len(COLUMNS), *texts_of(rows, COLUMNS)]
+    return "\n".join(map(pipe_row, lines))
 
 
-def row(record: dict, path: Path) -> tuple[str, ...]:
+def row(record: dict, path: Path) -> dict[str, object]:
+    """By COLUMNS."""
     share, spread = record["limit"]["fraction_of_limit"], record["limit"].get("link_spread")
     bound_by_link = record["limit"].get("bound_by") == "link"
-    steps = record["gen_len"] - 1
-    return (
-        label(record),
-        f"{record['batch_size']} x {record['prompt_len']}",
-        f"{record['gen_len']} x {len(record['loops'])}",
-        f"{record['decode_throughput']:.1f}",
-        f"{record['decode_latency_s'] / steps:.4f}",
-        f"{record['decode_weights_gbps']:.1f}",
-        "-"
-        if share is None
-        else f"{share:.1%}" + (f" +- {spread / 2:.1%}" if spread is not None and bound_by_link else ""),
-        f"{record['peak_gpu_bytes'] / 2**30:.1f}",
-        f"{path.parent.name}/{path.stem}",
-    )
+    error = f" +- {spread / 2:.1%}" if spread is not None and bound_by_link else ""
+    return record | {
+        "case": label(record),
+        "batch": f"{record['batch_size']} x {record['prompt_len']}",
+        "tokens": f"{record['gen_len']} x {len(record['loops'])}",
+        "step_s": record["decode_latency_s"] / (record["gen_len"] - 1),
+        "share": None if share is None else f"{share:.1%}{error}",
+        "peak_gib": record["peak_gpu_bytes"] / 2**30,
+        "record": f"{path.parent.name}/{path.stem}",
+    }
 
 
 def label(record: dict) -> str:

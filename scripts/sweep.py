@@ -19,140 +19,20 @@ import shlex
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from sweep_cases import AXES, Case, expand, options_of  # noqa: E402
 
 from zero_inference.records.read import read_records, value_at  # noqa: E402
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
 from zero_inference.report import runs as report  # noqa: E402
-from zero_inference.runtime.processes import run_with_group  # noqa: E402
+from zero_inference.runtime.child_runs import ANY_ERROR, Ended, last_words, run_child  # noqa: E402
 from zero_inference.runtime.signals import exit_on_stop  # noqa: E402
-from zero_inference.runtime.text import file_stem, printable  # noqa: E402
-
-# Options that change where a run writes, not what it measures.
-UNMEASURED = {"log-dir", "log-file", "verbose", "local-rank"}
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A choice that is swept: the option here and, but for `offload` and `num-gpus`, of run_model.py."""
-
-    option: str
-    type: type
-    default: Any
-    choices: tuple | None = None
-    help: str | None = None
-
-
-# The last one varies fastest. The defaults are those of run_model.py.
-AXES = (
-    Axis("model", str, "facebook/opt-1.3b"),
-    Axis("engine", str, "deepspeed"),
-    Axis("dtype", str, "auto"),
-    Axis("num-gpus", int, None, help="default: the launcher's; DeepSpeed overrides CUDA_VISIBLE_DEVICES where given"),
-    Axis("prompt-len", int, 512),
-    Axis("gen-len", int, 32),
-    Axis("offload", str, "gpu", ("cpu", "disk", "gpu"), "where the weights are (default: gpu, no offload)"),
-    Axis("quant-bits", int, 16, (16, 8, 4)),
-    Axis("quant-group-size", int, 64),
-    Axis("kv-offload", int, 0, (0, 1)),
-    Axis("batch-size", int, 1),
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One combination of the axes' values, run with the same `extra` arguments as all the others."""
-
-    values: tuple[tuple[str, Any], ...]
-    dummy: bool
-    launcher: str
-    extra: tuple[str, ...]
-
-    def arguments(self) -> list[str]:
-        """For run_model.py; one long option a choice, none for a flag that is off."""
-        arguments = []
-        for option, value in self.values:
-            if option == "offload":
-                arguments += [] if value == "gpu" else [f"--{value}-offload"]
-            elif option == "kv-offload":
-                arguments += ["--kv-offload"] if value else []
-            elif option != "num-gpus" and value is not None:
-                arguments += [f"--{option}", str(value)]
-        return arguments + (["--dummy"] if self.dummy else []) + list(self.extra)
-
-    def command(self, program: Path, log_dir: Path) -> list[str]:
-        gpus = dict(self.values)["num-gpus"]
-        if self.launcher == "deepspeed":
-            launch = ["deepspeed", *(["--num_gpus", str(gpus)] if gpus else [])]
-        elif self.launcher == "torchrun":
-            launch = ["torchrun", "--standalone", f"--nproc-per-node={gpus or 1}"]
-        else:
-            launch = ["python"]
-        return [*launch, os.path.relpath(program), *self.arguments(), "--log-dir", str(log_dir)]
-
-    def expected(self) -> dict[str, Any]:
-        """The record keys that are known before the run, with their values."""
-        values = dict(self.values)
-        known = {option.replace("-", "_"): value for option, value in values.items() if option != "offload"}
-        known["cpu_offload"], known["disk_offload"] = values["offload"] == "cpu", values["offload"] == "disk"
-        known["kv_offload"] = bool(values["kv-offload"])
-        known["dummy"] = self.dummy
-        world_size = known.pop("num_gpus") or (None if self.launcher == "deepspeed" else 1)
-        known["world_size"] = world_size
-        # The record holds what `auto` came to and, for deepspeed alone, all the GPUs there are.
-        return {key: value for key, value in known.items() if value not in (None, "auto")}
-
-    def is_request_of(self, record: dict[str, Any]) -> bool:
-        """Whether `record` is of this request: equal in the keys it holds, and given the same other options."""
-        expected = self.expected()
-        if any(record.get(key) != value for key, value in expected.items()):
-            return False
-        compared = UNMEASURED | {key.replace("_", "-") for key in expected} | {"quant-group-size"}
-        argv = record.get("argv")
-        asked, given = _options(self.arguments()), _options(argv if isinstance(argv, list) else [])
-        return all(asked.get(key) == given.get(key) for key in (asked.keys() | given.keys()) - compared)
-
-    def label(self) -> str:
-        values = dict(self.values)
-        parts = [values["model"].rstrip("/").rpartition("/")[2], values["engine"], values["offload"]]
-        parts += [f"w{values['quant-bits']}", *(["kv-offload"] if values["kv-offload"] else [])]
-        parts += [values["dtype"]] if values["dtype"] != "auto" else []
-        parts += [f"group{values['quant-group-size']}"] if values["quant-group-size"] not in (None, 64) else []
-        parts += [f"gpus{values['num-gpus']}"] if values["num-gpus"] else []
-        parts += [f"prompt{values['prompt-len']}", f"gen{values['gen-len']}", f"bs{values['batch-size']}"]
-        return file_stem("-".join(parts))
-
-
-def _options(argv: list[str]) -> dict[str, tuple[str, ...]]:
-    """`--some_option a b` and `--some-option=a` as {"some-option": ("a", "b")}; `auto` is as good as not given."""
-    options: dict[str, tuple[str, ...]] = {}
-    name = None
-    for word in map(str, argv):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            name = name.replace("_", "-")
-            options[name] = (value,) if equals else ()
-        elif name is not None:
-            options[name] += (word,)
-    return {name: values for name, values in options.items() if values != ("auto",)}
-
-
-def expand(args: argparse.Namespace, extra: list[str]) -> list[Case]:
-    """Every combination once, in the order given."""
-    cases: dict[Case, None] = {}
-    for values in itertools.product(*(getattr(args, axis.option.replace("-", "_")) for axis in AXES)):
-        choice = dict(zip((axis.option for axis in AXES), values))
-        if choice["quant-bits"] == 16:
-            choice["quant-group-size"] = None  # has no meaning there, so it makes no second case
-        if choice["engine"] == "stream" and choice["offload"] == "gpu":
-            choice["offload"] = "cpu"  # where that engine always keeps what does not fit the device, and records it
-        cases[Case(tuple(choice.items()), args.dummy, args.launcher, tuple(extra))] = None
-    return list(cases)
+from zero_inference.runtime.text import printable  # noqa: E402
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -174,15 +54,18 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="where records are looked for and written")
     parser.add_argument("--launcher", choices=("deepspeed", "torchrun", "python"), default="deepspeed")
     parser.add_argument("--program", type=Path, default=ROOT / "run_model.py", help="default: run_model.py")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="S", help="end a case that takes longer, which then failed (default: none)"
+    )
     parser.add_argument("--redo", action="store_true", help="also run the cases that have a good record")
     parser.add_argument("--list", action="store_true", help="only print the commands that would run")
     args = parser.parse_args(own)
 
     taken = {axis.option for axis in AXES} | {"cpu-offload", "disk-offload", "dummy", "log-dir", "log-file"}
-    if wrong := sorted(_options(extra).keys() & taken):
+    if wrong := sorted(options_of(extra).keys() & taken):
         where = "records are found by --log-dir" if "log-file" in wrong else "give it before the --"
         parser.error(f"--{wrong[0]} after the -- would hold for every case: {where}")
-    if "dry-run" in _options(extra):
+    if "dry-run" in options_of(extra):
         parser.error("--dry-run leaves no record; --list prints the commands, add --dry-run to one of them")
     if extra and not extra[0].startswith("-"):
         parser.error(f"{extra[0]!r} after the -- is not an option of run_model.py")
@@ -190,6 +73,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("--launcher python runs one process; take deepspeed or torchrun for --num-gpus")
     if any(gpus is not None and gpus < 1 for gpus in args.num_gpus):
         parser.error("--num-gpus must be 1 or more")
+    if args.time_limit is not None and not args.time_limit > 0:
+        parser.error("--time-limit must be above 0 seconds")
     if not args.program.is_file():
         parser.error(f"no program {args.program}")
     if args.log_dir.exists() and not args.log_dir.is_dir():
@@ -216,34 +101,33 @@ def _matching(case: Case, log_dir: Path) -> list[dict[str, Any]]:
         return [record for record in _records(log_dir) if case.is_request_of(record)]
 
 
-def error_line(output: Path, returncode: int) -> str:
+def why_ended(ended: Ended, limit_s: float | None) -> str:
     """What a run that left no record said last: its own error rather than the launcher's remarks after it."""
-    lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line) for line in lines]
-    said = [line for line in lines if re.match(r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S", line)]
-    tail = said or lines
-    return f"{tail[-1]} (exit code {returncode})" if tail else f"exit code {returncode}, no output"
+    if ended.code is None:
+        return f"ended as it took longer than --time-limit {limit_s:g}"
+    words = last_words(ended.said(), ANY_ERROR)
+    return f"exit code {ended.code}, no output" if words is None else f"{words} (exit code {ended.code})"
 
 
 def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Runs it to its end and returns its record, or one made up here where it left none that is new."""
-    before = _matching(case, args.log_dir)
     command = case.command(args.program, args.log_dir)
-    output = args.log_dir / f"{case.label()}.out"
     # deepspeed starts `python -m`, which would look for modules in the current folder first (Python 3.10 still does)
     paths = os.pathsep.join(filter(None, [str(args.program.resolve().parent), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths}
-    returncode = run_with_group([_launcher(args.launcher), *command[1:]], output, env)
-    new = _matching(case, args.log_dir)
-    for record in before:
-        if record in new:
-            new.remove(record)
-    if new and (not _is_good(new[-1]) or returncode == 0):
-        return new[-1]
-    if returncode == 0:
+    ended = run_child(
+        [_launcher(args.launcher), *command[1:]],
+        args.log_dir / f"{case.label()}.out",
+        env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths},
+        limit_s=args.time_limit,
+        records=lambda: _matching(case, args.log_dir),
+        is_good=_is_good,
+    )
+    if ended.record is not None and ended.code is not None:
+        return ended.record
+    if ended.code == 0:
         error = f"the run ended well but wrote no record of this request to {args.log_dir}"
     else:
-        error = error_line(output, returncode)
+        error = why_ended(ended, args.time_limit)
     return case.expected() | {"status": STATUS_FAILED, "error": error}
 
 
@@ -252,13 +136,13 @@ def _is_good(record: dict[str, Any]) -> bool:
     return record.get("status") == STATUS_OK and value_at(record, "total_throughput", "Float64") is not None
 
 
-def _outcome(record: dict[str, Any]) -> str:
+def outcome(record: dict[str, Any]) -> str:
     if _is_good(record):
         return f"{value_at(record, 'total_throughput', 'Float64'):.3f} token/s"
     return f"failed: {' '.join(str(record.get('error')).split())}"
 
 
-def _say(text: str, end: str = "\n") -> None:
+def say(text: str, end: str = "\n") -> None:
     print(printable(text), end=end, file=sys.stderr, flush=True)
 
 
@@ -269,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     records = [] if args.redo else _records(args.log_dir)
     good = [record for record in records if _is_good(record)]
     if useless := sum(record.get("status") == STATUS_OK for record in records) - len(good):
-        _say(f"{args.log_dir}: skipped {useless} record{'s' * (useless > 1)} with no speed that can be read")
+        say(f"{args.log_dir}: skipped {useless} record{'s' * (useless > 1)} with no speed that can be read")
     for case, record in itertools.product(cases, good):
         if case.is_request_of(record):
             done[case] = record  # the last one counts
@@ -278,37 +162,36 @@ def main(argv: list[str] | None = None) -> int:
             if case not in done:
                 print(shlex.join(case.command(args.program, args.log_dir)))
         if done:
-            _say(f"{len(done)} of {len(cases)} cases are in {args.log_dir} already; --redo runs them again")
+            say(f"{len(done)} of {len(cases)} cases are in {args.log_dir} already; --redo runs them again")
         return 0
 
     try:
         args.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _say(f"error: --log-dir {args.log_dir} cannot be made ({error.strerror}); choose another.")
+        say(f"error: --log-dir {args.log_dir} cannot be made ({error.strerror}); choose another.")
         return 2
     # A shell that starts a job in the background has it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_on_stop()
     results = []
     for number, case in enumerate(cases, 1):
-        _say(f"[{number}/{len(cases)}] {case.label()}", end=": ")
+        say(f"[{number}/{len(cases)}] {case.label()}", end=": ")
         if case in done:
             results.append(done[case])
-            _say(f"{_outcome(done[case])} (in {args.log_dir} already)")
+            say(f"{outcome(done[case])} (in {args.log_dir} already)")
             continue
         try:
             results.append(run_case(case, args))
         except OSError as error:  # its output has nowhere to go
             results.append(case.expected() | {"status": STATUS_FAILED, "error": str(error)})
         except KeyboardInterrupt:
-            _say("stopped; the same command goes on from here")
+            say("stopped; the same command goes on from here")
             return 130
         where = "" if _is_good(results[-1]) else f" (see {args.log_dir / case.label()}.out)"
-        _say(_outcome(results[-1]) + where)
+        say(outcome(results[-1]) + where)
 
     frame = report.differing_columns(report.runs_frame(results))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(report.render(frame, "table", colour=sys.stdout.isatty(), width=width), end="")
+    report.print_frame(frame, "table")
     return 0 if all(map(_is_good, results)) else 1
 
 

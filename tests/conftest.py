@@ -152,13 +152,16 @@ def checkpoints(tmp_path_factory):
 def plain_ids(folder: Path, ids, gen_len: int):
     """Greedy ids of plain transformers in float32, [batch, gen_len]."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
+
+    from zero_inference.models.greedy import drop_own_settings, greedy
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config = GenerationConfig()
-    settings = GenerationConfig(max_new_tokens=gen_len, do_sample=False, pad_token_id=0)
+    drop_own_settings(model)
     with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, ids.shape[1] :]
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(gen_len))[
+            :, ids.shape[1] :
+        ]
 
 
 @pytest.fixture(scope="session")

@@ -114,7 +114,7 @@ LIMITS = dict.fromkeys(HOSTILE, Limits(wall_s=30.0)) | dict.fromkeys(ENDLESS, Li
 
 
 def namespaces_refused() -> str | None:
-    """Why no program can be shut in on this system, found out without the sandbox; None where it has to work."""
+    """Why no program can be isolated on this system, found out without the sandbox; None where it has to work."""
     if os.uname().machine not in ARCHITECTURES:
         return f"{os.uname().machine} has no filter of system calls"
     try:

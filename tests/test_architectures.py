@@ -23,11 +23,12 @@ from conftest import ROOT, VOCAB, build_model, need_lm_eval, without_gpus
 
 from zero_inference.architectures import ArchitectureBenchmark, BenchmarkConfig, compare_architectures, summarize
 from zero_inference.architectures import statistics as stats
-from zero_inference.architectures.arms import last_words, read_arms, speed_only
+from zero_inference.architectures.arms import read_arms, speed_only, why_ended
 from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
 from zero_inference.cli import add_run_arguments, console_main, run_config
 from zero_inference.errors import UsageError
 from zero_inference.measure import generation
+from zero_inference.runtime.child_runs import Ended
 from zero_inference.utils import GB
 
 
@@ -142,7 +143,7 @@ def test_models_of_equal_accuracy_are_rarely_called_different():
         def outcomes(items: int):
             for right in range(items + 1):
                 share = right / items
-                error = math.sqrt(share * (1 - share) / (items - 1))  # as quality.evaluate.mean_and_stderr has it
+                error = math.sqrt(share * (1 - share) / (items - 1))  # as quality.tasks.mean_and_stderr has it
                 yield math.comb(items, right) * p**right * (1 - p) ** (items - right), stats.Score(share, error, items)
 
         return sum(
@@ -398,9 +399,15 @@ def test_the_runs_without_scores_are_valid_too(tmp_path):
     assert all(run_config(speed_only(arm.options)).quality == () for arm in arms)
 
 
-def test_the_last_words_of_a_run():
-    assert last_words("loading\nerror: does not fit\n[rank0] launcher's remark\n", 2) == "does not fit"
-    assert last_words("loading\nKilled\n", 137) == "Killed (exit code 137)" and "said nothing" in last_words("", 9)
+def test_the_last_words_of_a_run(tmp_path):
+    def why(said: str, code: int) -> str:
+        (tmp_path / "out").write_text(said)
+        return why_ended(Ended(code, tmp_path / "out"))
+
+    assert why("loading\nerror: does not fit\n[rank0] launcher's remark\n", 2) == "does not fit"
+    assert (
+        why("loading\nKilled\n", 137) == "Killed (exit code 137)" and why("", 9) == "exit code 9, and it said nothing"
+    )
 
 
 def test_every_arm_is_checked_before_any_run(checkpoints, tmp_path, capfd):

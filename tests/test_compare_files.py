@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 
 from zero_inference.architectures.arms import read_arms
-from zero_inference.architectures.command import _log_folder
+from zero_inference.architectures.command import new_folder
 from zero_inference.cli import console_main, run_config
 from zero_inference.errors import UsageError
 
 
-def test_comparisons_that_start_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+def test_comparisons_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
     """They shared one, and took each other's runs for theirs."""
-    monkeypatch.chdir(tmp_path)
-    assert len({_log_folder(None) for _ in range(5)}) == 5
-    assert _log_folder(Path("given")) == _log_folder(Path("given"))
+    made = [new_folder(tmp_path / "logs") for _ in range(5)]
+    assert len(set(made)) == 5 and sorted(made) == sorted((tmp_path / "logs").iterdir())
 
 
 def test_a_log_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, capfd):

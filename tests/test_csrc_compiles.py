@@ -12,6 +12,7 @@ import torch
 from torch.utils import cpp_extension
 
 from zero_inference.runtime import extension
+from zero_inference.runtime.cache_folder import OURS
 
 CUDA_FILES = [path for path in extension.sources() if path.suffix == ".cu"]
 OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml allows, compiles extensions with
@@ -145,7 +146,7 @@ def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(cuda
     monkeypatch.setattr(extension, "_check_compiler", lambda: None)
     monkeypatch.setattr(extension, "_build", build)
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    folder = tmp_path / extension.OURS / extension._library_name("9.0")
+    folder = tmp_path / OURS / extension._library_name("9.0")
     folder.mkdir(parents=True)
     (folder / "lock").touch()  # what a killed build leaves, for which torch would wait for ever
     assert extension.load_extension(cuda_machine.append)

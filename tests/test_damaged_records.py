@@ -119,7 +119,7 @@ def test_mutated_records_end_no_reader_and_send_no_control_characters(seed, swee
     )
     args, extra = sweep.parse_arguments(["--log-dir", str(tmp_path), "--launcher", "python", "--list"])
     for record in read_records(tmp_path):
-        sweep._say(sweep._outcome(record))
+        sweep.say(sweep.outcome(record))
         assert not any(case.is_request_of(record) for case in sweep.expand(args, extra))
     shown = capsys.readouterr()
     assert controls(shown.out + shown.err) == ""

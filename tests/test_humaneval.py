@@ -13,9 +13,10 @@ from test_sandbox import needs_isolation
 
 from zero_inference.cli import main
 from zero_inference.quality.data import load_items
-from zero_inference.quality.evaluate import QualitySettings, in_words, pass_scores, program_of, run_programs
+from zero_inference.quality.evaluate import QualitySettings, in_words
 from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import Limits
+from zero_inference.quality.tasks import pass_scores, program_of, run_programs
 
 LIMITS = Limits(wall_s=30.0, cpu_s=20)
 

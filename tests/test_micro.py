@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
-from zero_inference.micro import blocks, cards, command, elementwise, flops, layer, matmul, timing
+from zero_inference.micro import arguments, blocks, cards, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
+from zero_inference.micro.norms import norm_patch
 from zero_inference.norms import choice
 from zero_inference.report.tables import Column, RowPrinter, render
 
@@ -78,7 +79,7 @@ def test_formulas_are_what_the_counter_counts(name):
             x
         )  # keeps the angles of rotary positions, which no block computes and some transformers multiply out
         for part, formula in PARTS.items():
-            assert counted(lambda: block.parts[part](x)) == getattr(block.shape, formula)(batch, seq), part
+            assert counted(lambda part=part: block.parts[part](x)) == getattr(block.shape, formula)(batch, seq), part
             assert block.parts[part](x).shape[:2] == (batch, seq)
     step = layer.forward_and_backward(block, x)
     assert counted(step) == flops.FORWARD_AND_BACKWARD * block.shape.forward(batch, seq)
@@ -94,7 +95,7 @@ def test_formulas_of_the_published_sizes(name):
     with torch.no_grad():
         block.parts["layer"](x)  # keeps the angles of rotary positions, as above
         for part, formula in PARTS.items():
-            assert counted(lambda: block.parts[part](x)) == getattr(block.shape, formula)(2, 128), part
+            assert counted(lambda part=part: block.parts[part](x)) == getattr(block.shape, formula)(2, 128), part
 
 
 @pytest.mark.parametrize("name", ["bert-large", "gpt2-medium", "t5-large", "opt-13b"])
@@ -313,28 +314,25 @@ def test_long_calls_are_predicted_from_the_work():
 
 
 def test_the_default_of_layer_ends_within_three_minutes_on_a_gpu(monkeypatch):
-    """By its own count of figures, each with the second at most that blocked_autorange adds."""
-    timed = []
-    monkeypatch.setattr(layer, "median_s", lambda action, seconds: timed.append(seconds) or 1.0)
-    monkeypatch.setattr(layer, "predicted_step_s", lambda *_: 0.0)
-    rates = timing.MachineRates(CPU)
-    monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 1.0)
+    """As many blocks, lengths and batches as the default has, all measured, but small: the figures are counted where torch times
+    them, and each takes the second at most that blocked_autorange adds to what is asked."""
+    asked, timed = [], timing.Timer.blocked_autorange
+
+    def counting(self, *, min_run_time):
+        asked.append(min_run_time)
+        return timed(self, min_run_time=min_run_time)
+
+    monkeypatch.setattr(timing.Timer, "blocked_autorange", counting)
+    monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)  # no kernel runs here: by the reference
     names = ["bert", "gpt2", "t5", "opt", "llama"]
     assert [blocks.block_config(name).model_type for name in blocks.DEFAULT_BLOCKS] == names
-    rows = list(
-        layer.measure(
-            rates,
-            names,
-            command.LAYER_SEQS["cuda"],
-            command.LAYER_BATCHES["cuda"],
-            "fp32",
-            command.LAYER_MIN_RUN_TIME_S,
-            1.0,
-            lambda block: int(block.name in ("opt", "llama")),
-            small_block,
-        )
-    )
-    assert len(rows) == 28 and len(timed) == 136 and len(timed) * (command.LAYER_MIN_RUN_TIME_S + 1) < 180
+    seqs, batches = (3, 5)[: len(arguments.LAYER_SEQS["cuda"])], (1, 2)[: len(arguments.LAYER_BATCHES["cuda"])]
+    assert (len(seqs), len(batches)) == (len(arguments.LAYER_SEQS["cuda"]), len(arguments.LAYER_BATCHES["cuda"]))
+    rates, patch = timing.MachineRates(CPU), norm_patch("cuda", CPU, torch.float32, names)
+    rows = list(layer.measure(rates, names, seqs, batches, "fp32", 1e-3, math.inf, patch, small_block))
+    assert len(rows) == 28 and all(row["forward_s"] > 0 and row["forward_backward_s"] > 0 for row in rows)
+    assert {row["block"] for row in rows if row["norms"] == "cuda"} == {"opt", "llama"}
+    assert len(asked) == 136 and set(asked) == {1e-3} and len(asked) * (arguments.LAYER_MIN_RUN_TIME_S + 1) < 180
 
 
 @pytest.mark.parametrize("format", ["table", "md", "csv", "json"])
@@ -379,7 +377,7 @@ def test_a_row_is_shown_before_the_next_is_measured(format, monkeypatch, capsys)
 
 
 def test_rows_one_by_one_are_the_table_of_all(capsys):
-    columns = [Column("name", "a long header", numeric=False), Column("value", "x", str)]
+    columns = [Column("name", "a long header", dtype="string"), Column("value", "x", str)]
     rows = [{"name": "one|two", "value": 12345678}, {"name": "a", "value": None}]
     printed = {}
     for format in ("csv", "md", "table"):
@@ -403,9 +401,9 @@ def test_rows_one_by_one_are_the_table_of_all(capsys):
 
 def test_rows_follow_from_the_time(monkeypatch):
     rates = timing.MachineRates(CPU)
-    monkeypatch.setattr(rates, "copy_gbps", lambda: 20.0)
+    monkeypatch.setattr(rates, "copy_gb_per_s", lambda: 20.0)
     monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 0.25)
-    monkeypatch.setattr(rates, "datasheet_gbps", lambda: 40.0)
+    monkeypatch.setattr(rates, "datasheet_gb_per_s", lambda: 40.0)
     (row,) = elementwise.measure(rates, [1 << 12], 0.02)
     assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(
         8 * row["gflops"]
@@ -461,7 +459,7 @@ def test_a_layer_and_what_other_norms_change(monkeypatch):
 def test_norm_kernels_patch_a_block_alone(name, monkeypatch, capsys):
     """By the reference, as no kernel runs here: what is tried on the device is taken as good."""
     monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)
-    patch = command.norm_patch("cuda", CPU, torch.float32, ["bert", name])
+    patch = norm_patch("cuda", CPU, torch.float32, ["bert", name])
     plain, patched = small_block(name), small_block(name)
     x = torch.randn(2, 7, plain.shape.hidden)
     assert patch(patched) == 2 and "2 norms" in capsys.readouterr().err
@@ -482,11 +480,11 @@ def test_norm_kernels_patch_a_block_alone(name, monkeypatch, capsys):
 def test_norm_kernels_that_can_patch_nothing_are_an_error(monkeypatch):
     monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)
     with pytest.raises(UsageError, match="--norm-kernels cuda: the family bert is not in the table"):
-        command.norm_patch("cuda", CPU, torch.float32, ["bert", "t5"])
+        norm_patch("cuda", CPU, torch.float32, ["bert", "t5"])
     block = small_block("llama")
     block.module.input_layernorm = torch.nn.RMSNorm(48)
     with pytest.raises(RunError, match="--norm-kernels cuda: llama with a .*RMSNorm is not in the table"):
-        command.norm_patch("cuda", CPU, torch.float32, ["llama"])(block)
+        norm_patch("cuda", CPU, torch.float32, ["llama"])(block)
 
 
 def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
@@ -562,6 +560,20 @@ def test_the_command_prints_and_draws(tmp_path):
         ("llama-3.2-1b", 16),
     ]
     assert report["card"] is None and report["device"] == "cpu" and report["rows"][2]["skippable"] > 0
+    for row in report["rows"][:2]:  # CONTRACT, section 8, for bert-large
+        b, s, h = row["batch"], row["seq"], 1024
+        work = {
+            "forward": 24 * b * s * h**2 + 4 * b * h * s**2,
+            "forward_backward": 3 * (24 * b * s * h**2 + 4 * b * h * s**2),
+            "dense": 8 * b * s * h**2,
+            "dense_activation": 8 * b * s * h**2,
+            "feed_forward": 16 * b * s * h**2,
+            "attention": 4 * b * h * s**2 + 8 * b * s * h**2,
+        }
+        for part, operations in work.items():
+            assert row[f"{part}_s"] > 0 and row[f"{part}_tflops"] == pytest.approx(operations / row[f"{part}_s"] / 1e12)
+        assert row["attention_of_feed_forward"] == pytest.approx(row["attention_tflops"] / row["feed_forward_tflops"])
+        assert row["forward_s"] < row["forward_backward_s"] and row["of_measured"] <= 1
     assert (tmp_path / "layer.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

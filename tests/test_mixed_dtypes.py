@@ -10,7 +10,6 @@ import torch
 from conftest import VOCAB, too_few_gpus
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GenerationConfig
 
 from zero_inference.config import RunConfig
 from zero_inference.engines.deepspeed.quantization import plan_quantization
@@ -18,6 +17,7 @@ from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.store import LayerStore
 from zero_inference.errors import RunError
 from zero_inference.measure.generation import use_repeatable_attention
+from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.skeleton import build_skeleton, empty_model
@@ -137,9 +137,10 @@ def choices(model) -> tuple[list[torch.Tensor], torch.Tensor]:
         if name.endswith("mlp.gate")
     ]
     ids = inputs(BATCH)
-    settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
     with torch.no_grad():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[:, PROMPT:].cpu()
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))[
+            :, PROMPT:
+        ].cpu()
     for hook in hooks:
         hook.remove()
     assert len(chosen) == 2 * GEN
@@ -155,7 +156,7 @@ def plain(folder, dtype: torch.dtype, device="cpu"):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
-    model.generation_config = GenerationConfig()
+    drop_own_settings(model)
     return model
 
 
@@ -209,12 +210,11 @@ def test_two_ranks_gather_both_dtypes(options, checkpoint, run_model):
     device = torch.device("cpu" if too_few_gpus(2) else "cuda")
     model = plain(folder, torch.bfloat16, device)
     use_repeatable_attention()
-    settings = GenerationConfig(max_new_tokens=GEN, do_sample=False, pad_token_id=0)
     # a rank computes its share of the batch, and 16 bits round by shape
     rows = random_ids(0, BATCH, PROMPT, VOCAB).to(device).split(1)
     expected = torch.cat(
         [
-            model.generate(row, attention_mask=torch.ones_like(row), generation_config=settings)[:, PROMPT:]
+            model.generate(row, attention_mask=torch.ones_like(row), generation_config=greedy(GEN))[:, PROMPT:]
             for row in rows
         ]
     )

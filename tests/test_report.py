@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from zero_inference.records.write import append_record
+from zero_inference.report import command
 from zero_inference.report import runs as report
 from zero_inference.utils import GB, get_filename, write_benchmark_log
 
@@ -46,8 +47,8 @@ def run_main(*words):
     import argparse
 
     parser = argparse.ArgumentParser()
-    report.add_arguments(parser)
-    return report.main(parser.parse_args([str(word) for word in words]))
+    command.add_arguments(parser)
+    return command.main(parser.parse_args([str(word) for word in words]))
 
 
 def test_a_run_with_block_and_record_is_listed_once(tmp_path):
@@ -209,7 +210,7 @@ def test_a_damaged_file_does_not_hide_the_others(tmp_path, capsys):
 
 def test_importing_the_report_loads_no_heavy_package():
     for module, heavy in (
-        ("report.runs", {"pandas", "torch", "rich", "numpy"}),
+        ("report.command", {"pandas", "torch", "rich", "numpy"}),
         ("report.html.runs", {"pandas", "torch"}),
     ):
         code = f"import sys, zero_inference.{module}; print({heavy} & set(sys.modules))"

@@ -1,4 +1,4 @@
-"""Programs that misbehave fail and harm nothing; where a program cannot be shut in, nothing runs."""
+"""Programs that misbehave fail and harm nothing; where a program cannot be isolated, nothing runs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_without_isolation_nothing_runs_and_the_reason_is_said(spoil, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert "shut in" in done.stdout and "No space left" in done.stdout and "leave humaneval out" in done.stdout, done
+    assert (
+        "can be isolated" in done.stdout and "No space left" in done.stdout and "leave humaneval out" in done.stdout
+    ), done
 
 
 def test_a_machine_whose_system_calls_are_not_known_is_refused():

@@ -203,7 +203,8 @@ def test_torchrun_runs_every_rank_and_the_world_size_is_part_of_the_request(prog
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("--num-gpus", 2), "one process"), (("--quant-bits", 5), "invalid choice"), (("--lst",), "--lst"),
+        (("--num-gpus", 2), "one process"),
+        (("--time-limit", 0), "above 0"), (("--quant-bits", 5), "invalid choice"), (("--lst",), "--lst"),
         (("--", "--batch_size", 3), "--batch-size after the --"), (("--", "--log-file", "x"), "--log-dir"),
         (("--", "--dry-run"), "--list"), (("--program", "gone.py"), "no program gone.py"), (("--", "loops"), "'loops'"),
     ],
@@ -242,6 +243,14 @@ def test_an_interrupted_sweep_leaves_no_process_and_goes_on_later(program, sent,
     assert not any(map(running, pids))
     assert [r["batch_size"] for r in records(program)] == [1]
     assert "already" in progress(sweep(program, "--batch-size", 1, 3))[0]
+
+
+def test_a_case_that_takes_too_long_is_ended_and_the_rest_still_runs(program):
+    done = sweep(program, "--batch-size", 99, 3, "--time-limit", 4)
+    assert done.returncode == 1, done.stderr
+    assert "failed: ended as it took longer than --time-limit 4" in progress(done)[0]
+    assert progress(done)[1].endswith(": 30.000 token/s")
+    assert not any(running(pid) for pid in (program.parent / "logs" / "pids").read_text().split())
 
 
 CLASSIC = ("opt-1.3b", "opt-30b", "opt-66b", "opt-175b", "bloom-176b", "llama2-70b")

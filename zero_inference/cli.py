@@ -51,7 +51,7 @@ def console_main(argv: list[str] | None = None) -> int:
     from zero_inference.architectures import command as compare
     from zero_inference.link import command as link
     from zero_inference.micro import command as micro
-    from zero_inference.report import runs as report
+    from zero_inference.report import command as report
 
     own, after = compare.split(argv[1:])
     parser = Parser(

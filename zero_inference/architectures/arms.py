@@ -13,7 +13,8 @@ from zero_inference.config import QUALITY_FIELDS, RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
-from zero_inference.runtime.processes import isolated_module, run_with_group
+from zero_inference.runtime.child_runs import OWN_ERROR, Ended, last_words, run_child
+from zero_inference.runtime.processes import isolated_module
 from zero_inference.runtime.text import file_stem
 
 # What `compare` says itself, to every run.
@@ -131,11 +132,10 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
         UsageError: the run would be refused for what is no estimate; names the arm and says why.
     """
     output = folder / f"{arm.file_stem}-check.out"
-    code = _run_process([*arm.options, *extra, "--dry-run"], output, ranks)
-    said = output.read_text(errors="replace")
-    doubt = next((line for line in said.splitlines() if line.startswith(DOES_NOT_FIT)), None)
-    if code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
-        raise UsageError(f"arm {arm.name}: {last_words(said, code)}")
+    ended = run_child(_command([*arm.options, *extra, "--dry-run"], ranks), output)
+    doubt = next((line for line in ended.said().splitlines() if line.startswith(DOES_NOT_FIT)), None)
+    if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
+        raise UsageError(f"arm {arm.name}: {why_ended(ended)}")
     return doubt
 
 
@@ -150,31 +150,31 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
     """
     log, output = folder / f"{arm.file_stem}-{number}.log", folder / f"{arm.file_stem}-{number}.out"
     options = arm.options if number == 0 else speed_only(arm.options)
-    before = _records(log)
-    code = _run_process([*options, *extra, "--log-file", str(log)], output, ranks)
-    new = _records(log)[len(before) :]
-    if new and (new[-1].get("status") != STATUS_OK or code == 0):
-        return new[-1]
-    return {"status": STATUS_FAILED, "error": last_words(output.read_text(errors="replace"), code)}
+    ended = run_child(
+        _command([*options, *extra, "--log-file", str(log)], ranks),
+        output,
+        records=lambda: _records(log),
+        is_good=lambda record: record.get("status") == STATUS_OK,
+    )
+    return ended.record or {"status": STATUS_FAILED, "error": why_ended(ended)}
 
 
-def _run_process(options: Sequence[str], output: Path, ranks: int) -> int:
-    """`zero-inference run` with `options` in `ranks` processes, all that it prints in `output`; the exit code."""
+def _command(options: Sequence[str], ranks: int) -> list[str]:
+    """`zero-inference run` with `options` in `ranks` processes."""
     command = isolated_module("zero_inference", "run", *options)
     if ranks > 1:
         command = isolated_module(
             "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python", *command
         )
-    return run_with_group(command, output)
+    return command
 
 
-def last_words(output: str, code: int) -> str:
-    """What a run that left no record said last: its own error rather than a launcher's remarks after it."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if said:
-        return said[-1]
-    return f"{lines[-1]} (exit code {code})" if lines else f"exit code {code}, and it said nothing"
+def why_ended(ended: Ended) -> str:
+    """What a run that left no record said last."""
+    words = last_words(ended.said())
+    if words is None:
+        return f"exit code {ended.code}, and it said nothing"
+    return words.removeprefix("error: ") if OWN_ERROR.match(words) else f"{words} (exit code {ended.code})"
 
 
 def _records(log: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_inference.architectures.statistics import percentile
 from zero_inference.measure.generation import settled
+from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
 from zero_inference.utils import GB, text_config
 
@@ -106,12 +107,7 @@ class ArchitectureBenchmark:
         if not (hasattr(self.model, "can_generate") and self.model.can_generate()):
             raise ValueError(f"{type(self.model).__name__} cannot generate; benchmark_batch_throughput runs any model")
         self._check_positions(ids.shape[1] + generation_length)
-        from transformers import GenerationConfig
-
-        settings = GenerationConfig(
-            max_new_tokens=generation_length, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0
-        )
-        mask = torch.ones_like(ids)
+        settings, mask = greedy(generation_length), torch.ones_like(ids)
 
         def generate() -> None:
             self.model.generate(ids, attention_mask=mask, generation_config=settings)
@@ -199,11 +195,8 @@ class ArchitectureBenchmark:
 
     @contextlib.contextmanager
     def _without_own_settings(self) -> Iterator[None]:
-        """The model's own stop tokens, sampling and forced tokens would change how much is generated."""
-        from transformers import GenerationConfig
-
         own = self.model.generation_config
-        self.model.generation_config = GenerationConfig()
+        drop_own_settings(self.model)
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.report.tables import FORMATS
+from zero_inference.runtime.divisors import batch_advice
 from zero_inference.runtime.signals import exit_on_stop
 
 WARMUP_SPREAD = 0.05
@@ -84,24 +85,9 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     """
     exit_on_stop()  # a run under way has to end too
     arms = read_arms(args.model, args.arm, shared, config_of)
-    names = [arm.name for arm in arms]
-    baseline = args.baseline or names[0]
-    if baseline not in names:
-        raise UsageError(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}.")
-    for arm in arms:
-        if arm.config.batch_size % args.num_gpus:
-            raise UsageError(
-                f"arm {arm.name}: --batch-size {arm.config.batch_size} does not divide over --num-gpus "
-                f"{args.num_gpus}; use a multiple of it."
-            )
-    try:
-        folder = _log_folder(args.log_dir)
-    except OSError as error:
-        raise UsageError(
-            f"the log folder {error.filename} cannot be made ({error.strerror}); choose another --log-dir."
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"the log folder {folder} cannot be written to; choose another --log-dir.")
+    baseline = args.baseline or arms[0].name
+    _refuse(arms, baseline, args.num_gpus)
+    folder = _log_folder(args.log_dir)
     extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
     for arm in arms:
         print(f"checking {arm.name}", file=sys.stderr, flush=True)
@@ -111,36 +97,12 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     runs = _run_all(arms, args, extra, folder)
 
     from zero_inference.architectures import table
-    from zero_inference.report.tables import print_rows, shown_columns
 
     rows = table.arm_rows(arms, runs, baseline)
     if args.format == "json":
-        print(
-            json.dumps(
-                {
-                    "baseline": baseline,
-                    "rounds": args.rounds,
-                    "log_dir": str(folder),
-                    "arms": rows,
-                    "runs": [
-                        {"arm": name, "pass": number, **table.run_facts(record)}
-                        for name, of_arm in runs.items()
-                        for number, record in of_arm
-                    ],
-                },
-                indent=2,
-                allow_nan=False,
-            )
-        )
+        _print_json(rows, runs, baseline, args.rounds, folder)
     else:
-        columns = table.columns(rows)
-        if args.format != "csv":
-            columns, rows = table.for_people(columns, rows)
-            columns = shown_columns(rows, columns)
-        print_rows(rows, columns, args.format, turn=True)
-    if args.format in ("table", "md"):
-        for line in table.captions(rows, baseline):
-            print(("\n" if args.format == "md" else "") + line)
+        _print_table(rows, baseline, args.format)
     print(f"logs and records: {folder}", file=sys.stderr)
     failed = [row["arm"] for row in rows if row.get("error")]
     if failed:
@@ -148,14 +110,64 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     return 0
 
 
+def _refuse(arms: list[Arm], baseline: str, num_gpus: int) -> None:
+    """Raises UsageError for what no run of the arms could change."""
+    names = [arm.name for arm in arms]
+    if baseline not in names:
+        raise UsageError(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}.")
+    for arm in arms:
+        if arm.config.batch_size % num_gpus:
+            advice = batch_advice(arm.config.batch_size, num_gpus, f"--num-gpus {num_gpus}")
+            raise UsageError(f"arm {arm.name}: {advice}.")
+
+
+def _print_json(rows: list[dict[str, Any]], runs: Runs, baseline: str, rounds: int, folder: Path) -> None:
+    from zero_inference.architectures.table import run_facts
+
+    of_runs = [
+        {"arm": name, "pass": number, **run_facts(record)} for name, of_arm in runs.items() for number, record in of_arm
+    ]
+    report = {"baseline": baseline, "rounds": rounds, "log_dir": str(folder), "arms": rows, "runs": of_runs}
+    print(json.dumps(report, indent=2, allow_nan=False))
+
+
+def _print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None:
+    from zero_inference.architectures import table
+    from zero_inference.report.tables import print_rows, shown_columns
+
+    columns, shown = table.columns(rows), rows
+    if format != "csv":
+        columns, shown = table.for_people(columns, rows)
+        columns = shown_columns(shown, columns)
+    print_rows(shown, columns, format, turn=True)
+    if format in ("table", "md"):
+        for line in table.captions(shown, baseline):
+            print(("\n" if format == "md" else "") + line)
+
+
 def _log_folder(given: Path | None) -> Path:
-    """The folder given, made if need be, or a new one: two comparisons that start in the same second would take each other's runs."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        return given
+    """The folder given, made if need be, or a new one.
+
+    Raises:
+        UsageError: it cannot be made, or not be written to.
+    """
+    try:
+        folder = new_folder(Path("logs")) if given is None else given
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the log folder {error.filename} cannot be made ({error.strerror}); choose another --log-dir."
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"the log folder {folder} cannot be written to; choose another --log-dir.")
+    return folder
+
+
+def new_folder(parent: Path) -> Path:
+    """A new folder in `parent` named after the time: two comparisons that start in the same second would take each other's runs."""
     name = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(2):
-        folder = Path("logs") / name
+        folder = parent / name
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder

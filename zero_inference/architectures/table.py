@@ -26,39 +26,39 @@ def _times(ratio: float) -> str:
 
 
 COLUMNS = (
-    Column("arm", "arm", numeric=False),
-    Column("model", "model", numeric=False),
-    Column("engine", "engine", numeric=False),
-    Column("dtype", "type", numeric=False),
-    Column("quant_bits", "bits"),
-    Column("runs", "runs"),
+    Column("arm", "arm", dtype="string"),
+    Column("model", "model", dtype="string"),
+    Column("engine", "engine", dtype="string"),
+    Column("dtype", "type", dtype="string"),
+    Column("quant_bits", "bits", dtype="Int64"),
+    Column("runs", "runs", dtype="Int64"),
     Column("decode_throughput", "decode (token/s)", decimals(3)),
     Column("decode_speedup", "decode speedup", _times),
     Column("decode_speedup_low", "decode from", _times),
     Column("decode_speedup_high", "decode to", _times),
-    Column("decode_verdict", "decode verdict", numeric=False),
+    Column("decode_verdict", "decode verdict", dtype="string"),
     Column("prefill_throughput", "prefill (token/s)", decimals(1)),
     Column("prefill_speedup", "prefill speedup", _times),
     Column("prefill_speedup_low", "prefill from", _times),
     Column("prefill_speedup_high", "prefill to", _times),
-    Column("prefill_verdict", "prefill verdict", numeric=False),
+    Column("prefill_verdict", "prefill verdict", dtype="string"),
     Column("total_throughput", "total (token/s)", decimals(3)),
     Column("total_speedup", "total speedup", _times),
     Column("total_speedup_low", "total from", _times),
     Column("total_speedup_high", "total to", _times),
-    Column("total_verdict", "total verdict", numeric=False),
-    Column("step_samples", "steps"),
+    Column("total_verdict", "total verdict", dtype="string"),
+    Column("step_samples", "steps", dtype="Int64"),
     Column("step_p50_s", "p50 (ms)", _milliseconds),
     Column("step_p95_s", "p95 (ms)", _milliseconds),
     Column("step_p99_s", "p99 (ms)", _milliseconds),
-    Column("peak_gpu_bytes", "peak gpu (GiB)", gib),
-    Column("peak_host_bytes", "peak host (GiB)", gib),
-    Column("weight_bytes", "stored weights (GiB)", gib),
+    Column("peak_gpu_bytes", "peak gpu (GiB)", gib, "Int64"),
+    Column("peak_host_bytes", "peak host (GiB)", gib, "Int64"),
+    Column("weight_bytes", "stored weights (GiB)", gib, "Int64"),
     Column("fraction_of_limit", "of limit", percent),
-    Column("unsettled_runs", "not settled"),
-    Column("same_ids", "same tokens", lambda same: "yes" if same else "no", numeric=False),
+    Column("unsettled_runs", "not settled", dtype="Int64"),
+    Column("same_ids", "same tokens", lambda same: "yes" if same else "no", "boolean"),
 )
-ERROR = Column("error", "error", numeric=False)
+ERROR = Column("error", "error", dtype="string")
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
@@ -70,7 +70,7 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
             Column(f"{task}_stderr", f"{task} se", decimals(4)),
             Column(f"{task}_difference", f"{task} difference", lambda value: f"{value:+.4f}"),
             Column(f"{task}_difference_stderr", f"{task} difference se", decimals(4)),
-            Column(f"{task}_verdict", f"{task} verdict", numeric=False),
+            Column(f"{task}_verdict", f"{task} verdict", dtype="string"),
         ]
     return [*found, ERROR]
 

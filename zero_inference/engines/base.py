@@ -25,6 +25,7 @@ from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import LinkUse
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.divisors import nearest_divisor
 from zero_inference.runtime.transfers import Transfers
 
 Progress = Callable[[int], None]
@@ -169,9 +170,9 @@ def no_communicator(ranks: Ranks) -> None:
 def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
     """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
     last = shape[-1]
-    fitting = [size for size in (256, 128, 64, 32, 16, 8) if last % size == 0 and last % packs == 0]
+    fitting = nearest_divisor(asked, last, (256, 128, 64, 32, 16, 8), packs)
     change = (
-        f"use --quant-group-size {fitting[0]} or another divisor"
+        f"use --quant-group-size {fitting} or another divisor"
         if fitting
         else "this model cannot be quantized so, drop --quant-bits"
     )

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.finiteness import FirstLogits
 from zero_inference.measure.steadiness import relative_range
+from zero_inference.models.greedy import greedy
 from zero_inference.records.loops import Loop, MovedPerStep
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.garbage import short_collections
@@ -119,7 +120,6 @@ def use_repeatable_attention() -> None:
 def _one_loop(
     loaded: LoadedModel, ids: torch.Tensor, gen_len: int, ranks: Ranks, make_cache, progress
 ) -> tuple[Loop, torch.Tensor]:
-    settings = GenerationConfig(max_new_tokens=gen_len, do_sample=False, num_beams=1, use_cache=True, pad_token_id=0)
     clock = _StepClock(loaded, ids.shape[0], progress)
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
@@ -130,7 +130,7 @@ def _one_loop(
     output = loaded.model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        generation_config=settings,
+        generation_config=greedy(gen_len),
         stopping_criteria=StoppingCriteriaList([clock]),
         **extra,
     )

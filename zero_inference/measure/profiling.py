@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import GenerationConfig
 
 from zero_inference.engines.base import LoadedModel
+from zero_inference.models.greedy import greedy
 from zero_inference.models.layers import decoder_layers
 from zero_inference.records.limit import TracedLinkUse
 from zero_inference.runtime.replace import replacing
@@ -36,13 +36,12 @@ def trace_generation(
     Raises OSError where the trace cannot be written.
     """
     tokens = min(gen_len, TRACED_TOKENS)
-    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0)
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if loaded.device.type == "cuda" else [])
     with ExitStack() as hooks, profile(activities=activities) as profiler:
         _mark_layers(loaded.model, hooks)
-        loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, **extra)
+        loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=greedy(tokens), **extra)
         if loaded.device.type == "cuda":
             torch.cuda.synchronize(loaded.device)
     if path is None:

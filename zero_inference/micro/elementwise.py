@@ -12,13 +12,13 @@ from zero_inference.report.tables import Column, figures, percent
 
 BYTES = 8  # an element of float32 is read and one is written
 COLUMNS = (
-    Column("n", "n"),
+    Column("n", "n", dtype="Int64"),
     Column("time_s", "time (us)", lambda seconds: figures(1e6 * seconds)),
     Column("gflops", "GFLOP/s", figures),
     Column("gbps", "GB/s", figures),
     Column("of_datasheet", "of datasheet", percent),
     Column("of_measured", "of measured", percent),
-    Column("error", "error", numeric=False),
+    Column("error", "error", dtype="string"),
 )
 
 
@@ -36,14 +36,14 @@ def measure(rates: MachineRates, sizes: Sequence[int], min_run_time: float) -> I
                 raise
             yield {"n": n, "error": "out of memory"}
             continue
-        gbps, datasheet = BYTES * n / spent / 1e9, rates.datasheet_gbps()
+        gb_per_s, datasheet = BYTES * n / spent / 1e9, rates.datasheet_gb_per_s()
         yield {
             "n": n,
             "time_s": spent,
             "gflops": n / spent / 1e9,
-            "gbps": gbps,
-            "of_datasheet": gbps / datasheet if datasheet else None,
-            "of_measured": gbps / rates.copy_gbps(),
+            "gbps": gb_per_s,
+            "of_datasheet": gb_per_s / datasheet if datasheet else None,
+            "of_measured": gb_per_s / rates.copy_gb_per_s(),
         }
 
 
@@ -59,7 +59,7 @@ def draw(axes, rows: Sequence[dict[str, Any]], rates: MachineRates) -> None:
     points = [(row["n"], row["gbps"]) for row in rows if "gbps" in row]
     if points:
         axes.plot(*zip(*points), marker="o", label="a * 1.2")
-    axes.axhline(rates.copy_gbps(), color="grey", linestyle=":", label="copy, measured")
-    if rates.datasheet_gbps():
-        axes.axhline(rates.datasheet_gbps(), color="black", linestyle="--", linewidth=1, label="datasheet")
+    axes.axhline(rates.copy_gb_per_s(), color="grey", linestyle=":", label="copy, measured")
+    if rates.datasheet_gb_per_s():
+        axes.axhline(rates.datasheet_gb_per_s(), color="black", linestyle="--", linewidth=1, label="datasheet")
     axes.set(xscale="log", yscale="log", xlabel="n (float32)", ylabel="GB/s", title="a * 1.2")

@@ -24,11 +24,11 @@ from zero_inference.report.tables import Column, decimals, figures, percent
 PatchNorms = Callable[[Block], int]
 
 COLUMNS = (
-    Column("block", "block", numeric=False, width=13),
-    Column("dtype", "type", numeric=False, width=4),
-    Column("norms", "norms", numeric=False, width=5),
-    Column("seq", "seq", width=4),
-    Column("batch", "batch", width=3),
+    Column("block", "block", dtype="string", width=13),
+    Column("dtype", "type", dtype="string", width=4),
+    Column("norms", "norms", dtype="string", width=5),
+    Column("seq", "seq", dtype="Int64", width=4),
+    Column("batch", "batch", dtype="Int64", width=3),
     Column("forward_s", "forward (ms)", lambda seconds: figures(1e3 * seconds)),
     Column("forward_tflops", "forward TFLOP/s", figures),
     Column("of_datasheet", "of datasheet", percent),
@@ -40,11 +40,11 @@ COLUMNS = (
     Column("feed_forward_tflops", "feed-forward", figures),
     Column("attention_tflops", "attention", figures),
     Column("attention_of_feed_forward", "attention / ffn", decimals(2)),
-    Column("norm_modules_patched", "norms patched"),
+    Column("norm_modules_patched", "norms patched", dtype="Int64"),
     Column("norm_speedup", "norm kernels' speedup", lambda ratio: f"{ratio:.3f}x"),
     Column("skippable", "causal half", percent),
-    Column("skipped", "skipped", numeric=False),
-    Column("error", "error", numeric=False),
+    Column("skipped", "skipped", dtype="string"),
+    Column("error", "error", dtype="string"),
 )
 PARTS = ("dense", "dense_activation", "feed_forward", "attention")
 FIRST_TOKENS = 16

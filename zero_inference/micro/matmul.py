@@ -21,15 +21,15 @@ from zero_inference.micro.timing import (
 from zero_inference.report.tables import Column, figures, percent
 
 COLUMNS = (
-    Column("dtype", "type", numeric=False),
-    Column("n", "n"),
+    Column("dtype", "type", dtype="string"),
+    Column("n", "n", dtype="Int64"),
     Column("time_s", "time (us)", lambda seconds: figures(1e6 * seconds)),
     Column("tflops", "TFLOP/s", figures),
     Column("of_datasheet", "of datasheet", percent),
     Column("of_measured", "of measured", percent),
     Column("best_tflops", "best TFLOP/s measured", figures),
-    Column("skipped", "skipped", numeric=False),
-    Column("error", "error", numeric=False),
+    Column("skipped", "skipped", dtype="string"),
+    Column("error", "error", dtype="string"),
 )
 FIRST_SIZE = 64
 

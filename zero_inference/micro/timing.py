@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -131,16 +130,20 @@ class MachineRates:
     def __init__(self, device: torch.device):
         self.device, self.card = device, card_of(device)
         self._best: dict[str, float] = {}
+        self._probed: dict[str, float] = {}
+        self._copy: float | None = None
 
-    @functools.cache
     def matmul_tflops(self, kind: str) -> float:
         """TFLOP/s (1e12) of the best of a few products (`PROBE_SIZES`), see `link.compute.matmul_tflops`."""
+        if kind in self._probed:
+            return self._probed[kind]
         best = 0.0
         with precision(kind):
             for size in PROBE_SIZES[self.device.type]:
                 if best and 2 * size**3 / best / 1e12 > PROBE_CALL_S:
                     break
                 best = max(best, compute.matmul_tflops(self.device, DTYPES[kind], size))
+        self._probed[kind] = best
         return best
 
     def best_tflops(self, kind: str, seen: float = 0.0) -> float:
@@ -149,16 +152,17 @@ class MachineRates:
         self._best[kind] = max(self._best.get(kind) or self.matmul_tflops(kind), seen)
         return self._best[kind]
 
-    @functools.cache
-    def copy_gbps(self) -> float:
+    def copy_gb_per_s(self) -> float:
         """GB/s (1e9 bytes) of a copy inside the device's memory, see `link.compute.device_copy_gb_per_s`."""
-        return compute.device_copy_gb_per_s(self.device)
+        if self._copy is None:
+            self._copy = compute.device_copy_gb_per_s(self.device)
+        return self._copy
 
     def datasheet_tflops(self, kind: str) -> float | None:
         rate = self.card.tflops.get(kind) if self.card else None
         return rate.value if rate else None
 
-    def datasheet_gbps(self) -> float | None:
+    def datasheet_gb_per_s(self) -> float | None:
         return self.card.memory.value if self.card else None
 
 

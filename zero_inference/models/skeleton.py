@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zero_inference.errors import UsageError
+from zero_inference.models.greedy import drop_own_settings
 from zero_inference.models.sizes import ModelSizes, model_sizes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.text import first_line
@@ -38,7 +39,7 @@ def empty_model(spec: ModelSpec):
     computed for real, because most are in no checkpoint (rotary frequencies, position ids, masks).
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     try:
         with init_empty_weights(include_buffers=False):
@@ -51,7 +52,7 @@ def empty_model(spec: ModelSpec):
         ) from error
     model.tie_weights()
     _apply_dtype_plan(model, spec.dtype)
-    model.generation_config = GenerationConfig()  # no sampling, forced tokens or stop words of the checkpoint's own
+    drop_own_settings(model)
     model.requires_grad_(False)
     return model.eval()
 

@@ -28,6 +28,7 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
+from zero_inference.runtime.cache_folder import models_folder
 from zero_inference.runtime.locks import held_lock
 from zero_inference.runtime.processes import isolated_python
 
@@ -41,8 +42,7 @@ _NEEDED_BYTES = 300_000_000  # 269 MB of weights, 3.5 MB of tokenizer, and a mar
 def smollm2_checkpoint() -> pathlib.Path:
     """The folder with the model as a bfloat16 safetensors checkpoint and its tokenizer.
 
-    The first call converts it (10 to 20 s) into `${ZERO_INFERENCE_CACHE}`, by default
-    `${XDG_CACHE_HOME:-~/.cache}/zero-inference`. Safe to call from several processes at once:
+    The first call converts it (10 to 20 s) into `runtime.cache_folder.models_folder()`. Safe to call from several processes at once:
     one converts, the others wait for it.
 
     Raises UsageError if the model is not installed or the cache cannot be written, RunError
@@ -75,7 +75,7 @@ def smollm2_checkpoint() -> pathlib.Path:
 def checkpoint_place(gguf_file: pathlib.Path, version: str) -> pathlib.Path:
     """The folder in the cache, which need not be there."""
     key = f"{gguf_file.stat().st_size}-{version}-{_FORMAT}"
-    return _cache_folder() / f"smollm2-135m-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return models_folder() / f"smollm2-135m-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _find_gguf() -> tuple[pathlib.Path, str]:
@@ -93,14 +93,6 @@ def _find_gguf() -> tuple[pathlib.Path, str]:
     except importlib.metadata.PackageNotFoundError:  # a plain copy of the folder on sys.path
         version = "unknown"
     return files[0], version
-
-
-def _cache_folder() -> pathlib.Path:
-    own = os.environ.get("ZERO_INFERENCE_CACHE")
-    if own:
-        return pathlib.Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(base).expanduser().absolute() / "zero-inference"
 
 
 def _part(folder: pathlib.Path) -> pathlib.Path:

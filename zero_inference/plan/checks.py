@@ -10,15 +10,13 @@ from zero_inference.kv_cache.device import check_layer_types
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.choice import refuse_norm_kernels
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.divisors import batch_advice
 
 
 def check_launch(config: RunConfig, ranks: Ranks) -> None:
     """Raises UsageError: the batch does not divide over the ranks, or there is no GPU for what was asked."""
     if config.batch_size % ranks.world_size:
-        raise UsageError(
-            f"--batch-size {config.batch_size} does not divide over {ranks.world_size} ranks; "
-            f"use a multiple of {ranks.world_size}."
-        )
+        raise UsageError(f"{batch_advice(config.batch_size, ranks.world_size, f'{ranks.world_size} ranks')}.")
     if ranks.device.type == "cpu":
         for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
             if given:

@@ -1,5 +1,5 @@
 """Running code that nobody has read: in namespaces of its own, with limits, or not at all. `jail.py` is the process that does it,
-`system_calls.py` says what a program may ask of the kernel.
+`sandbox_view.py` says which files a program sees, `system_calls.py` what it may ask of the kernel.
 
 What a program can do is spend its time, its memory and its output, all limited, and be wrong. Whether its test finished is
 told by a secret that comes back only after the last statement: ending early, in whatever way, is a failure. (A program made
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import pwd
 import secrets
 import selectors
 import signal
@@ -24,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import UsageError
+from zero_inference.quality.sandbox_probe import PROBE
+from zero_inference.quality.sandbox_view import binds, hidden, interpreter, package_folders
 from zero_inference.quality.system_calls import ARCHITECTURES, Architecture, filter_program
 
 JAIL = Path(__file__).with_name("jail.py")
 SETUP_S = 30.0
-SYSTEM = ["/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache"]
 
 _DRIVER = """
 import json, os, sys, types
@@ -45,36 +45,6 @@ def drive():
     os.write(3, task["secret"].encode())
     os._exit(0)
 drive()
-"""
-
-_PROBE = """
-import ctypes, os, resource, socket
-def refused(action, *arguments):
-    try:
-        action(*arguments)
-    except OSError:
-        return True
-    return False
-assert not os.environ, "the environment is not empty"
-for folder in ("/", "/usr", OUTSIDE):
-    assert refused(open, os.path.join(folder, "zero-inference-probe"), "w"), folder + " can be written to"
-assert not os.path.exists(SECRET_FOLDER), "the files of the outside can be seen"
-for address in (("127.0.0.1", 9), ("192.0.2.1", 9)):
-    assert refused(socket.create_connection, address, 1), "there is a network"
-assert os.getpid() < 10, "other processes can be seen"
-assert refused(os.fork), "processes are not limited"
-libc = ctypes.CDLL(None)
-assert libc.unshare(0x10000000) != 0, "a namespace can be made inside"
-assert libc.shmget(0, ctypes.c_size_t(4096), 0o1600) < 0 and libc.msgget(0, 0o1600) < 0, "memory can be had from outside the limits"
-assert refused(os.memfd_create, "probe"), "memory can be had from outside the limits"
-assert libc.syscall(ctypes.c_long(KEYCTL), 0, -3, 0) < 0, "the keyring of the session can be reached"
-open("/tmp/file", "w").write("x")
-try:
-    block = bytearray(resource.getrlimit(resource.RLIMIT_AS)[0])
-except MemoryError:
-    pass
-else:
-    raise AssertionError("memory is not limited")
 """
 
 
@@ -124,9 +94,9 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
         task = {
             "asker": os.getpid(),
             "base": os.path.realpath(base),
-            "binds": _binds(),
-            "hidden": _hidden(),
-            "python": _interpreter(),
+            "binds": binds(),
+            "hidden": hidden(),
+            "python": interpreter(),
             "driver": _DRIVER,
             "cpu_s": limits.cpu_s,
             "memory_bytes": limits.memory_bytes,
@@ -135,14 +105,14 @@ def run_program(source: str, limits: Limits = Limits()) -> Outcome:
             "filter": filter_program(architecture).hex(),
             "pivot_root": architecture.pivot_root,
             "keyctl": architecture.keyctl,
-            "program": {"source": source, "secret": secret, "paths": _package_folders()},
+            "program": {"source": source, "secret": secret, "paths": package_folders()},
         }
         return _watch(json.dumps(task).encode(), secret, limits)
 
 
 @functools.cache
 def check_isolation() -> None:
-    """Try once whether a program is really shut in here.
+    """Try once whether a program is really isolated here.
 
     Raises:
         UsageError: it is not; the reason is in the message.
@@ -154,19 +124,19 @@ def check_isolation() -> None:
     try:
         probe = (
             f"OUTSIDE = {sysconfig.get_path('purelib')!r}\nSECRET_FOLDER = {str(Path(__file__).parent)!r}\n"
-            f"KEYCTL = {_architecture().keyctl}\n{_PROBE}"
+            f"KEYCTL = {_architecture().keyctl}\n{PROBE}"
         )
         outcome = run_program(probe, Limits(wall_s=30.0, cpu_s=30))
     except (IsolationError, OSError) as error:
         raise UsageError(
-            f"code written by a model runs only where it can be shut in, and this system does not allow that ({error}).\n"
+            f"code written by a model runs only where it can be isolated, and this system does not allow that ({error}).\n"
             "Needed: Linux 5.12 with user namespaces and seccomp (in a container: run it with them, or elsewhere); "
             "or leave humaneval out."
         ) from error
     if not outcome.passed:
         raise UsageError(
-            "code written by a model runs only where it can be shut in, and a program that tries the sandbox failed "
-            f"({outcome.reason}).\nThe sandbox shows {', '.join(_binds())}, run by {_interpreter()}; "
+            "code written by a model runs only where it can be isolated, and a program that tries the sandbox failed "
+            f"({outcome.reason}).\nThe sandbox shows {', '.join(binds())}, run by {interpreter()}; "
             "or leave humaneval out."
         )
 
@@ -181,7 +151,7 @@ def _architecture() -> Architecture:
 def _watch(task: bytes, secret: str, limits: Limits) -> Outcome:
     report_out, report_in = os.pipe()
     result_out, result_in = os.pipe()
-    command = [_interpreter(), "-I", "-S", "-B", str(JAIL), str(report_in), str(result_in)]
+    command = [interpreter(), "-I", "-S", "-B", str(JAIL), str(report_in), str(result_in)]
     try:
         process = subprocess.Popen(
             command,
@@ -267,63 +237,3 @@ def _kill(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass
     process.wait()
-
-
-def _interpreter() -> str:
-    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-
-
-def _package_folders() -> list[str]:
-    return sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-
-
-@functools.cache
-def _binds() -> list[str]:
-    """What the program may read, outermost folders only, except what lies in a hidden home.
-
-    Never a home folder or what one lies in, wherever Python is installed.
-    """
-    prefixes = {
-        sys.base_prefix,
-        sys.base_exec_prefix,
-        os.path.dirname(os.path.dirname(_interpreter())),
-    }  # the last without links
-    libraries = [
-        sysconfig.get_path(name, vars={"installed_base": prefix, "platbase": prefix})
-        for prefix in prefixes
-        for name in ("stdlib", "platstdlib")
-    ]
-    python = [_interpreter(), *libraries, *map(os.path.dirname, libraries), *_package_folders()]
-    homes = _homes()
-    python += [os.path.realpath(path) for path in python]  # where links inside what is shown lead to
-    wanted = SYSTEM + [path for path in python if not any(home.is_relative_to(Path(path).resolve()) for home in homes)]
-    chosen: list[str] = []
-    for path in sorted({path for path in wanted if os.path.exists(path)}):
-        own = [
-            home for home in homes if Path(path).resolve().is_relative_to(home)
-        ]  # which may be hidden in what is outside
-        if not any(
-            path.startswith(outer + "/") and not any(Path(outer).resolve() in home.parents for home in own)
-            for outer in chosen
-        ):
-            chosen.append(path)
-    return chosen
-
-
-@functools.cache
-def _hidden() -> list[str]:
-    """Home folders that lie in what is shown, such as /usr/local/somebody: empty folders stand in their places."""
-    shown = [(path, Path(path).resolve(), home) for path in _binds() for home in _homes()]
-    found = {os.path.join(path, home.relative_to(real)) for path, real, home in shown if real in home.parents}
-    return sorted(path for path in found if os.path.isdir(path))
-
-
-def _homes() -> set[Path]:
-    return {Path(home).resolve() for home in (os.path.expanduser("~"), _account_home())}
-
-
-def _account_home() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:  # a user of a container without an account
-        return "/"

@@ -6,9 +6,9 @@ from zero_inference.records.fields import described
 from zero_inference.report.tables import Column, print_rows
 
 COLUMNS = (
-    Column("key", "key", numeric=False),
-    Column("unit", "unit", numeric=False),
-    Column("meaning", "meaning", numeric=False),
+    Column("key", "key", dtype="string"),
+    Column("unit", "unit", dtype="string"),
+    Column("meaning", "meaning", dtype="string"),
 )
 
 

@@ -15,23 +15,55 @@ from zero_inference.utils import GB
 
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
+LONGEST_TEXT = 2000  # of a cell
+
+
+def one_line(value: Any) -> str:
+    """`value` as a cell that any terminal and page can hold."""
+    text = printable(" ".join(str(value).split()))
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
 
 @dataclass(frozen=True)
 class Column:
-    """`name` is the key of a row and the header of csv and json; people read `header` and what `show` makes of a value.
+    """One column of a table: what reads it, prints it and sorts by it follows from here.
 
-    `width` is how many characters are kept for a value where rows are printed before the next ones are known.
+    Attributes:
+        name: key of a row, and the name in csv and json.
+        header: what people read above it, with the unit.
+        show: text of a value in SI units.
+        dtype: pandas dtype of the values; numbers are right-aligned.
+        width: characters kept for a value where rows are printed before the next ones are known.
+        key: where a record holds the value, dotted where nested; the name where not said.
+        shown: when a report of runs keeps it: `always`, where the runs differ in it (`differs`), where any run has it (`present`),
+            or only on request (`detail`: measured values differ between any two runs, which tells nothing about the choice).
+        best_first: sorts from the largest down.
     """
 
     name: str
     header: str
-    show: Callable[[Any], str] = str
-    numeric: bool = True
+    show: Callable[[Any], str] = one_line
+    dtype: str = "Float64"
     width: int = 7
+    key: str = ""
+    shown: str = "always"
+    best_first: bool = False
+
+    def __post_init__(self):
+        if not self.key:
+            object.__setattr__(self, "key", self.name)
+
+    @property
+    def numeric(self) -> bool:
+        return self.dtype in ("Int64", "Float64")
 
     def text(self, row: Mapping[str, Any]) -> str:
         return NOT_KNOWN if row.get(self.name) is None else printable(self.show(row[self.name]))
+
+
+def texts_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:
+    """What people read: a list of texts for each row."""
+    return [[column.text(row) for column in columns] for row in rows]
 
 
 def decimals(count: int) -> Callable[[float], str]:
@@ -84,7 +116,7 @@ def render(
         )
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; there are {', '.join(FORMATS)}")
-    texts = [[column.text(row) for column in columns] for row in rows]
+    texts = texts_of(rows, columns)
     if format == "md":
         return markdown(columns, texts)
     if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
@@ -94,7 +126,7 @@ def render(
 
 def turned(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
     """The same table with rows and columns exchanged; the first column's texts become the headers."""
-    headers = [Column("", columns[0].header, numeric=False), *(Column("", row[0]) for row in texts)]
+    headers = [Column("", columns[0].header, dtype="string"), *(Column("", row[0]) for row in texts)]
     return headers, [[column.header, *(row[index] for row in texts)] for index, column in enumerate(columns) if index]
 
 
@@ -103,8 +135,8 @@ def shown_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) 
     return [column for column in columns if any(row.get(column.name) is not None for row in rows)]
 
 
-def markdown(columns: Sequence[Any], texts: list[list[str]]) -> str:
-    """A pipe table of `texts`; `columns` need `header` and `numeric`."""
+def markdown(columns: Sequence[Column], texts: list[list[str]]) -> str:
+    """A pipe table of `texts`."""
     from tabulate import tabulate
 
     return (
@@ -119,11 +151,13 @@ def markdown(columns: Sequence[Any], texts: list[list[str]]) -> str:
     )
 
 
-def terminal_table(columns: Sequence[Any], texts: list[list[str]], colour: bool, width: int | None) -> str:
-    """A table of `texts` for a terminal of `width` columns, as wide as needed without one.
+def pipe_row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table as it is, without `markdown`'s padding."""
+    return f"| {' | '.join(cells)} |"
 
-    `columns` need `name` (the one named `error` is red), `header` and `numeric`.
-    """
+
+def terminal_table(columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None) -> str:
+    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -189,7 +223,7 @@ class RowPrinter:
             text.rjust(width) if column.numeric else text.ljust(width)
             for text, column, width in zip(texts, self.columns, self.widths)
         ]
-        return f"| {' | '.join(cells)} |" if self.format == "md" else "  ".join(cells).rstrip()
+        return pipe_row(cells) if self.format == "md" else "  ".join(cells).rstrip()
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format: str, turn: bool = False) -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
+from zero_inference.runtime.cache_folder import extensions_folder
 from zero_inference.runtime.locks import held_lock
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
-OURS = "zero-inference/extensions"
 PREBUILT = "prebuilt"  # folder in an installed package
 WITHOUT_DEVICES = ("8.0", "9.0", "10.0")  # what is compiled for where no device says: A100, H100 and H200, B200
 DEFINES = [
@@ -78,7 +78,7 @@ def _load(say: Callable[[str], None]) -> str | None:
             return None
         architectures = _architectures()
         name = _library_name(architectures)
-        folder = _cache_folder() / name
+        folder = extensions_folder() / name
         folder.mkdir(parents=True, exist_ok=True)
         with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
             (folder / "lock").unlink(missing_ok=True)
@@ -209,15 +209,7 @@ def _digest(file: Path) -> bytes:
 
 def trial_mark(*parts: str) -> Path:
     """A file that says that kernels of this library passed a trial under the conditions `parts`."""
-    return _cache_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((_library_name("trial"), *parts)))
-
-
-def _cache_folder() -> Path:
-    """TORCH_EXTENSIONS_DIR where the user chose one (DeepSpeed's engine sets it to a folder in ours), else our cache."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given and OURS not in given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / OURS
+    return extensions_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((_library_name("trial"), *parts)))
 
 
 @contextmanager

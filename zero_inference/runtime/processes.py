@@ -36,12 +36,18 @@ def isolated_module(name: str, *arguments: str) -> list[str]:
     return isolated_python(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
 
 
-def run_with_group(command: Sequence[str], output: Path, env: Mapping[str, str] | None = None) -> int:
+def run_with_group(
+    command: Sequence[str], output: Path, env: Mapping[str, str] | None = None, limit_s: float | None = None
+) -> int:
     """Run `command` in a process group of its own, all that it prints in `output`; its exit code.
 
     However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory. So a
     process between, which sees the end of this one by that of a pipe, leads the group. (PR_SET_PDEATHSIG reaches the first process
     alone, and deepspeed's launcher, for one, tells its ranks nothing.)
+
+    Raises:
+        OSError: `output` cannot be written.
+        subprocess.TimeoutExpired: it took longer than `limit_s`, and was ended.
     """
     leader = None
     try:
@@ -54,7 +60,7 @@ def run_with_group(command: Sequence[str], output: Path, env: Mapping[str, str] 
                 start_new_session=True,
                 env=env,
             )
-        return leader.wait()
+        return leader.wait(limit_s)
     finally:
         if leader is not None:
             leader.stdin.close()

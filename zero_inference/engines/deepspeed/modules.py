@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from zero_inference.errors import UsageError
+from zero_inference.runtime.cache_folder import OURS, user_cache
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.locks import held_lock
 
-OURS = "zero-inference/extensions"
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
 SHARED = Path("/dev/shm")
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
@@ -28,11 +28,10 @@ AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL
 def use_private_folder(device_type: str) -> None:
     """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
     unless TORCH_EXTENSIONS_DIR says where."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS]).encode()).hexdigest()[:8]
     pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
     os.environ.setdefault(
-        "TORCH_EXTENSIONS_DIR", str(cache / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair))
+        "TORCH_EXTENSIONS_DIR", str(user_cache() / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair))
     )
 
 

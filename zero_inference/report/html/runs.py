@@ -146,9 +146,16 @@ class Run:
         """What binds a decode step: link, disk, device_memory or matmul. Older records name none, but knew only link and disk."""
         if self.share_of_limit is None:
             return None
-        disk_bytes, disk_gbps = self.amount("transfers.disk_read_bytes_per_step"), self.amount("limit.disk_gbps")
-        link_bytes, link_gbps = self.amount("transfers.host_to_device_bytes_per_step"), self.amount("limit.link_gbps")
-        on_disk = disk_bytes and disk_gbps and (not link_gbps or disk_bytes / disk_gbps > (link_bytes or 0) / link_gbps)
+        disk_bytes, disk_gb_per_s = self.amount("transfers.disk_read_bytes_per_step"), self.amount("limit.disk_gbps")
+        link_bytes, link_gb_per_s = (
+            self.amount("transfers.host_to_device_bytes_per_step"),
+            self.amount("limit.link_gbps"),
+        )
+        on_disk = (
+            disk_bytes
+            and disk_gb_per_s
+            and (not link_gb_per_s or disk_bytes / disk_gb_per_s > (link_bytes or 0) / link_gb_per_s)
+        )
         return self.text("limit.bound_by") or ("disk" if on_disk else "link")
 
     @cached_property

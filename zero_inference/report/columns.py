@@ -1,0 +1,92 @@
+"""The columns of a report of runs: what is read from a record, what every printer shows, and what `--sort` accepts follow from here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from zero_inference.report.tables import Column, decimals, gib, one_line
+
+three_decimals = decimals(3)
+
+
+def _yes_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _percent_number(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _gpu_names(value: str) -> str:
+    try:
+        counts = Counter(str(gpu["name"]) for gpu in json.loads(value))
+    except (ValueError, TypeError, KeyError, RecursionError):  # another tool's list: as it is
+        return one_line(value)
+    return one_line(", ".join(f"{count}x {name}" for name, count in counts.items()) or "none")
+
+
+def _commit(value: str) -> str:
+    return one_line(value)[:9]
+
+
+def _score(name: str, header: str, key: str, show=_percent_number, best_first: bool = False) -> Column:
+    return Column(name, header, show, key=f"quality.{key}", shown="present", best_first=best_first)
+
+
+COLUMNS = (
+    Column("model", "model", dtype="string"),
+    Column("engine", "engine", dtype="string"),
+    Column("dtype", "dtype", dtype="string", shown="differs"),
+    Column("num_nodes", "nodes", dtype="Int64", shown="differs"),
+    Column("world_size", "ranks", dtype="Int64", shown="differs"),
+    Column("batch_size", "batch", dtype="Int64", shown="differs"),
+    Column("prompt_len", "prompt (tokens)", dtype="Int64", shown="differs"),
+    Column("gen_len", "gen (tokens)", dtype="Int64", shown="differs"),
+    Column("quant_bits", "weights (bits)", dtype="Int64", shown="differs"),
+    Column("quant_group_size", "group", dtype="Int64", shown="differs"),
+    # Only for rows read from a log's name, which says that weights were quantized but not to how many bits.
+    Column("weight_quantize", "quantized", _yes_no, dtype="boolean", shown="differs"),
+    Column("cpu_offload", "cpu offload", _yes_no, dtype="boolean", shown="differs"),
+    Column("disk_offload", "disk offload", _yes_no, dtype="boolean", shown="differs"),
+    Column("kv_offload", "kv offload", _yes_no, dtype="boolean", shown="differs"),
+    Column("pin_memory", "pinned", _yes_no, dtype="boolean", shown="differs"),
+    Column("norm_kernels", "norm kernels", dtype="string", shown="differs"),
+    Column("dummy", "dummy", _yes_no, dtype="boolean", shown="differs"),
+    Column("gpus", "gpus", _gpu_names, dtype="string", key="environment.gpus", shown="differs"),
+    Column("git_commit", "commit", _commit, dtype="string", key="environment.git_commit", shown="differs"),
+    Column("total_throughput", "total (token/s)", three_decimals, best_first=True),
+    Column("decode_throughput", "decode (token/s)", three_decimals, best_first=True),
+    Column("decode_weights_gbps", "weights (GB/s)", three_decimals, best_first=True),
+    Column("prefill_latency_s", "prefill (s)", three_decimals),
+    Column("fraction_of_limit", "of limit (%)", _percent_number, key="limit.fraction_of_limit", best_first=True),
+    Column("peak_gpu_bytes", "peak gpu (GiB)", gib, dtype="Int64"),
+    _score("mmlu_accuracy", "mmlu (%)", "mmlu.accuracy", best_first=True),
+    _score("mmlu_stderr", "+- (%)", "mmlu.stderr"),
+    _score("hellaswag_accuracy", "hellaswag (%)", "hellaswag.accuracy", best_first=True),
+    _score("hellaswag_stderr", "+- (%)", "hellaswag.stderr"),
+    _score("hellaswag_acc_norm", "hellaswag norm (%)", "hellaswag.acc_norm", best_first=True),
+    _score("hellaswag_acc_norm_stderr", "+- (%)", "hellaswag.acc_norm_stderr"),
+    _score("humaneval_pass_at_1", "humaneval pass@1 (%)", "humaneval.pass_at_k.1", best_first=True),
+    _score("humaneval_stderr", "+- (%)", "humaneval.stderr.1"),
+    _score("perplexity", "perplexity", "perplexity.perplexity", three_decimals),
+    _score("perplexity_stderr", "+-", "perplexity.stderr", three_decimals),
+    Column("prefill_throughput", "prefill (token/s)", three_decimals, shown="detail", best_first=True),
+    Column("decode_latency_s", "decode (s)", three_decimals, shown="detail"),
+    Column("total_latency_s", "total (s)", three_decimals, shown="detail"),
+    Column("load_s", "load (s)", three_decimals, shown="detail"),
+    Column("cold_total_s", "cold (s)", three_decimals, shown="detail"),
+    Column("link_gbps", "link (GB/s)", three_decimals, key="limit.link_gbps", shown="detail", best_first=True),
+    Column("floor_decode_s", "decode floor (s)", three_decimals, key="limit.floor_decode_s", shown="detail"),
+    Column("model_bytes", "model fp16 (GiB)", gib, dtype="Int64", shown="detail"),
+    Column("weight_bytes", "stored weights (GiB)", gib, dtype="Int64", shown="detail"),
+    Column("cache_bytes", "cache (GiB)", gib, dtype="Int64", shown="detail"),
+    Column("hidden_bytes", "hidden (GiB)", gib, dtype="Int64", shown="detail"),
+    Column("peak_host_bytes", "peak host (GiB)", gib, dtype="Int64", shown="detail"),
+    Column("output_ids_sha256", "ids sha256", dtype="string", shown="detail"),
+    Column("timestamp", "time", dtype="string", shown="detail"),
+    Column("file", "file", dtype="string", shown="detail"),
+    Column("status", "status", dtype="string", shown="detail"),
+    Column("error", "error", dtype="string", shown="present"),
+)
+BY_NAME = {column.name: column for column in COLUMNS}

@@ -1,0 +1,32 @@
+"""Where files go that are made once and used again: one rule for models, our kernels and DeepSpeed's compiled modules.
+
+| what | folder |
+|---|---|
+| unpacked models | `${ZERO_INFERENCE_CACHE}`, by default `${XDG_CACHE_HOME:-~/.cache}/zero-inference` |
+| DeepSpeed's modules | `${TORCH_EXTENSIONS_DIR}`, by default a folder of `${XDG_CACHE_HOME:-~/.cache}/zero-inference/extensions` |
+| our kernels, and what their trials found | the same two, but never in a folder of DeepSpeed's modules |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+OURS = "zero-inference/extensions"
+
+
+def user_cache() -> Path:
+    """The user's folder for caches, absolute. An empty XDG_CACHE_HOME is as none (XDG Base Directory Specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+
+
+def models_folder() -> Path:
+    """Of checkpoints that were unpacked here."""
+    own = os.environ.get("ZERO_INFERENCE_CACHE")
+    return Path(own).expanduser().absolute() if own else user_cache() / "zero-inference"
+
+
+def extensions_folder() -> Path:
+    """Of compiled code. TORCH_EXTENSIONS_DIR where the user chose one (DeepSpeed's engine sets it to a folder in ours), else ours."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(given) if given and OURS not in given else user_cache() / OURS
