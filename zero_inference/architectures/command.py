@@ -172,13 +172,15 @@ def new_folder(parent: Path) -> Path:
             folder.mkdir(parents=True)
             return folder
         name = f"{name.partition('_')[0]}_{number}"
+    raise AssertionError("numbers do not end")
 
 
 def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path) -> Runs:
     """Every arm's runs; one that failed is not run again."""
     from zero_inference.architectures.comparison import schedule
 
-    by_name, runs = {arm.name: arm for arm in arms}, {arm.name: [] for arm in arms}
+    by_name = {arm.name: arm for arm in arms}
+    runs: Runs = {arm.name: [] for arm in arms}
     turns = schedule(list(by_name), 2 * args.rounds)
     for count, (number, name) in enumerate(turns, 1):
         if any(record["status"] != "ok" for _, record in runs[name]):

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zero_inference.runtime.environment import available_host_bytes
 
@@ -81,7 +82,7 @@ def read_gpu_link(uuid: str, name: str, root: str = "/") -> GpuLink:
     where it is more: that is how a x16 GPU in a x8 slot shows.
     """
     uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    known = {"name": name}
+    known: dict[str, Any] = {"name": name}
     for source, ask in (("nvml", _ask_nvml), ("nvidia-smi", _ask_nvidia_smi)):
         answer = ask(uuid)
         if answer is not None:

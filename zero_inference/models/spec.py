@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def _load_config(folder: Path, config: RunConfig):
     return loaded
 
 
-def _check_sizes(model: str, parts: list[dict], bounds: dict[str, tuple[float, float]]) -> None:
+def _check_sizes(model: str, parts: list[dict], bounds: Mapping[str, tuple[float, float]]) -> None:
     for part in parts:
         for name, (least, most) in bounds.items():
             for size in _numbers(part.get(name)):

@@ -6,6 +6,7 @@ Nothing is imported before it is used: `import zero_inference.norms` needs no to
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 _WHERE = {
     "ops": (
@@ -31,7 +32,7 @@ _WHERE = {
 __all__ = [name for names in _WHERE.values() for name in names]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     for module, names in _WHERE.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from zero_inference.norms import ops
 class RMSNorm(nn.Module):
     """`ops.rms_norm` with a weight [dim] of ones."""
 
-    def __init__(self, dim: int, eps: float = 1e-6, device=None, dtype: torch.dtype | None = None):
+    def __init__(self, dim: int, eps: float = 1e-6, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
@@ -35,7 +37,7 @@ class FusedAddRMSNorm(RMSNorm):
 class LayerNorm(nn.Module):
     """`ops.layer_norm` with a weight [dim] of ones and a bias [dim] of zeros."""
 
-    def __init__(self, dim: int, eps: float = 1e-5, device=None, dtype: torch.dtype | None = None):
+    def __init__(self, dim: int, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
@@ -60,7 +62,7 @@ class FusedAddLayerNorm(LayerNorm):
 class PolyNorm(nn.Module):
     """`ops.poly_norm` with a weight [3] of thirds and a bias [1] of zero; fits any last dimension."""
 
-    def __init__(self, eps: float = 1e-6, device=None, dtype: torch.dtype | None = None):
+    def __init__(self, eps: float = 1e-6, device: Any = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(3, device=device, dtype=dtype) / 3)

@@ -16,6 +16,7 @@ import functools
 import inspect
 import textwrap
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 
@@ -102,7 +103,7 @@ def patch_norms(model: nn.Module, model_type: str | None = None) -> int:
             _set(module, "extra_repr", _norm_repr(family.norms[name]), patches)
             count += 1
         elif name == family.layer_class:
-            forward = _fused_forward(type(module), family.after_add)
+            forward = _fused_forward(type(module), family.after_add)  # type: ignore[arg-type]  # a class can be hashed
             if forward is not None:
                 _set_forward(module, forward, patches)
     setattr(model, _STATE, patches)
@@ -186,16 +187,18 @@ def _norm_forward(kind: Norm):
             if residual is None:
                 return ops.layer_norm(hidden_states, self.weight, self.bias, eps)
             return ops.fused_add_layer_norm(hidden_states, residual, self.weight, self.bias, eps)
-        how = {"weight_offset": kind.weight_offset, "round_first": kind.round_first}
+        offset, round_first = kind.weight_offset, kind.round_first
         if residual is None:
-            return ops.rms_norm(hidden_states, self.weight, eps, **how)
-        return ops.fused_add_rms_norm(hidden_states, residual, self.weight, eps, **how)
+            return ops.rms_norm(hidden_states, self.weight, eps, weight_offset=offset, round_first=round_first)
+        return ops.fused_add_rms_norm(
+            hidden_states, residual, self.weight, eps, weight_offset=offset, round_first=round_first
+        )
 
     return forward
 
 
 @functools.cache
-def _fused_forward(layer_class: type, norm: str):
+def _fused_forward(layer_class: type[nn.Module], norm: str) -> Callable | None:
     """The class's forward with `sum = a + b` and the `self.norm(sum)` behind it in one call; None if it has no such place.
 
     transformers writes the layers of a family out in full and changes them from version to version, so the code that is there
@@ -263,7 +266,7 @@ def _is_call(node: ast.AST, norm: str, argument: str) -> bool:
 
 
 class _Replace(ast.NodeTransformer):
-    def __init__(self, call: ast.Call):
+    def __init__(self, call: ast.AST):
         self.call = call
 
     def visit_Call(self, node: ast.Call):

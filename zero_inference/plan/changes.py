@@ -82,7 +82,7 @@ def _pairs(job: Job) -> list[tuple[Change, ...]]:
         for further, second in enumerate(_changes(replace(job.config, **first.fields), job)):
             if not first.fields.keys() & second.fields.keys():
                 pairs.setdefault(frozenset((first.options, second.options)), (place + further, first, second))
-    return [changes for _, *changes in sorted(pairs.values(), key=lambda pair: pair[0])]
+    return [(first, second) for _, first, second in sorted(pairs.values(), key=lambda pair: pair[0])]
 
 
 def _fitting(choices: Iterable[Sequence[Change]], job: Job) -> Iterator[str]:

@@ -10,6 +10,7 @@ The filter is classic BPF over `struct seccomp_data` (linux/seccomp.h): number, 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -53,7 +54,7 @@ uname 63 160  sysinfo 99 179  getrandom 318 278
 
 # Calls of which only some forms are allowed: name -> 32-bit word of the arguments (argument n is words 2n and 2n + 1, low one
 # first) -> its values. Of an int the kernel looks at the low word alone.
-_FORMS = {
+_FORMS: dict[str, Mapping[int, tuple[int, ...]]] = {
     "fcntl": {
         2: (0, 1, 2, 3, 4, 5, 6, 7, 1030)
     },  # duplicates, flags, locks: no larger pipes, leases or signals from files
@@ -86,7 +87,8 @@ def filter_program(architecture: Architecture) -> bytes:
         _step(_LOAD, _NUMBER_AT),
     ]
     for name, number in allowed(architecture).items():
-        body = [step for word, values in _FORMS.get(name, {}).items() for step in _one_of(word, values)]
+        forms = _FORMS.get(name, {})
+        body = [step for word, values in forms.items() for step in _one_of(word, values)]
         body.append(_step(_RETURN, _ALLOW))
         code += [_step(_EQUAL, number, 0, len(body)), *body]
     return b"".join([*code, _step(_RETURN, _NO_SUCH_CALL)])

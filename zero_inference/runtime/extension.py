@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -213,7 +213,7 @@ def trial_mark(*parts: str) -> Path:
 
 
 @contextmanager
-def _environment(**changes: str):
+def _environment(**changes: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

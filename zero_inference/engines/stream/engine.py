@@ -195,19 +195,22 @@ class LayerFeeder:
     def _find_views(self, index: int, layer: nn.Module) -> None:
         """For every place that this layer's bytes can lie in: each of its parameters and the tensor there."""
         layout, parameters = self.layouts[index], dict(layer.named_parameters())
+        buffers: dict[int | None, torch.Tensor]  # by slot
         if index in self.store.resident:
-            runs = {None: self.store.buffers[index]}
+            buffers = {None: self.store.buffers[index]}
         else:
-            runs = {slot: self.ring.buffer_in(index, slot) for slot in range(len(self.ring.slots))}
-        for slot, run in runs.items():
+            buffers = {slot: self.ring.buffer_in(index, slot) for slot in range(len(self.ring.slots))}
+        for slot, buffer in buffers.items():
             self.packed[index, slot] = [
-                (*(piece.of(run) for piece in stored.packed), stored.plain.of(self.workspace))
+                (*(piece.of(buffer) for piece in stored.packed), stored.plain.of(self.workspace))
                 for stored in layout.parameters
                 if stored.packed is not None
             ]
-        places = {None: self.workspace} if layout.workspace_bytes else runs
-        for slot, run in places.items():
-            self.views[index, slot] = [(parameters[stored.name], stored.plain.of(run)) for stored in layout.parameters]
+        places = {None: self.workspace} if layout.workspace_bytes else buffers
+        for slot, buffer in places.items():
+            self.views[index, slot] = [
+                (parameters[stored.name], stored.plain.of(buffer)) for stored in layout.parameters
+            ]
         for parameter, values in self.views[index, next(iter(places))]:
             parameter.data = values
 
