@@ -17,7 +17,7 @@ help:
 	@echo "make demo    generate with a small real model, weights offloaded to host memory"
 	@echo "make test    run all tests"
 	@echo "make lint    check the layout of the code, likely bugs and types; changes nothing"
-	@echo "make format  lay the code out, and mend what can be mended"
+	@echo "make format  lay the code out, and fix what can be fixed by a tool"
 	@echo "PYTHON=...   the Python 3.10 or newer to make .venv with (now: $(PYTHON))"
 
 # setup.sh writes the stamp last, so an interrupted set-up is run again.
@@ -34,21 +34,21 @@ demo: $(STAMP)
 	@$(IN_VENV) $(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 --log_level error run_model.py --model smollm2-135m \
 		--cpu-offload --prompt-len 64 --gen-len 32 --batch-size 2
 
-# All that is wrong is shown at once. Without a .clang-format, clang-format has nothing to say.
+# All that is wrong is shown at once.
 CUDA := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h') $(wildcard benchmarks/*.cu)
 lint: $(STAMP)
 	@echo "lint: ruff, clang-format, mypy"
 	@$(IN_VENV); export PATH; wrong=0; \
 	ruff check --quiet --output-format concise . || wrong=1; \
 	ruff format --quiet --check . || wrong=1; \
-	clang-format --fallback-style=none --dry-run -Werror $(CUDA) || wrong=1; \
+	clang-format --dry-run -Werror $(CUDA) || wrong=1; \
 	mypy --no-error-summary || wrong=1; \
-	[ $$wrong = 0 ] || echo "lint: 'make format' lays the code out; what remains then is to be mended by hand" >&2; \
+	[ $$wrong = 0 ] || echo "lint: 'make format' lays the code out; what remains then is to be fixed by hand" >&2; \
 	exit $$wrong
 
 format: $(STAMP)
 	@$(IN_VENV); export PATH; \
-	ruff check --quiet --fix-only .; ruff format . && clang-format --fallback-style=none -i $(CUDA)
+	ruff check --quiet --fix-only .; ruff format . && clang-format -i $(CUDA)
 
 # The tests start real runs in processes of their own and often wait: three files at a time, one thread each.
 test: $(STAMP)
