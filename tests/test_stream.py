@@ -154,7 +154,7 @@ def test_any_number_of_resident_layers(bits, longer):
         ids = generate(loaded, spec, ranks).output_ids
         first = ids if first is None else first
         assert torch.equal(ids, expected if bits == 16 else first)
-        moved = generate(loaded, spec, ranks, loops=1).loops[0].host_to_device_bytes_per_step
+        moved = generate(loaded, spec, ranks, loops=1).loops[0].moved.host_to_device_bytes_per_step
         assert moved == loaded.facts["stream"]["streamed_layers"] * loaded.facts["stream"]["slot_bytes"]
         loaded.close()
     assert seen == set(range(8))
