@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import itertools
 import json
 import os
 import sys
@@ -165,20 +163,25 @@ def _log_folder(given: Path | None) -> Path:
 
 def new_folder(parent: Path) -> Path:
     """A new folder in `parent` named after the time: two comparisons that start in the same second would take each other's runs."""
-    name = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    for number in itertools.count(2):
-        folder = parent / name
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+    first = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    parent.mkdir(parents=True, exist_ok=True)
+    folder, number = parent / first, 1
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            folder = parent / f"{first}_{number}"
+        else:
             return folder
-        name = f"{name.partition('_')[0]}_{number}"
 
 
 def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path) -> Runs:
     """Every arm's runs; one that failed is not run again."""
     from zero_inference.architectures.comparison import schedule
 
-    by_name, runs = {arm.name: arm for arm in arms}, {arm.name: [] for arm in arms}
+    by_name = {arm.name: arm for arm in arms}
+    runs: Runs = {arm.name: [] for arm in arms}
     turns = schedule(list(by_name), 2 * args.rounds)
     for count, (number, name) in enumerate(turns, 1):
         if any(record["status"] != "ok" for _, record in runs[name]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -143,7 +144,7 @@ def _measure_one(
     spent = {}
     with torch.no_grad():
         for part in work:
-            spent[part] = median_s(lambda call=block.parts[part]: call(x), min_run_time)
+            spent[part] = median_s(functools.partial(block.parts[part], x), min_run_time)
     tflops = {part: work[part] / spent[part] / 1e12 for part in work}
     step_s = median_s(forward_and_backward(block, x), min_run_time)
     step_tflops = FORWARD_AND_BACKWARD * work["layer"] / step_s / 1e12

@@ -228,7 +228,7 @@ def quality(runs: list[Run]) -> list[Drawing]:
     """A drawing for each task and metric, with the standard error as a bar."""
     from matplotlib.ticker import MaxNLocator
 
-    drawings = []
+    drawings: list[Drawing] = []
     metrics = dict.fromkeys((score.metric, score.share) for run in runs for score in run.quality)
     for index, (metric, share) in enumerate(metrics):
         scale = 100 if share else 1
