@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import itertools
 import json
 import os
 import sys
@@ -165,14 +163,17 @@ def _log_folder(given: Path | None) -> Path:
 
 def new_folder(parent: Path) -> Path:
     """A new folder in `parent` named after the time: two comparisons that start in the same second would take each other's runs."""
-    name = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    for number in itertools.count(2):
-        folder = parent / name
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+    first = f"compare-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    parent.mkdir(parents=True, exist_ok=True)
+    folder, number = parent / first, 1
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            folder = parent / f"{first}_{number}"
+        else:
             return folder
-        name = f"{name.partition('_')[0]}_{number}"
-    raise AssertionError("numbers do not end")
 
 
 def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path) -> Runs:

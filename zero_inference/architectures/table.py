@@ -78,22 +78,24 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 def for_people(found: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> tuple[list[Column], list[dict[str, Any]]]:
     """Columns and rows that fit beside each other: choices in which the arms differ, speedups with their intervals in one column,
     the whole run's throughput only where there is no decode."""
-    changed = [dict(row) for row in rows]
+    shown = [dict(row) for row in rows]
     left_out = {"step_samples", "weight_bytes"}
     left_out |= {
-        name for name in ("model", "engine", "dtype", "quant_bits", "runs") if len({row.get(name) for row in rows}) == 1
+        name
+        for name in ("model", "engine", "dtype", "quant_bits", "runs")
+        if len({row.get(name) for row in shown}) == 1
     }
-    if any(row.get("decode_throughput") for row in rows):
+    if any(row.get("decode_throughput") for row in shown):
         left_out |= {column.name for column in found if column.name.startswith("total_")}
     for phase in PHASES:
         left_out |= {f"{phase}_speedup_low", f"{phase}_speedup_high"}
-        for row in changed:
+        for row in shown:
             row[f"{phase}_speedup"] = _ratio(*(row.get(f"{phase}_speedup{end}") for end in ("", "_low", "_high")))
     return [
         replace(column, show=str) if column.name.endswith("_speedup") else column
         for column in found
         if column.name not in left_out
-    ], changed
+    ], shown
 
 
 def _ratio(middle: float | None, low: float | None, high: float | None) -> str | None:
@@ -162,7 +164,7 @@ def _row(
     return row
 
 
-def _summary(arms: Sequence[Arm], runs: Runs, baseline: str) -> Any:
+def _summary(arms: Sequence[Arm], runs: Runs, baseline: str):
     rows: list[dict[str, Any]] = []
     for arm in arms:
         if any(record["status"] != STATUS_OK for _, record in runs[arm.name]):

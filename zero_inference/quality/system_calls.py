@@ -10,7 +10,6 @@ The filter is classic BPF over `struct seccomp_data` (linux/seccomp.h): number, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -54,7 +53,7 @@ uname 63 160  sysinfo 99 179  getrandom 318 278
 
 # Calls of which only some forms are allowed: name -> 32-bit word of the arguments (argument n is words 2n and 2n + 1, low one
 # first) -> its values. Of an int the kernel looks at the low word alone.
-_FORMS: dict[str, Mapping[int, tuple[int, ...]]] = {
+_FORMS: dict[str, dict[int, tuple[int, ...]]] = {
     "fcntl": {
         2: (0, 1, 2, 3, 4, 5, 6, 7, 1030)
     },  # duplicates, flags, locks: no larger pipes, leases or signals from files

@@ -151,7 +151,7 @@ def start_process_group(ranks: Ranks) -> None:
         dist.init_process_group(**where, timeout=TIMEOUT)
 
 
-def new_group(ranks: Ranks) -> Any:
+def new_group(ranks: Ranks) -> dist.ProcessGroup | None:
     """A process group of all ranks with its own communicator, whose order of calls is nobody else's; None for one rank.
 
     Both communicators are there when it returns, with the device memory that NCCL takes for them.

@@ -62,8 +62,7 @@ def run_with_group(
             )
         return leader.wait(limit_s)
     finally:
-        if leader is not None:
-            assert leader.stdin is not None  # it was given a pipe
+        if leader is not None and leader.stdin is not None:
             leader.stdin.close()
             try:
                 leader.wait()
@@ -98,8 +97,7 @@ def lead(command: Sequence[str]) -> NoReturn:
 def _end_group(process: subprocess.Popen) -> None:
     """End the group that `process` leads, harder after `GRACE_S` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        sent: int = number
-        deadline = time.monotonic() + GRACE_S
+        deadline, sent = time.monotonic() + GRACE_S, int(number)
         while _send(process, sent) and time.monotonic() < deadline:
             process.poll()  # reaps the first process; as a zombie it would keep the group alive
             sent = 0

@@ -60,8 +60,7 @@ def _finding(runs: list[Run]) -> Finding | None:
     ranked = sorted((run for run in runs if of(run)), key=of, reverse=True)
     if not ranked:
         return None
-    best = ranked[0]
-    others: dict[str, Run] = {}
+    best, others = ranked[0], dict[str, Run]()
     for run in ranked[1:]:  # the best of each other configuration
         if _named(run) != _named(best):
             others.setdefault(_named(run), run)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_inference.report.html.drawing import LEGEND_ROOM, MARKERS, WIDTH, Drawing, canvas, fitting, log_axis
@@ -85,7 +84,7 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
 
 def _plot_lines(axes, panel: _Panel) -> None:
     for place, setting in enumerate(panel.others + panel.named):
-        points: Sequence[tuple[float, float]] = _medians(panel.lines[setting])
+        points = _medians(panel.lines[setting])  # batch, token/s
         if len(panel.batches) == 1:  # side by side, as equal speeds would hide each other
             shift = 2 ** (0.6 * ((place + 0.5) / len(panel.lines) - 0.5))
             points = [(batch * shift, speed) for batch, speed in points]
@@ -137,7 +136,7 @@ def _draw_legend(figure, axes, panel: _Panel) -> None:
     )
 
 
-def _medians(runs: list[Run]) -> list[tuple[int, float]]:
+def _medians(runs: list[Run]) -> list[tuple[float, float]]:
     speeds: dict[int, list[float]] = {}
     for run in runs:
         speeds.setdefault(run.whole("batch_size"), []).append(run.decode_throughput)
