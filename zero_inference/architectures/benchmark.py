@@ -16,6 +16,7 @@ from zero_inference.architectures.statistics import percentile
 from zero_inference.measure.generation import settled
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
+from zero_inference.models.spec import max_positions
 from zero_inference.utils import GB, text_config
 
 WARMUP_SPREAD = 0.05
@@ -188,8 +189,7 @@ class ArchitectureBenchmark:
         return text_config(self.model.config).vocab_size
 
     def _check_positions(self, length: int) -> None:
-        config = text_config(self.model.config)
-        positions = None if config.model_type == "bloom" else getattr(config, "max_position_embeddings", None)
+        positions = max_positions(self.model.config)
         if positions and length > positions:
             raise ValueError(f"{length} positions asked for, {type(self.model).__name__} has {positions}")
 

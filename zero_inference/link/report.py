@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zero_inference.errors import RunError
 from zero_inference.link import system
@@ -30,8 +29,8 @@ def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
         warnings += system.warnings_for(
             gpu, host, pinned if index == 0 else None
         )  # the first is the one that was measured
-    rows = _from_all(
-        ranks, {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
+    rows = ranks.gather_objects(
+        {"node": platform.node(), "gpus": gpus, "warnings": warnings, "numa_nodes": host.numa_nodes}
     )
     return {
         "device": ranks.device.type,
@@ -105,14 +104,6 @@ def _gpu_links(ranks: Ranks) -> list[GpuLink]:
         except (RunError, torch.OutOfMemoryError):  # said where the rate was measured
             links.append(read())
     return links
-
-
-def _from_all(ranks: Ranks, row: dict[str, Any]) -> list[dict[str, Any]]:
-    if ranks.world_size == 1:
-        return [row]
-    rows: list = [None] * ranks.world_size
-    dist.all_gather_object(rows, row)
-    return rows
 
 
 def _facts(report: dict[str, Any]) -> list[str]:

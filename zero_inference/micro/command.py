@@ -92,6 +92,7 @@ def _elementwise_rows(args, rates: MachineRates, module: ModuleType):
 def _layer_rows(args, rates: MachineRates, module: ModuleType):
     from zero_inference.micro.blocks import CPU_BLOCKS, DEFAULT_BLOCKS, SHORT, block_config
     from zero_inference.micro.timing import DTYPES
+    from zero_inference.models.spec import max_positions
 
     kind, device = args.dtype or ("fp16" if rates.device.type == "cuda" else "fp32"), rates.device.type
     _check_kinds([kind], rates.device)
@@ -100,7 +101,7 @@ def _layer_rows(args, rates: MachineRates, module: ModuleType):
     seqs, batches = args.seq or LAYER_SEQS[device], args.batch or LAYER_BATCHES[device]
     configs = {name: block_config(name) for name in blocks}
     for name, config in configs.items():
-        positions = getattr(config, "max_position_embeddings", None)
+        positions = max_positions(config)
         if positions and max(seqs) > positions:
             raise UsageError(f"--seq {max(seqs)}: {name} has {positions} positions; shorten it.")
     patch = norm_patch(
