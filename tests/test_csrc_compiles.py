@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, start_python
-from forks import LIBRARIES
+from forks import LIBRARIES, wait_for_all
 from torch.utils import cpp_extension
 
 from zero_inference.runtime import extension
@@ -162,7 +162,7 @@ def load(fork_server, tmp_path):
         }
         command = [program, programs.parent if toolkit else "", times]
         process = start_python(fork_server(LIBRARIES), command, tmp_path, out, err, env)
-        assert process.wait(timeout=120) == 0, err.read_text()
+        assert wait_for_all([process], timeout=120) == [0], err.read_text()
         # ninja's own lines come before
         return Loaded(*json.loads(out.read_text().splitlines()[-1]), err.read_text())
 
