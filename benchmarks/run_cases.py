@@ -30,7 +30,8 @@ EPS = 1e-6
 STARTED = time.perf_counter()
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, device: str = "cuda", checked=CHECKED) -> int:
+    """`device` and `checked` (batch, sequence, hidden) are of the check; what passes it is always timed on a CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--case", required=True, choices=NAMES)
     parser.add_argument("--dtype", default="bf16", choices=(*DTYPES, "all"))
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--profile", action="store_true", help="also Chrome traces")
     args = parser.parse_args(argv)
-    reason = why_not_here()
+    reason = why_not_here() if device == "cuda" else None
     if reason is not None:
         print(f"error: {reason}", file=sys.stderr)
         return 2
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for name in DTYPES if args.dtype == "all" else (args.dtype,):
             dtype = getattr(torch, DTYPES[name])
-            check(case, dtype)
+            check(case, dtype, device, checked)
             measure(case, name, dtype, args, workers)
     except WrongResult as wrong:
         print(f"error: {wrong}", file=sys.stderr)
@@ -108,7 +109,7 @@ def why_not_here() -> str | None:
     return None if load_extension() else f"the CUDA kernels are not there: {why_unavailable()}"
 
 
-def check(case, dtype, device: str = "cuda", sizes=CHECKED) -> None:
+def check(case, dtype, device: str, sizes) -> None:
     """Raises WrongResult at the first size at which outputs or gradients are off; prints the largest error of each."""
     from common.diff_engine import calculate_diff, dtype_name
 

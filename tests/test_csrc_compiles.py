@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, start_python
+from forks import LIBRARIES, wait_for_all
 from torch.utils import cpp_extension
 
 from zero_inference.runtime import extension
@@ -91,73 +96,127 @@ def test_sources_have_names_of_their_own():
     assert names and len(names) == len(set(names)), names
 
 
+# A process on a machine with one device of capability 9.0 and the CUDA toolkit in argv[1]: loads the library as often as argv[2]
+# says, and prints the answers, why not, and what it said.
+LOADING = """
+import json, sys
+sys.path.insert(0, {root!r})
+import torch
+from torch.utils import cpp_extension
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda index=0: (9, 0)
+torch.version.cuda = "13.0"
+cpp_extension.CUDA_HOME = sys.argv[1] or None
+{more}
+from zero_inference.runtime import extension
+said = []
+answers = [extension.load_extension(said.append) for _ in range(int(sys.argv[2]))]
+shared = [library for library in torch.ops.loaded_libraries if "zero_inference" in library]
+print(json.dumps([answers, extension.why_unavailable(), said, shared]), flush=True)
+"""
+# Writes down what it is asked to compile, and fails where it is to fail.
+NVCC = """#!/bin/sh
+echo "$*" >>"$NVCC_CALLS"
+[ -z "$NVCC_ERROR" ] || { echo "dequantize.cu(7): error: $NVCC_ERROR"; exit 2; }
+while [ "$1" != -o ]; do shift; done
+: >"$2"
+"""
+# A linker whose library has nothing in it; else the compiler that it stands for.
+CXX = """#!/bin/sh
+case " $* " in *" -shared "*) ;; *) exec c++ "$@" ;; esac
+while [ "$1" != -o ]; do shift; done
+exec c++ -shared -x c++ /dev/null -o "$2"
+"""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    answers: list[bool]
+    reason: str | None
+    said: list[str]
+    libraries: list[str]
+    error: str
+
+
 @pytest.fixture
-def cuda_machine(monkeypatch, tmp_path):
-    """As if this were a fresh process on a machine with one device of capability 9.0; gives the lines that were told."""
-    monkeypatch.setattr(extension, "_tried", False)
-    monkeypatch.setattr(extension, "_reason", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def load(fork_server, tmp_path):
+    """load(more="", toolkit=True, times=1, **environment): a fresh process that loads the library, `more` being run before it does."""
+    programs = tmp_path / "cuda" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in (("nvcc", NVCC), ("c++", CXX)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    names = ("TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST", "PYTORCH_NVCC", extension.SWITCH)
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+
+    def start(more: str = "", toolkit: bool = True, times: int = 1, **environment: str) -> Loaded:
+        program, out, err = tmp_path / "loading.py", tmp_path / "out", tmp_path / "err"
+        program.write_text(LOADING.format(root=str(ROOT), more=more))
+        out.write_text(""), err.write_text("")
+        env = kept | {
+            "XDG_CACHE_HOME": str(tmp_path),
+            "NVCC_CALLS": str(tmp_path / "calls"),
+            "CXX": str(programs / "c++"),
+            **environment,
+        }
+        command = [program, programs.parent if toolkit else "", times]
+        process = start_python(fork_server(LIBRARIES), command, tmp_path, out, err, env)
+        assert wait_for_all([process], timeout=120) == [0], err.read_text()
+        # ninja's own lines come before
+        return Loaded(*json.loads(out.read_text().splitlines()[-1]), err.read_text())
+
+    return start
+
+
+def test_without_a_device_or_switched_off_nothing_is_said(load):
+    off = load(times=2, **{extension.SWITCH: "0"})
+    assert (off.answers, off.reason, off.said) == ([False, False], f"{extension.SWITCH}=0", [])
+    alone = load("torch.cuda.is_available = lambda: False")
+    assert (alone.answers, alone.reason, alone.said) == ([False], "no CUDA device", [])
+
+
+def test_without_nvcc_one_warning_says_why(load):
+    done = load(toolkit=False, times=3)
+    assert done.answers == [False] * 3 and len(done.said) == 1 and done.said[0].startswith("warning")
+    assert "slower PyTorch code" in done.said[0] and "nvcc" in done.said[0] and "nvcc" in done.reason
+    assert "warning" not in done.error
+    unheard = load(
+        "sys.argv[2] = 0; from zero_inference.runtime.extension import load_extension; load_extension()", False
+    )
+    assert done.said[0] in unheard.error.splitlines(), "whoever does not ask for the line has it on stderr"
+
+
+def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(load, tmp_path):
+    for _ in range(2):
+        done = load(times=2, NVCC_ERROR="no such thing")
+        assert done.answers == [False, False] and len(done.said) == 2, "begun, and failed"
+        assert done.said[1].endswith("dequantize.cu(7): error: no such thing") and "\n" not in done.said[1]
+        assert done.reason == "dequantize.cu(7): error: no such thing"
+    assert not list(tmp_path.rglob("complete"))
+    assert load().answers == [True]
+
+
+def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(load, tmp_path):
+    calls = tmp_path / "calls"
+    first = load()
+    (library,) = (tmp_path / OURS).rglob("*.so")
+    compiled = calls.read_text().splitlines()
+    assert first.answers == [True] and first.reason is None and len(first.said) == 1
+    assert len(compiled) == len(CUDA_FILES) and all("compute_90" in line for line in compiled)
+    again = load()
+    assert again.answers == [True] and again.said == [] and again.libraries == [str(library)]
+    assert len(calls.read_text().splitlines()) == len(compiled)
+    whole = library.read_bytes()
+    library.write_bytes(whole[:100])
+    (library.parent / "lock").touch()  # what a killed build leaves, for which torch would wait for ever
+    third = load()
+    assert third.answers == [True] and len(third.said) == 1 and library.stat().st_size == len(whole)
+
+
+def a_device_of_capability_9(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST", extension.SWITCH):
-        monkeypatch.delenv(name, raising=False)
-    return []
-
-
-def test_without_a_device_or_switched_off_nothing_is_said(cuda_machine, monkeypatch):
-    monkeypatch.setenv(extension.SWITCH, "0")
-    assert not extension.load_extension(cuda_machine.append) and extension.why_unavailable() == f"{extension.SWITCH}=0"
-    monkeypatch.setattr(extension, "_tried", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not extension.load_extension(cuda_machine.append) and extension.why_unavailable() == "no CUDA device"
-    assert cuda_machine == []
-
-
-def test_without_nvcc_one_warning_says_why(cuda_machine, monkeypatch, capsys):
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    assert not extension.load_extension() and not extension.load_extension()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("warning")
-    assert "slower PyTorch code" in lines[0] and "nvcc" in lines[0]
-
-
-def test_a_failed_build_is_told_in_one_line_and_tried_again_by_the_next_process(cuda_machine, monkeypatch, tmp_path):
-    def build(*_, **__):
-        raise RuntimeError(
-            "Error building extension\n[1/2] nvcc ...\ndequantize.cu(7): error: no such thing\nninja: build stopped"
-        )
-
-    monkeypatch.setattr(extension, "_check_compiler", lambda: None)
-    monkeypatch.setattr(extension, "_build", build)
-    assert not extension.load_extension(cuda_machine.append)
-    assert cuda_machine[1].endswith("dequantize.cu(7): error: no such thing") and "\n" not in cuda_machine[1]
-    assert not list(tmp_path.rglob("complete"))
-
-
-def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(cuda_machine, monkeypatch, tmp_path):
-    built, loaded = [], []
-
-    def build(name, folder, architectures):
-        built.append((folder / "lock").exists() or (folder / f"{name}.so").exists())
-        (folder / f"{name}.so").write_bytes(b"a library")
-
-    monkeypatch.setattr(extension, "_check_compiler", lambda: None)
-    monkeypatch.setattr(extension, "_build", build)
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    folder = tmp_path / OURS / extension._library_name("9.0")
-    folder.mkdir(parents=True)
-    (folder / "lock").touch()  # what a killed build leaves, for which torch would wait for ever
-    assert extension.load_extension(cuda_machine.append)
-    library = folder / f"{folder.name}.so"
-    monkeypatch.setattr(extension, "_tried", False)
-    assert extension.load_extension(cuda_machine.append)
-    assert built == [False] and loaded == [str(library)] and len(cuda_machine) == 1
-    library.write_bytes(b"a lib")
-    monkeypatch.setattr(extension, "_tried", False)
-    assert extension.load_extension(cuda_machine.append)
-    assert built == [False, False] and library.read_bytes() == b"a library" and len(loaded) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,18 +232,36 @@ def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(cuda
         ("native", "9.0"),
     ],
 )
-def test_architectures_serve_the_devices_that_are_here(given, chosen, cuda_machine, monkeypatch):
+def test_architectures_serve_the_devices_that_are_here(given, chosen, monkeypatch):
+    a_device_of_capability_9(monkeypatch)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
-    assert extension._architectures() == chosen
+    assert extension.choose_architectures() == chosen
 
 
-def test_the_name_follows_sources_and_versions(cuda_machine, monkeypatch, tmp_path):
+def test_the_name_follows_sources_and_versions(monkeypatch, tmp_path):
     copy = tmp_path / "csrc"
     shutil.copytree(extension.source_folder(), copy)
-    monkeypatch.setattr(extension, "source_folder", lambda: copy)
-    names = [extension._library_name("9.0"), extension._library_name("8.0")]
+    assert extension.library_name("9.0", copy) == extension.library_name("9.0"), "not where the sources lie"
+    names = [extension.library_name("9.0", copy), extension.library_name("8.0", copy)]
     (copy / "header.cuh").write_text("// another\n")
-    names.append(extension._library_name("9.0"))
+    names.append(extension.library_name("9.0", copy))
     monkeypatch.setattr(torch.version, "cuda", "13.1")
-    names.append(extension._library_name("9.0"))
+    names.append(extension.library_name("9.0", copy))
     assert len(set(names)) == 4 and all(re.fullmatch(r"zero_inference_[0-9a-f]{16}", name) for name in names)
+
+
+def test_the_library_that_came_with_the_package_is_used_where_it_fits(monkeypatch, tmp_path):
+    a_device_of_capability_9(monkeypatch)
+    assert extension.prebuilt_library(tmp_path) is None
+    library = tmp_path / extension.PREBUILT / f"{extension.library_name(extension.PREBUILT)}.so"
+    library.parent.mkdir()
+    library.touch()
+    for architectures, fits in (("8.0;9.0", True), ("8.0", False), ("8.0+PTX", True)):
+        library.with_suffix(".txt").write_text(architectures)
+        assert extension.prebuilt_library(tmp_path) == (library if fits else None)
+    library.with_suffix(".txt").write_text("9.0")
+    monkeypatch.setattr(torch.version, "cuda", "of another build")
+    assert extension.prebuilt_library(tmp_path) is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match="without CUDA"):
+        extension.prebuild(tmp_path)

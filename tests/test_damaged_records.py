@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -119,7 +120,6 @@ def test_mutated_records_end_no_reader_and_send_no_control_characters(seed, swee
     )
     args, extra = sweep.parse_arguments(["--log-dir", str(tmp_path), "--launcher", "python", "--list"])
     for record in read_records(tmp_path):
-        sweep.say(sweep.outcome(record))
         assert not any(case.is_request_of(record) for case in sweep.expand(args, extra))
     shown = capsys.readouterr()
     assert controls(shown.out + shown.err) == ""
@@ -188,6 +188,32 @@ def test_a_sweep_runs_a_case_again_whose_record_has_no_speed(sweep, tmp_path, ca
         assert ("org/a" in shown.out) == ("argv" not in odd) and ("skipped 1 record" in shown.err) == (
             "argv" not in odd
         ), odd
+
+
+# A run that fails, and leaves the record that lies ready for its batch size.
+LEAVES_A_RECORD = """
+import pathlib, sys
+batch, folder = (sys.argv[sys.argv.index(name) + 1] for name in ("--batch-size", "--log-dir"))
+pathlib.Path(folder, f"{batch}.jsonl").write_bytes(pathlib.Path(__file__).with_name(batch).read_bytes())
+sys.exit(1)
+"""
+
+
+def test_a_sweep_names_each_failed_case_whatever_its_record_says(sweep, tmp_path):
+    (program := tmp_path / "program.py").write_text(LEAVES_A_RECORD)
+    sizes = [str(place) for place in range(1, len(ODD) + 1)]
+    argv = ["--program", program, "--log-dir", tmp_path / "logs", "--launcher", "python", "--batch-size", *sizes]
+    args, extra = sweep.parse_arguments(list(map(str, argv)))
+    for case, odd, size in zip(sweep.expand(args, extra), ODD, sizes, strict=True):
+        facts = {"argv": ["run_model.py", *case.arguments()], "dtype": "float32", "world_size": 1}
+        record = case.expected() | facts | {"status": "failed", "error": odd, "total_throughput": odd}
+        (tmp_path / size).write_text(json.dumps(record) + "\n")
+    command = [sys.executable, ROOT / "scripts" / "sweep.py", *argv]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert done.returncode == 1 and len(lines) == len(ODD) and all(": failed: " in line for line in lines), done.stderr
+    assert controls(done.stdout + done.stderr) == ""
+    assert "red" in lines[ODD.index(RED)] and "a b c" in lines[ODD.index("a\nb\r\tc")], "what the record says"
 
 
 def test_text_of_unknown_origin_is_fit_to_be_printed():

@@ -28,9 +28,10 @@ GPU = GpuLink(
     "NVIDIA H200", "0000:1b:00.0", generation=5, generation_max=5, width=16, width_max=16, numa_node=0, source="nvml"
 )
 UUID = "GPU-8f2c0e6a-1d0b-4c0f-9c59-0d6c8a3a1b77"
+SECOND_UUID = "GPU-11111111-2222-3333-4444-555555555555"
 # the second GPU sits in a x8 slot and idles, the third is a virtual one that knows nothing
 SMI = f"""{UUID}, 00000000:1B:00.0, 5, 5, 16, 16
-GPU-11111111-2222-3333-4444-555555555555, 00000000:C1:00.0, 1, 4, 8, 16
+{SECOND_UUID}, 00000000:C1:00.0, 1, 4, 8, 16
 GPU-66666666-7777-8888-9999-000000000000, 00000002:00:00.0, [N/A], [N/A], [Not Supported], [N/A]
 """
 
@@ -129,24 +130,25 @@ def fake_sysfs(root: Path, **files: str) -> str:
     return str(root)
 
 
-def fake_nvml(monkeypatch, **answers):
-    """A pynvml that knows one GPU; an answer of None is an error."""
+def fake_nvml(monkeypatch, second: dict | None = None, bus_id="00000000:1B:00.0", **answers):
+    """A pynvml that knows one GPU by its `answers`, or a `second` one too; an answer of None is an error."""
+    known = {UUID: {"bus_id": bus_id, **answers}, SECOND_UUID: second}
 
     class NVMLError(Exception):
         pass
 
     def answer(name):
         def ask(handle):
-            if answers[name] is None:
+            if known[handle][name] is None:
                 raise NVMLError("Not Supported")
-            return answers[name]
+            return known[handle][name]
 
         return ask
 
     def by_uuid(uuid):
-        if uuid != UUID:
+        if not known.get(uuid):
             raise NVMLError("Not Found")
-        return "handle"
+        return uuid
 
     names = {
         "CurrPcieLinkGeneration": "generation",
@@ -159,7 +161,7 @@ def fake_nvml(monkeypatch, **answers):
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByUUID=by_uuid,
-        nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId="00000000:1B:00.0"),
+        nvmlDeviceGetPciInfo=lambda handle: types.SimpleNamespace(busId=known[handle]["bus_id"]),
         **{f"nvmlDeviceGet{name}": answer(key) for name, key in names.items()},
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
@@ -250,10 +252,13 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(copy, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
     monkeypatch.setattr(compute, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr(
-        "zero_inference.link.report._gpu_links",
-        lambda ranks: [GPU, replace(GPU, pci_id="0000:c1:00.0", width=8, numa_node=None)],
-    )
+    monkeypatch.setattr("zero_inference.link.report.while_copying", lambda device, read: refused(device))
+    uuids = UUID.removeprefix("GPU-"), SECOND_UUID.removeprefix("GPU-")
+    properties = [types.SimpleNamespace(uuid=uuid, name="NVIDIA H200") for uuid in uuids]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+    told = dict(generation=5, generation_max=5, width=16, width_max=16)
+    # a PCI domain that no machine has, so that its own sysfs adds nothing
+    fake_nvml(monkeypatch, second=told | {"width": 8, "bus_id": "0000FFF1:C1:00.0"}, bus_id="0000FFF1:1B:00.0", **told)
     monkeypatch.setattr(system, "read_host", lambda: HOST)
     args = argparse.Namespace(disk=None, json=True, local_rank=None)
     assert command.main(args) == 0
@@ -265,7 +270,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     )
     assert [gpu["limit_gbps"] for gpu in report["gpus"]] == pytest.approx([63.0, 31.5], abs=0.1)
     failed, slow, lanes = report["warnings"]
-    assert "page-locked" in failed and "GPU 0000:1b:00.0" in slow and "63%" in slow and "GPU 0000:c1:00.0" in lanes
+    assert "page-locked" in failed and "GPU fff1:1b:00.0" in slow and "63%" in slow and "GPU fff1:c1:00.0" in lanes
     args.json = False
     assert command.main(args) == 0
     shown = capsys.readouterr()

@@ -24,7 +24,6 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.micro import arguments, blocks, cards, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
 from zero_inference.micro.norms import norm_patch
-from zero_inference.norms import choice
 from zero_inference.report.tables import Column, RowPrinter, render
 
 CPU = torch.device("cpu")
@@ -105,6 +104,10 @@ def test_classical_blocks_have_the_classical_formula(name):
     assert shape.forward(b, s) == 24 * b * s * h**2 + 4 * b * h * s**2
     assert shape.attention(b, s) == 4 * b * h * s**2 + 8 * b * s * h**2
     assert shape.feed_forward(b, s) == 16 * b * s * h**2 and shape.dense(b, s) == 8 * b * s * h**2
+
+
+def by_the_reference(*_) -> None:
+    """No kernel runs here: what would be tried on the device is taken as good."""
 
 
 class Clock:
@@ -230,10 +233,9 @@ def test_matmul_is_within_a_tenth_of_an_independent_timing():
     pytest.fail(f"ratios of the two timings: {apart}")
 
 
-def test_shares_are_of_the_best_rate_seen(monkeypatch):
+def test_shares_are_of_the_best_rate_seen():
     """A first product that came out slow, as on a busy machine, is no ceiling."""
-    rates = timing.MachineRates(CPU)
-    monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 1e-9)
+    rates = timing.MachineRates(CPU, matmul_tflops={"fp32": 1e-9, "bf16": 1e-9})
     rows = list(matmul.measure(rates, [16, 256, 32], ["fp32"], 0.02, math.inf))
     best = 1e-9
     for row in rows:
@@ -270,7 +272,7 @@ def test_what_would_take_too_long_is_predicted_and_not_begun(monkeypatch, capsys
         time.sleep(len(left) ** 3 * 1e-9)
 
     monkeypatch.setattr(torch, "mm", slow)
-    monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.001)
+    monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
     assert (
         console_main(
             [
@@ -323,12 +325,11 @@ def test_the_default_of_layer_ends_within_three_minutes_on_a_gpu(monkeypatch):
         return timed(self, min_run_time=min_run_time)
 
     monkeypatch.setattr(timing.Timer, "blocked_autorange", counting)
-    monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)  # no kernel runs here: by the reference
     names = ["bert", "gpt2", "t5", "opt", "llama"]
     assert [blocks.block_config(name).model_type for name in blocks.DEFAULT_BLOCKS] == names
     seqs, batches = (3, 5)[: len(arguments.LAYER_SEQS["cuda"])], (1, 2)[: len(arguments.LAYER_BATCHES["cuda"])]
     assert (len(seqs), len(batches)) == (len(arguments.LAYER_SEQS["cuda"]), len(arguments.LAYER_BATCHES["cuda"]))
-    rates, patch = timing.MachineRates(CPU), norm_patch("cuda", CPU, torch.float32, names)
+    rates, patch = timing.MachineRates(CPU), norm_patch("cuda", CPU, torch.float32, names, by_the_reference)
     rows = list(layer.measure(rates, names, seqs, batches, "fp32", 1e-3, math.inf, patch, small_block))
     assert len(rows) == 28 and all(row["forward_s"] > 0 and row["forward_backward_s"] > 0 for row in rows)
     assert {row["block"] for row in rows if row["norms"] == "cuda"} == {"opt", "llama"}
@@ -344,7 +345,7 @@ def test_a_row_is_shown_before_the_next_is_measured(format, monkeypatch, capsys)
         return time_matmul(*arguments)
 
     monkeypatch.setattr(matmul, "time_matmul", watching)
-    monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.5)
+    monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
     assert (
         console_main(
             [
@@ -399,11 +400,9 @@ def test_rows_one_by_one_are_the_table_of_all(capsys):
     ]
 
 
-def test_rows_follow_from_the_time(monkeypatch):
-    rates = timing.MachineRates(CPU)
-    monkeypatch.setattr(rates, "copy_gb_per_s", lambda: 20.0)
-    monkeypatch.setattr(rates, "matmul_tflops", lambda kind: 0.25)
-    monkeypatch.setattr(rates, "datasheet_gb_per_s", lambda: 40.0)
+def test_rows_follow_from_the_time():
+    card = cards.Card("a card", (), tflops={"fp16": cards.Rate(0.5, "")}, memory=cards.Rate(40.0, ""))
+    rates = timing.MachineRates(CPU, {"bf16": 0.25, "fp16": 0.25}, copy_gb_per_s=20.0, card=card)
     (row,) = elementwise.measure(rates, [1 << 12], 0.02)
     assert row["gflops"] == pytest.approx(4096 / row["time_s"] / 1e9) and row["gbps"] == pytest.approx(
         8 * row["gflops"]
@@ -414,6 +413,8 @@ def test_rows_follow_from_the_time(monkeypatch):
     (row,) = matmul.measure(rates, [33], ["bf16"], 0.02, math.inf)
     assert row["tflops"] == pytest.approx(2 * 33**3 / row["time_s"] / 1e12)
     assert row["of_measured"] == pytest.approx(row["tflops"] / 0.25) and row["of_datasheet"] is None
+    (row,) = matmul.measure(rates, [33], ["fp16"], 0.02, math.inf)
+    assert row["of_datasheet"] == pytest.approx(row["tflops"] / 0.5)
 
 
 def test_a_layer_and_what_other_norms_change(monkeypatch):
@@ -456,10 +457,8 @@ def test_a_layer_and_what_other_norms_change(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_norm_kernels_patch_a_block_alone(name, monkeypatch, capsys):
-    """By the reference, as no kernel runs here: what is tried on the device is taken as good."""
-    monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)
-    patch = norm_patch("cuda", CPU, torch.float32, ["bert", name])
+def test_norm_kernels_patch_a_block_alone(name, capsys):
+    patch = norm_patch("cuda", CPU, torch.float32, ["bert", name], by_the_reference)
     plain, patched = small_block(name), small_block(name)
     x = torch.randn(2, 7, plain.shape.hidden)
     assert patch(patched) == 2 and "2 norms" in capsys.readouterr().err
@@ -477,14 +476,13 @@ def test_norm_kernels_patch_a_block_alone(name, monkeypatch, capsys):
     assert "bert: norms run as transformers has them: the family bert is not in the table" in capsys.readouterr().err
 
 
-def test_norm_kernels_that_can_patch_nothing_are_an_error(monkeypatch):
-    monkeypatch.setattr(choice, "prepare_norm_kernels", lambda *_: None)
+def test_norm_kernels_that_can_patch_nothing_are_an_error():
     with pytest.raises(UsageError, match="--norm-kernels cuda: the family bert is not in the table"):
-        norm_patch("cuda", CPU, torch.float32, ["bert", "t5"])
+        norm_patch("cuda", CPU, torch.float32, ["bert", "t5"], by_the_reference)
     block = small_block("llama")
     block.module.input_layernorm = torch.nn.RMSNorm(48)
     with pytest.raises(RunError, match="--norm-kernels cuda: llama with a .*RMSNorm is not in the table"):
-        norm_patch("cuda", CPU, torch.float32, ["llama"])(block)
+        norm_patch("cuda", CPU, torch.float32, ["llama"], by_the_reference)(block)
 
 
 def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
@@ -494,7 +492,7 @@ def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch, capsys):
         return torch.matmul(left, right)
 
     monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(timing.MachineRates, "matmul_tflops", lambda self, kind: 0.5)
+    monkeypatch.setitem(timing.PROBE_SIZES, "cpu", (16,))
     assert (
         console_main(
             [

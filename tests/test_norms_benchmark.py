@@ -43,13 +43,9 @@ def test_a_wrong_kernel_is_told(wrong, monkeypatch, capsys):
 
     with pytest.raises(WrongResult, match="rms: " + ("output 0" if wrong == "output" else "gradient of weight")):
         calculate_diff(Wrong(), bs=2, sl=8, hidden_size=64, device="cpu")
-    monkeypatch.setattr(run_cases, "why_not_here", lambda: None)
     monkeypatch.setitem(CASES, "rms", Wrong())
-    monkeypatch.setattr(
-        run_cases, "check", lambda case, dtype: calculate_diff(case, bs=2, sl=8, hidden_size=64, device="cpu")
-    )
-    assert run_cases.main(["--case", "rms"]) == 1
-    assert "rms: " in capsys.readouterr().err
+    assert run_cases.main(["--case", "rms"], device="cpu", checked=[(2, 8, 64)]) == 1
+    assert "error: rms: " in capsys.readouterr().err
 
 
 def test_padding_and_empty_experts_are_among_the_inputs():
@@ -126,7 +122,7 @@ def test_medians_of_enough_launches(monkeypatch):
     assert 10e3 <= low < times.us[(16, 2, 4), "naive"] < high
 
 
-def test_a_peer_that_fails_costs_its_own_cells(monkeypatch, capsys):
+def test_a_peer_that_fails_costs_its_own_cells(capsys):
     class Broken(CPUCase):
         def make_peers(self, inputs):
             def liger(*args):
@@ -134,8 +130,11 @@ def test_a_peer_that_fails_costs_its_own_cells(monkeypatch, capsys):
 
             return {"liger": liger}
 
-    monkeypatch.setattr(bench_framework.Times, "_launches_us", lambda self, call: [call() is None or 5.0])
-    times = bench_framework.Times(Broken("poly"), torch.float32, 1e-6, peers=True, backward=True)
+    def timer(call, warmup_ms, rep_ms):
+        assert call() is not None
+        return [5.0]
+
+    times = bench_framework.Times(Broken("poly"), torch.float32, 1e-6, peers=True, backward=True, timer=timer)
     found = [
         times.of(config, provider)
         for config in (SIZE[:1] + (1, 2), SIZE[:1] + (1, 3))
@@ -149,7 +148,8 @@ def test_a_peer_that_fails_costs_its_own_cells(monkeypatch, capsys):
             return self.make_peers(inputs)["liger"]
 
     with pytest.raises(RuntimeError, match="invalid gradient"):
-        bench_framework.Times(Wrong("poly"), torch.float32, 1e-6, peers=False, backward=True).of((8, 1, 2), "cuda")
+        times = bench_framework.Times(Wrong("poly"), torch.float32, 1e-6, peers=False, backward=True, timer=timer)
+        times.of((8, 1, 2), "cuda")
 
 
 CHILD = """

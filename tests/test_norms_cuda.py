@@ -157,7 +157,10 @@ def test_llamas_rounding(dtype):
     x, weight, eps = arguments("rms_norm", 83, 4096, dtype, "cuda")
     found = operator("rms_norm")(x, weight, eps, round_first=True)
     expected = plain("rms_norm")(x, weight, eps, round_first=True)
-    assert float((found != expected).float().mean()) < 1e-3 or norm_error(found, expected) < 1e-6
+    if dtype == torch.float32:  # which rounds nothing first: what is left is the order of sums
+        assert norm_error(found, expected) < 1e-6
+    else:
+        assert float((found != expected).float().mean()) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -18,7 +18,6 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.norms import choice, patch_norms, unpatch_norms
 from zero_inference.norms.patch import why_not_patched
 from zero_inference.plan.plan import plan_run
-from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
 
 SMALL = dict(
@@ -332,21 +331,32 @@ def test_what_cuda_needs(monkeypatch):
         choice.refuse_norm_kernels("cuda", "phi3")
 
 
-def test_wrong_kernels_are_found_out_and_not_used(monkeypatch):
+# the trial of a device whose layer norm gives zeros
+WRONG = """
+import sys, torch
+from zero_inference.norms import choice
+choice.ops.layer_norm = lambda x, weight, bias, eps=1e-5: torch.zeros_like(x)
+print("fault:", choice.find_fault(torch.device("cpu"), getattr(torch, sys.argv[2]), int(sys.argv[3])))
+"""
+
+
+def test_wrong_kernels_are_found_out_and_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     assert choice.find_fault(CPU, torch.bfloat16, 96) is None
     lines = []
     monkeypatch.setattr(choice, "load_extension", lambda say: True)
     monkeypatch.setattr(choice.ops, "layer_norm", lambda x, weight, bias, eps=1e-5: torch.zeros_like(x))
     fault = choice.find_fault(CPU, torch.bfloat16, 96)
     assert "layer_norm is off by 1.0e+00" in fault
-    monkeypatch.setattr(choice, "try_apart", lambda *_: fault)
-    reason = choice.prepare_norm_kernels("auto", "llama", CUDA, torch.bfloat16, 96, lines.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU whose kernels are wrong")
+    reason = choice.prepare_norm_kernels("auto", "llama", CUDA, torch.bfloat16, 96, lines.append, WRONG)
     assert reason == fault and len(lines) == 1 and lines[0].startswith("warning") and fault in lines[0]
     model = build_model("llama")
     assert choice.apply_norm_kernels("auto", reason, model, lines.append)["norm_kernels_unused_because"] == fault
     assert not replaced(model)
     with pytest.raises(choice.UsageError, match="layer_norm is off"):
-        choice.prepare_norm_kernels("cuda", "llama", CUDA, torch.bfloat16, 96, lines.append)
+        choice.prepare_norm_kernels("cuda", "llama", CUDA, torch.bfloat16, 96, lines.append, f"print('fault: {fault}')")
     monkeypatch.undo()
 
     def broken(*_, **__):
@@ -367,26 +377,8 @@ def test_a_trial_in_a_process_of_its_own_is_remembered_if_it_went_well(monkeypat
     assert choice.try_apart(CPU, torch.bfloat16, 64) is None
     marks = list((tmp_path / "zero-inference/extensions/trials").iterdir())
     assert len(marks) == 1 and "bfloat16-64" in marks[0].name
-    monkeypatch.setattr(choice, "_TRIAL", "import os; os.abort()")
-    assert choice.try_apart(CPU, torch.bfloat16, 64) is None, "remembered"
-    assert "broke off" in choice.try_apart(CPU, torch.bfloat16, 128)
-    monkeypatch.setattr(choice, "_TRIAL", "print('fault: rms_norm is off')")
-    assert choice.try_apart(CPU, torch.bfloat16, 128) == "rms_norm is off"
+    aborts, fails = "import os; os.abort()", "print('fault: rms_norm is off')"
+    assert choice.try_apart(CPU, torch.bfloat16, 64, aborts) is None, "remembered"
+    assert "broke off" in choice.try_apart(CPU, torch.bfloat16, 128, aborts)
+    assert choice.try_apart(CPU, torch.bfloat16, 128, fails) == "rms_norm is off"
     assert list((tmp_path / "zero-inference/extensions/trials").iterdir()) == marks
-
-
-def test_the_library_that_came_with_the_package_is_used_where_it_fits(monkeypatch, tmp_path):
-    monkeypatch.setattr(extension, "__file__", str(tmp_path / "runtime" / "extension.py"))
-    monkeypatch.setattr(extension, "_library_name", lambda what: f"zero_inference_{what}")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
-    assert extension._prebuilt() is None
-    library = tmp_path / extension.PREBUILT / f"zero_inference_{extension.PREBUILT}.so"
-    library.parent.mkdir()
-    library.touch()
-    for architectures, fits in (("8.0;9.0", True), ("8.0", False), ("8.0+PTX", True)):
-        library.with_suffix(".txt").write_text(architectures)
-        assert extension._prebuilt() == (library if fits else None)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(RuntimeError, match="without CUDA"):
-        extension.prebuild(tmp_path)

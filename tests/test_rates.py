@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -56,18 +58,41 @@ def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
     assert copy.kind_of(CPU) == "host memory copy" and copy.kind_of(torch.device("cuda")) == "host link"
 
 
-def test_two_copies_at_once_count_the_bytes_of_both(monkeypatch):
+@pytest.fixture
+def tick_s(monkeypatch):
+    """The clock of a measurement goes on by this each time it is read, so that a round's rate tells the bytes it copied."""
+    readings = itertools.count()
+    monkeypatch.setattr(copy, "time", types.SimpleNamespace(perf_counter=lambda: next(readings) * 2**-10))
+    return 2**-10
+
+
+def test_copies_at_once_count_the_bytes_of_all(monkeypatch, tick_s):
     monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
-    lanes = [
-        copy._lane(torch.zeros(1 << 20, dtype=torch.uint8), torch.full((1 << 20,), value, dtype=torch.uint8))
-        for value in (3, 9)
-    ]
-    moved, spent = copy._HostRound(lanes)()
-    assert moved == 2 << 20 and spent > 0
-    assert lanes[0].target.eq(3).all() and lanes[1].target.eq(9).all()
+    one = (1 << 20) / tick_s / 1e9
+    assert copy.host_to_device_rounds(CPU, pinned=True, seconds=0) == pytest.approx([one] * 3)
+    assert copy.device_to_host_gb_per_s(CPU, seconds=0) == pytest.approx(one)
+    assert copy.both_directions_gb_per_s(CPU, seconds=0) == pytest.approx(2 * one)
+    assert copy.several_devices_gb_per_s([CPU] * 3, seconds=0) == pytest.approx(3 * one)
+    assert len(copy.host_to_device_rounds(CPU, pinned=True, seconds=99 * tick_s)) > 20, "as long as was asked"
 
 
-def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch):
+def test_a_round_copies_the_bytes_that_it_counts(monkeypatch):
+    monkeypatch.setattr(caches, "block_bytes", lambda: 1 << 20)
+    copied, copy_ = [], torch.Tensor.copy_
+
+    def watching(target, source, **how):
+        done = copy_(target, source, **how)
+        copied.append((target.data_ptr(), source.data_ptr(), len(target), torch.equal(target, source)))
+        return done
+
+    monkeypatch.setattr(torch.Tensor, "copy_", watching)
+    copy.several_devices_gb_per_s([CPU, CPU], seconds=0)
+    assert len(copied) == 2 * (1 + 3), "a first round and three that count"
+    assert len({(target, source) for target, source, *_ in copied}) == len({target for target, *_ in copied}) == 2
+    assert all(size == 1 << 20 and equal for *_, size, equal in copied)
+
+
+def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch, tick_s):
     monkeypatch.setattr(caches, "block_bytes", lambda: 1000)
     monkeypatch.setattr(copy, "LEAST_BYTES", 300)
     layers = [
@@ -81,10 +106,9 @@ def test_the_memory_of_an_engine_is_copied_block_by_block_in_turn(monkeypatch):
     assert torch.equal(next(blocks), seen[0]) and seen[0].data_ptr() == layers[0].data_ptr(), (
         "around again, where they lie"
     )
-    lane = copy._lane(torch.zeros(1000, dtype=torch.uint8), copy.blocks_of(layers[1:], CPU))
-    measure = copy._HostRound([lane])
-    assert [measure()[0] for _ in range(4)] == [1000, 1000, 400, 1000], "the bytes that were copied"
-    assert lane.target.eq(4).all()
+    rates = copy.host_to_device_rounds(CPU, pinned=True, seconds=0, sources=copy.blocks_of(layers[1:], CPU))
+    copied = [rate * tick_s * 1e9 for rate in rates]
+    assert copied == pytest.approx([1000, 400, 1000]), "the bytes that were copied, behind a first round of 1000"
     assert copy.blocks_of(layers[2:3], CPU) is None and copy.blocks_of([], CPU) is None
 
 
@@ -107,10 +131,28 @@ class Clocks:
     """GPUs whose copies take the time that their rate says, and 0.1 ms more where they begin on an idle link."""
 
     START_S = 1e-4
+    BLOCK_BYTES = 4 << 20  # a round of eight takes 0.6 ms at 55 GB/s
 
     def __init__(self, monkeypatch, gb_per_s: list[float]):
         self.now_s, self.current, self.streams = 0.0, None, []
         clocks = self
+
+        class Memory:
+            """On the GPU: a block of it, or the part of one that is copied to."""
+
+            is_cuda = True
+
+            def __init__(self, shape, value, dtype, device):
+                assert dtype == torch.uint8 and shape == (clocks.BLOCK_BYTES,)
+                self.device = device
+
+            def __getitem__(self, part):
+                return self
+
+            def copy_(self, source, non_blocking):
+                assert non_blocking
+                begin_s = max(clocks.current.done_s, clocks.now_s + clocks.START_S)
+                clocks.current.done_s = begin_s + source.nbytes / clocks.current.gb_per_s / 1e9
 
         class Stream:
             def __init__(self, device):
@@ -142,19 +184,22 @@ class Clocks:
             ("synchronize", lambda device: None),
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        monkeypatch.setattr(copy, "_copy_next", self.copy_next)
-
-    def copy_next(self, lane) -> int:
-        begin_s = max(self.current.done_s, self.now_s + self.START_S)
-        self.current.done_s = begin_s + copy.BLOCK_BYTES / self.current.gb_per_s / 1e9
-        return copy.BLOCK_BYTES
+        monkeypatch.setattr(torch, "full", Memory)
+        monkeypatch.setattr(copy, "host_empty", lambda shape, dtype, pinned: torch.empty(shape, dtype=dtype))
+        monkeypatch.setattr(copy, "BLOCK_BYTES", self.BLOCK_BYTES)
 
 
-@pytest.mark.parametrize("gb_per_s, together", [([55.0], 55.0), ([55.0, 20.0], 40.0)])
-def test_a_link_is_never_idle_while_it_is_measured(monkeypatch, gb_per_s, together):
-    clocks = Clocks(monkeypatch, gb_per_s)
-    lanes = [copy.Lane(torch.empty(0), iter(()), torch.device("cuda", index)) for index in range(len(gb_per_s))]
-    assert copy._rounds(lanes, seconds=0) == pytest.approx([together] * 3, rel=1e-9)
+def test_a_link_is_never_idle_while_it_is_measured(monkeypatch):
+    clocks = Clocks(monkeypatch, [55.0])
+    rates = copy.host_to_device_rounds(torch.device("cuda", 0), pinned=True, seconds=0)
+    assert rates == pytest.approx([55.0] * 3, rel=1e-9)
+    assert clocks.now_s == max(stream.done_s for stream in clocks.streams), "copies are still under way"
+
+
+def test_the_slowest_of_several_links_is_never_idle_while_they_are_measured(monkeypatch):
+    clocks = Clocks(monkeypatch, [55.0, 20.0])
+    devices = [torch.device("cuda", index) for index in range(2)]
+    assert copy.several_devices_gb_per_s(devices, seconds=0) == pytest.approx(40.0, rel=1e-9)
     assert clocks.now_s == max(stream.done_s for stream in clocks.streams), "copies are still under way"
 
 
@@ -216,6 +261,5 @@ def test_matmul_counts_two_operations_a_product():
     "asked, taken_mib",
     [(0, 128), (1, 128), (128 << 20, 128), ((128 << 20) + 1, 256), (900 << 20, 1024), (1 << 40, 1024)],
 )
-def test_all_threads_read_as_much_of_a_file_within_bounds(asked, taken_mib, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_write_and_read", lambda file, file_bytes: file_bytes)
-    assert disk_read_gb_per_s(tmp_path, asked) == taken_mib << 20
+def test_all_threads_read_as_much_of_a_file_within_bounds(asked, taken_mib):
+    assert disk.whole_chunks(asked) == taken_mib << 20 and (taken_mib << 20) % (disk.THREADS * disk.CHUNK_BYTES) == 0

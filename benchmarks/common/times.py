@@ -19,12 +19,24 @@ from .diff_engine import DiffCase, Inputs, _as_tuple, dtype_name
 WARMUP_MS, REP_MS = 5.0, 25.0  # of a cell: 384 cells a case and dtype would take a minute at do_bench's own 25 and 100
 LEAST_LAUNCHES = 10  # whatever REP_MS allows, behind each median
 Config = tuple[int, int, int]  # dim, batch size, sequence length
+Timer = Callable[[Callable[[], Any], float, float], list[float]]
 
 
 def problem_of(config: Config) -> tuple[int, int]:
     """(elements of a row, rows)."""
     dim, batch, length = config
     return dim, batch * length
+
+
+def launches_us(call: Callable[[], Any], warmup_ms: float, rep_ms: float) -> list[float]:
+    """Microseconds of each launch of `call` by do_bench, LEAST_LAUNCHES or more."""
+    from triton.testing import do_bench
+
+    times = list(do_bench(call, warmup=warmup_ms, rep=rep_ms, return_mode="all"))
+    if len(times) < LEAST_LAUNCHES:  # do_bench fits launches and clearing into rep, by an estimate
+        more_ms = 2 * (LEAST_LAUNCHES - len(times)) * max(times)
+        times += do_bench(call, warmup=1, rep=more_ms, return_mode="all")
+    return [float(time) * 1e3 for time in times]
 
 
 class Times:
@@ -36,6 +48,7 @@ class Times:
     Attributes:
         us: median microseconds by (config, provider); nan where a provider could not run.
         spread_us: the 20th and 80th percentile of the same launches. graph_us: times by CUDA graph, of what is short.
+        timer: times one call: (call, warm-up, repetition in milliseconds) -> microseconds of each launch.
         on_size: called with each config when all its providers are measured.
     """
 
@@ -48,9 +61,11 @@ class Times:
         backward: bool,
         warmup_ms: float = WARMUP_MS,
         rep_ms: float = REP_MS,
+        timer: Timer = launches_us,
     ):
         self.case, self.dtype, self.eps, self.peers, self.backward = case, dtype, eps, peers, backward
         self.warmup_ms, self.rep_ms = warmup_ms, rep_ms
+        self.timer = timer
         small = case.build_inputs(128, 1, 128, dtype, eps)
         self.providers = ["naive", "compiled", "cuda"] + (["compiled_cuda"] if case.compiles_cuda else [])
         self.providers += list(case.make_peers(small)) if peers else []
@@ -83,7 +98,7 @@ class Times:
     def _measured(self, config: Config, provider: str) -> list[float]:
         """Microseconds of each launch, sorted; none if a provider fails without which there is still a comparison."""
         try:
-            return sorted(self._launches_us(self.call(config, provider)))
+            return sorted(self.timer(self.call(config, provider), self.warmup_ms, self.rep_ms))
         except Exception as error:  # libraries raise classes of their own
             if provider in ("naive", "cuda"):
                 raise
@@ -94,15 +109,6 @@ class Times:
                 file=sys.stderr,
             )
             return []
-
-    def _launches_us(self, call: Callable[[], Any]) -> list[float]:
-        from triton.testing import do_bench
-
-        times = list(do_bench(call, warmup=self.warmup_ms, rep=self.rep_ms, return_mode="all"))
-        if len(times) < LEAST_LAUNCHES:  # do_bench fits launches and clearing into rep, by an estimate
-            rep_ms = 2 * (LEAST_LAUNCHES - len(times)) * max(times)
-            times += do_bench(call, warmup=1, rep=rep_ms, return_mode="all")
-        return [float(time) * 1e3 for time in times]
 
     def call(self, config: Config, provider: str) -> Callable[[], Any]:
         """What is timed: one pass of a provider on inputs that all of them share."""

@@ -23,7 +23,7 @@ def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
     """GB/s (1e9 bytes) of O_DIRECT reads of a fresh file in `folder` by 16 threads, all of which read as much.
 
     Args:
-        file_bytes: rounded up to a whole number of chunks for each thread, and at most MOST_BYTES.
+        file_bytes: of what is read; see `whole_chunks`.
 
     The file has no name while it is there, so it goes with this process.
 
@@ -41,7 +41,7 @@ def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
         raise RunError(f"no direct reads in {folder} ({error.strerror})") from error
     finally:
         os.unlink(name)
-    file_bytes = min(MOST_BYTES, max(1, -(-file_bytes // LEAST_BYTES)) * LEAST_BYTES)
+    file_bytes = whole_chunks(file_bytes)
     try:
         if shutil.disk_usage(folder).free < file_bytes:
             raise RunError(f"{folder} has less than {file_bytes / 2**30:.2g} GiB free")
@@ -50,6 +50,11 @@ def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
         raise RunError(f"no direct reads in {folder} ({error.strerror})") from error
     finally:
         os.close(file)
+
+
+def whole_chunks(file_bytes: int) -> int:
+    """`file_bytes` rounded up to a whole number of chunks for each thread, and at most MOST_BYTES."""
+    return min(MOST_BYTES, max(1, -(-file_bytes // LEAST_BYTES)) * LEAST_BYTES)
 
 
 def _write_and_read(file: int, file_bytes: int) -> float:

@@ -16,7 +16,11 @@ TRIED_COLUMNS = 4096  # hidden size of the norm kernels' trial
 
 
 def norm_patch(
-    asked: str, device: torch.device, dtype: torch.dtype, families: Sequence[str]
+    asked: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    families: Sequence[str],
+    prepare: Callable[..., str | None] | None = None,
 ) -> Callable[[Block], int] | None:
     """What puts our norm kernels into a block and says on stderr how many norms it replaced, or why none; None to try nowhere.
 
@@ -25,6 +29,8 @@ def norm_patch(
     Args:
         asked: --norm-kernels.
         families: transformers' model_type of each block.
+        prepare: `norms.choice.prepare_norm_kernels` where not given; another where no kernel can run, and the operators' reference
+            is to be measured.
 
     Raises:
         UsageError: `cuda` was asked for, and no block's norms have kernels, or the kernels are not there or fail on this device.
@@ -39,7 +45,7 @@ def norm_patch(
     def why_not(family: str) -> str | None:
         if reason := why_not_family(family):
             return reason
-        return prepare_norm_kernels(asked, family, device, dtype, TRIED_COLUMNS, say)
+        return (prepare or prepare_norm_kernels)(asked, family, device, dtype, TRIED_COLUMNS, say)
 
     if asked == "cuda":
         known = [family for family in families if why_not_family(family) is None]

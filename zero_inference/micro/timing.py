@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -125,13 +125,24 @@ def kinds_of(device: torch.device) -> tuple[str, ...]:
 
 
 class MachineRates:
-    """What this machine reaches, measured when first asked for, and what its datasheet says, where there is one."""
+    """What this machine reaches, measured when first asked for, and what its datasheet says, where there is one.
 
-    def __init__(self, device: torch.device):
-        self.device, self.card = device, card_of(device)
+    Args:
+        matmul_tflops, copy_gb_per_s: what is known already, by kind of product, and need not be measured.
+        card: that of `device` where not given.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        matmul_tflops: Mapping[str, float] | None = None,
+        copy_gb_per_s: float | None = None,
+        card: Card | None = None,
+    ):
+        self.device, self.card = device, card or card_of(device)
         self._best: dict[str, float] = {}
-        self._probed: dict[str, float] = {}
-        self._copy: float | None = None
+        self._probed = dict(matmul_tflops or {})
+        self._copy = copy_gb_per_s
 
     def matmul_tflops(self, kind: str) -> float:
         """TFLOP/s (1e12) of the best of a few products (`PROBE_SIZES`), see `link.compute.matmul_tflops`."""

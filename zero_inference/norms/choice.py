@@ -20,7 +20,8 @@ NO_DEVICE = "there is no CUDA device"
 LARGEST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over norm
 _CHECK_ROWS = 5
 _TRIAL_S = 300
-_TRIAL = """
+# a process that tries them: it gets device, dtype and columns, and what it says behind "fault:" is wrong with them
+TRIAL = """
 import sys, torch
 from zero_inference.runtime.extension import load_extension
 from zero_inference.norms.choice import find_fault
@@ -37,13 +38,20 @@ def refuse_norm_kernels(asked: str, model_type: str) -> None:
 
 
 def prepare_norm_kernels(
-    asked: str, model_type: str, device: torch.device, dtype: torch.dtype, columns: int, say: Callable[[str], None]
+    asked: str,
+    model_type: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    columns: int,
+    say: Callable[[str], None],
+    trial: str = TRIAL,
 ) -> str | None:
     """Compile or load the kernels and try them on `device`; the reason why they are not to be used, or None.
 
     Args:
         columns: hidden size of the model, which the trial uses.
         say: gets the line that says what takes a minute, and one warning where kernels are there and wrong.
+        trial: as of `try_apart`.
 
     Raises:
         UsageError: `cuda` was asked for and is not possible.
@@ -57,7 +65,7 @@ def prepare_norm_kernels(
     if reason is None and not load_extension(say):
         reason = f"the CUDA kernels are not there: {why_unavailable()}"
     if reason is None:
-        reason = try_apart(device, dtype, columns)
+        reason = try_apart(device, dtype, columns, trial)
         if reason is not None and asked == "auto":
             say(f"warning: our norm kernels are not used: {reason}")
     if reason is not None and asked == "cuda":
@@ -65,10 +73,13 @@ def prepare_norm_kernels(
     return reason
 
 
-def try_apart(device: torch.device, dtype: torch.dtype, columns: int) -> str | None:
+def try_apart(device: torch.device, dtype: torch.dtype, columns: int, trial: str = TRIAL) -> str | None:
     """`find_fault` in a process of its own, because a kernel that writes where it may not takes its process down.
 
     A trial that went well is remembered, by library, device, dtype and columns.
+
+    Args:
+        trial: the program that the process runs, see `TRIAL`.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     kind = str(dtype).removeprefix("torch.")
@@ -77,7 +88,7 @@ def try_apart(device: torch.device, dtype: torch.dtype, columns: int) -> str | N
         return None
     try:
         done = subprocess.run(
-            isolated_python(_TRIAL, str(device), kind, str(columns)), capture_output=True, text=True, timeout=_TRIAL_S
+            isolated_python(trial, str(device), kind, str(columns)), capture_output=True, text=True, timeout=_TRIAL_S
         )
     except subprocess.TimeoutExpired:
         return f"their trial did not end within {_TRIAL_S} s"

@@ -54,9 +54,14 @@ def why_unavailable() -> str | None:
     return _reason
 
 
+def package_folder() -> Path:
+    """zero_inference, as it is installed or in a checkout."""
+    return Path(__file__).resolve().parents[1]
+
+
 def source_folder() -> Path:
     """csrc, inside an installed package or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = package_folder()
     return package / "csrc" if (package / "csrc").is_dir() else package.parent / "csrc"
 
 
@@ -72,12 +77,12 @@ def _load(say: Callable[[str], None]) -> str | None:
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     try:
-        prebuilt = _prebuilt()
+        prebuilt = prebuilt_library(package_folder())
         if prebuilt is not None:
             torch.ops.load_library(str(prebuilt))
             return None
-        architectures = _architectures()
-        name = _library_name(architectures)
+        architectures = choose_architectures()
+        name = library_name(architectures)
         folder = extensions_folder() / name
         folder.mkdir(parents=True, exist_ok=True)
         with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
@@ -108,9 +113,11 @@ def prebuild(folder: Path) -> str:
         raise RuntimeError(f"torch {torch.__version__} is without CUDA")
     _check_compiler()
     architectures = (
-        _architectures() if torch.cuda.is_available() else os.environ.get("TORCH_CUDA_ARCH_LIST") or _known_to_nvcc()
+        choose_architectures()
+        if torch.cuda.is_available()
+        else os.environ.get("TORCH_CUDA_ARCH_LIST") or _known_to_nvcc()
     )
-    name = _library_name(PREBUILT)
+    name = library_name(PREBUILT)
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
     _build(name, work, architectures)
@@ -120,9 +127,9 @@ def prebuild(folder: Path) -> str:
     return architectures
 
 
-def _prebuilt() -> Path | None:
-    """The library that came with the package, if it is of these sources and this torch and serves the devices that are here."""
-    library = Path(__file__).resolve().parents[1] / PREBUILT / f"{_library_name(PREBUILT)}.so"
+def prebuilt_library(package: Path) -> Path | None:
+    """The library that came with the `package`, if it is of these sources and this torch and serves the devices that are here."""
+    library = package / PREBUILT / f"{library_name(PREBUILT)}.so"
     if not library.exists():
         return None
     entries = re.split(r"[;, ]+", library.with_suffix(".txt").read_text())
@@ -171,7 +178,7 @@ def _build(name: str, folder: Path, architectures: str) -> None:
         )
 
 
-def _architectures() -> str:
+def choose_architectures() -> str:
     """TORCH_CUDA_ARCH_LIST if it is set and serves the devices that are here, else a list of those devices."""
     devices = sorted({torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())})
     given = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
@@ -192,10 +199,14 @@ def _serves(entry: str, device: tuple[int, int]) -> bool:
     return version <= device and (parts[4] is not None or version[0] == device[0])
 
 
-def _library_name(architectures: str) -> str:
-    """Named after all that the library depends on, so that a changed source or torch makes a new one beside the old."""
+def library_name(architectures: str, folder: Path | None = None) -> str:
+    """Named after all that the library depends on, so that a changed source or torch makes a new one beside the old.
+
+    Args:
+        folder: of the sources; `source_folder()` where not given.
+    """
     digest = hashlib.sha256()
-    folder = source_folder()
+    folder = folder or source_folder()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
     for part in (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES):
@@ -209,7 +220,7 @@ def _digest(file: Path) -> bytes:
 
 def trial_mark(*parts: str) -> Path:
     """A file that says that kernels of this library passed a trial under the conditions `parts`."""
-    return extensions_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((_library_name("trial"), *parts)))
+    return extensions_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((library_name("trial"), *parts)))
 
 
 @contextmanager
