@@ -17,15 +17,14 @@ from setuptools.command.build_py import build_py
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 SOURCES = [str(folder) for folder in (Path("csrc"), *sorted(Path("csrc").rglob("*"))) if folder.is_dir()]
 BUILD = """
-import importlib.util, sys
+import sys
 from pathlib import Path
 try:
     import torch
 except ImportError:
     sys.exit("torch is not installed")
-spec = importlib.util.spec_from_file_location("extension", sys.argv[1])
-extension = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(extension)
+sys.path.insert(0, sys.argv[1])
+from zero_inference.runtime import extension
 try:
     print("zero-inference: CUDA kernels compiled for", extension.prebuild(Path(sys.argv[2])))
 except Exception as error:
@@ -43,8 +42,8 @@ class BuildWithKernels(build_py):
             return
         # -I: pip builds in an environment of its own, and the torch that counts is the one beside it
         folder = Path(self.build_lib).absolute() / "zero_inference" / "prebuilt"
-        code = str(Path("zero_inference/runtime/extension.py").absolute())
-        done = subprocess.run([sys.executable, "-I", "-c", BUILD, code, str(folder)], stderr=subprocess.PIPE, text=True)
+        here = str(Path().absolute())  # not installed yet
+        done = subprocess.run([sys.executable, "-I", "-c", BUILD, here, str(folder)], stderr=subprocess.PIPE, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             if wanted == "1":

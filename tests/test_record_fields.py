@@ -25,7 +25,7 @@ from zero_inference.runtime.environment import describe_environment
 
 ENGINES = {
     "resident": [],
-    "stream": ["--cpu-offload", "--quant-bits", "4", "--quant-group-size", "16"],
+    "stream": ["--gpu-memory", "0", "--quant-bits", "4", "--quant-group-size", "16"],
     "deepspeed": ["--cpu-offload"],
     "accelerate": ["--cpu-offload"],
 }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -74,3 +78,23 @@ def test_continuous_integration_checks_the_code_and_then_tests_it(tmp_path, fail
     done = subprocess.run([ROOT / ".ci" / "run"], cwd="/", env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False)
     assert (tmp_path / "asked").read_text().split() == asked
     assert (done.returncode == 0) == (failing == "nothing")
+
+
+def test_the_kernels_are_compiled_by_an_installation_of_a_package_that_is_not_installed_yet(tmp_path):
+    """Without the links of an editable installation, which `-S` leaves out."""
+    module = ast.parse((ROOT / "setup.py").read_text())
+    (build,) = [
+        ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "BUILD"
+    ]
+    libraries = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", libraries + build, str(ROOT), str(tmp_path / "prebuilt")],
+        env=os.environ | {"PATH": "/nowhere", "CUDA_HOME": "/nowhere"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "without CUDA" in last or "nvcc" in last, done.stderr
