@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from zero_inference.report.tables import Column, decimals, pipe_row, texts_of  # noqa: E402
+from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")

@@ -561,7 +561,7 @@ def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, c
 def test_the_table_of_recorded_runs(tmp_path):
     """Every format from the same records, which are made up here: 6 passes, a third as fast, scores with errors."""
     from zero_inference.architectures import table
-    from zero_inference.report.tables import render, shown_columns
+    from zero_inference.runtime.tables import render, shown_columns
 
     arms = read_arms([], ["fp16=--model x", "int4=--model x --quant-bits 4", "gone=--model y"], [], run_config)
 

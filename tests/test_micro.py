@@ -24,7 +24,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.micro import arguments, blocks, cards, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
 from zero_inference.micro.norms import norm_patch
-from zero_inference.report.tables import Column, RowPrinter, render
+from zero_inference.runtime.tables import Column, RowPrinter, render
 
 CPU = torch.device("cpu")
 SMALL = {

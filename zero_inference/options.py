@@ -142,7 +142,7 @@ def _add_quality_options(quality: argparse._ArgumentGroup) -> None:
         "--quality-items", metavar="FILE", help="write each item's log-likelihoods or verdicts, one JSON object a line"
     )
     quality.add_argument(
-        "--allow-code-execution", action="store_true", help="humaneval: run what the model wrote, shut in"
+        "--allow-code-execution", action="store_true", help="humaneval: run what the model wrote, isolated"
     )
     quality.add_argument(
         "--humaneval-samples", type=int, metavar="N", help="programs a problem; 1 is greedy (default: %(default)s)"

@@ -14,9 +14,9 @@ from typing import Any
 from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.report.tables import FORMATS
 from zero_inference.runtime.divisors import batch_advice
 from zero_inference.runtime.signals import exit_on_stop
+from zero_inference.runtime.tables import FORMATS
 
 WARMUP_SPREAD = 0.05
 MOST = 10_000  # rounds, warm-up loops, processes
@@ -131,7 +131,7 @@ def _print_json(rows: list[dict[str, Any]], runs: Runs, baseline: str, rounds: i
 
 def _print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None:
     from zero_inference.architectures import table
-    from zero_inference.report.tables import print_rows, shown_columns
+    from zero_inference.runtime.tables import print_rows, shown_columns
 
     columns, shown = table.columns(rows), rows
     if format != "csv":

@@ -202,7 +202,7 @@ def _check_quality_numbers(choices: Choices) -> None:
     if "humaneval" in choices.quality and not choices.allow_code_execution:
         raise UsageError(
             "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
-            "(it is shut in, see the README), or leave humaneval out."
+            "(it runs isolated, see the README), or leave humaneval out."
         )
 
 

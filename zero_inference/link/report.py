@@ -18,6 +18,9 @@ from zero_inference.link.copy import while_copying
 from zero_inference.link.rooflines import measure_rooflines
 from zero_inference.link.system import GpuLink
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.tables import Column, print_rows
+
+PIPED_WIDTH = 160  # of the table where stdout is no terminal; its texts are sentences
 
 
 def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
@@ -60,27 +63,16 @@ def as_json(report: dict[str, Any]) -> str:
 
 def print_report(report: dict[str, Any]) -> None:
     """Table and facts on stdout, warnings on stderr."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     several = report["world_size"] > 1
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("roofline", overflow="fold")
-    table.add_column("first rank" if several else "measured", justify="right", no_wrap=True)
-    if several:
-        table.add_column("all ranks at once", justify="right", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
-    table.add_column("what it means here", overflow="fold")
-    for each in report["rooflines"]:
-        numbers = [each.value, each.all_ranks] if several else [each.value]
-        cells = each.roofline.what, *map(_figures, numbers), each.roofline.unit, each.roofline.bounds
-        table.add_row(*map(Text, cells))  # str would be read as markup
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    with console.capture() as shown:  # rich would end the process where the reader of stdout has left
-        console.print(table)
-    print(shown.get(), end="")
+    columns = [
+        Column("what", "roofline", dtype="string"),
+        Column("value", "first rank" if several else "measured", _figures, whole=True),
+        *([Column("all_ranks", "all ranks at once", _figures, whole=True)] if several else []),
+        Column("unit", "unit", dtype="string", whole=True),
+        Column("bounds", "what it means here", dtype="string"),
+    ]
+    rows = [vars(each.roofline) | {"value": each.value, "all_ranks": each.all_ranks} for each in report["rooflines"]]
+    print_rows(rows, columns, "table", piped_width=PIPED_WIDTH)
     for line in _facts(report):
         print(line)
     sys.stdout.flush()
@@ -130,8 +122,8 @@ def _facts(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _figures(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+def _figures(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def _shown(value: object) -> str:

@@ -56,13 +56,13 @@ def decode_limits(
     if "link" in in_all:
         in_all["link"] = max(0.0, in_all["link"] - ahead_bytes / (rates.link_gb_per_s * 1e9))
     bound_by = max(in_all, key=lambda name: in_all[name], default=None)
-    floor = in_all[bound_by] or None if bound_by is not None else None
+    floor = in_all[bound_by] if bound_by else 0.0
     return Limit(
         rates=rates,
         link_ahead_bytes=ahead_bytes,
         floor_step_s=floor_step,
         bound_by=bound_by if floor else None,
-        floor_decode_s=floor,
+        floor_decode_s=floor or None,
         fraction_of_limit=floor / decode_s if floor else None,
     )
 

@@ -16,8 +16,8 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.micro import arguments
 from zero_inference.micro.arguments import ELEMENTWISE_SIZES, LAYER_BATCHES, LAYER_SEQS, MATMUL_SIZES, check_plot
 from zero_inference.micro.norms import norm_patch, say
-from zero_inference.report.tables import Column, RowPrinter
 from zero_inference.runtime.replace import replacing
+from zero_inference.runtime.tables import Column, RowPrinter
 
 if TYPE_CHECKING:
     import torch

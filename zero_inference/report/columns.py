@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from zero_inference.report.tables import Column, decimals, gib, one_line
+from zero_inference.runtime.tables import Column, decimals, gib, one_line
 
 three_decimals = decimals(3)
 

@@ -22,8 +22,8 @@ from zero_inference.report.runs import (
     runs_frame,
     sort_runs,
 )
-from zero_inference.report.tables import FORMATS, texts_of
 from zero_inference.runtime.replace import check_output_file
+from zero_inference.runtime.tables import FORMATS, texts_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from zero_inference.records.read import parse_log, read_records, value_at, warn
 from zero_inference.records.schema import STATUS_OK
-from zero_inference.report import tables
 from zero_inference.report.columns import BY_NAME, COLUMNS
-from zero_inference.report.tables import one_line
+from zero_inference.runtime import tables
+from zero_inference.runtime.tables import one_line
 
 if TYPE_CHECKING:
     import pandas

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_inference.runtime.text import printable
-from zero_inference.utils import GB
 
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
@@ -38,6 +37,7 @@ class Column:
         shown: when a report of runs keeps it: `always`, where the runs differ in it (`differs`), where any run has it (`present`),
             or only on request (`detail`: measured values differ between any two runs, which tells nothing about the choice).
         best_first: sorts from the largest down.
+        whole: its texts are not folded where a terminal is too narrow for the table.
     """
 
     name: str
@@ -48,8 +48,9 @@ class Column:
     key: str = ""
     shown: str = "always"
     best_first: bool = False
+    whole: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.key:
             object.__setattr__(self, "key", self.name)
 
@@ -71,7 +72,7 @@ def decimals(count: int) -> Callable[[float], str]:
 
 
 def gib(nbytes: float) -> str:
-    return f"{nbytes / GB:.3f}"
+    return f"{nbytes / 2**30:.3f}"
 
 
 def percent(value: float) -> str:
@@ -166,7 +167,9 @@ def terminal_table(columns: Sequence[Column], texts: list[list[str]], colour: bo
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         # Folded, never cut: a table too wide for the terminal still holds every digit.
-        table.add_column(column.header, justify="right" if column.numeric else "left", overflow="fold")
+        table.add_column(
+            column.header, justify="right" if column.numeric else "left", overflow="fold", no_wrap=column.whole
+        )
     for row in texts:
         # Text, not str: rich would read "[...]" in a name or an error as markup.
         table.add_row(*(Text(text, "red" if column.name == "error" else "") for column, text in zip(columns, row)))
@@ -226,11 +229,17 @@ class RowPrinter:
         return pipe_row(cells) if self.format == "md" else "  ".join(cells).rstrip()
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], format: str, turn: bool = False) -> None:
-    """`render` on stdout, in the width and with the colours of the terminal, if it is one."""
+def print_rows(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[Column],
+    format: str,
+    turn: bool = False,
+    piped_width: int | None = None,
+) -> None:
+    """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide."""
     import shutil
     import sys
 
     terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
+    width = shutil.get_terminal_size().columns if terminal else piped_width
     print(render(rows, columns, format, colour=terminal, width=width, turn=turn), end="", flush=True)
