@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -103,7 +105,9 @@ def test_kv_bytes_are_those_of_a_real_cache(name):
     assert (sum(layers) > 0) == (name != "no-keys-and-values")
     assert job.kv_bytes() == job.kv_device_bytes == sum(layers) and job.kv_host_bytes == 0
     offloaded = job_of(config, kv_offload=True)
-    assert (offloaded.kv_device_bytes, offloaded.kv_host_bytes) == (2 * max(layers), sum(layers))
+    assert (offloaded.kv_device_bytes, offloaded.kv_host_bytes) == (0, sum(layers)), "a CPU reads them where they lie"
+    on_gpu = replace(offloaded, ranks=replace(offloaded.ranks, device=torch.device("cuda", 0)))
+    assert (on_gpu.kv_device_bytes, on_gpu.kv_host_bytes) == (2 * max(layers), sum(layers)), "two slots"
     if name in BY_HEADS:
         assert utils.cache_bytes(config, BATCH, LENGTH) == sum(layers) // 2, "the log counts 2 bytes an element"
 

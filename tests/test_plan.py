@@ -1,18 +1,21 @@
 """A run is planned once: one model without weights, and one decision that loading, --dry-run and the record all follow."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import transformers
 from conftest import FAMILIES
 
 from zero_inference.cli import main
+from zero_inference.config import ENGINES as ENGINE_NAMES
 from zero_inference.config import RunConfig
+from zero_inference.engines import engine_module
 from zero_inference.errors import DoesNotFit
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan.plan import changed, describe_job, make_plan
 from zero_inference.records.read import read_records
-from zero_inference.runtime.distributed import detect_ranks
+from zero_inference.runtime.distributed import Ranks, detect_ranks
 
 SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 ENGINES = {
@@ -102,12 +105,39 @@ def test_other_options_are_planned_on_the_same_model_and_machine(no_gpu):
     assert plan.job.config == config, "the job itself stays as it was asked"
 
 
-def test_the_free_memory_of_the_device_is_looked_at_once(monkeypatch, no_gpu):
-    """However many changes are tried; and what is decided by it is decided by that one number."""
+def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
     job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
-    tight = make_plan(type(job)(**(vars(job) | {"free_device_bytes": 12 << 30})))
+    tight = make_plan(replace(job, free_device_bytes=12 << 30))
     assert tight.weights.residency.resident and tight.weights.residency.streamed
     assert tight.weights.footprint.device <= 12 << 30
-    with pytest.raises(DoesNotFit, match="do not fit the 0.00 GiB"):
-        make_plan(type(job)(**(vars(job) | {"free_device_bytes": 2 << 30})))
+    with pytest.raises(DoesNotFit, match="do not fit into the 0.00 GiB"):
+        make_plan(replace(job, free_device_bytes=2 << 30))
+
+
+def test_the_plan_follows_the_memory_that_is_free_when_the_weights_are_there(no_gpu):
+    """Fetching them may take an hour, in which others use the device."""
+
+    class Gpu(Ranks):
+        def free_device_bytes(self, agreed=False):
+            assert agreed, "all ranks have to plan alike"
+            return 12 << 30
+
+    config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
+    ranks = Gpu(**vars(detect_ranks()))
+    job = replace(describe_job_without_memory(config, ranks), free_device_bytes=40 << 30)
+    before, now = make_plan(job), make_plan(job).with_memory_of_now()
+    assert now.job.free_device_bytes == 12 << 30 and now.job.skeleton is before.job.skeleton
+    assert len(now.weights.residency.resident) < len(before.weights.residency.resident)
+
+
+def describe_job_without_memory(config, ranks):
+    return replace(describe_job(config, resolve_model(config, "cpu"), detect_ranks()), ranks=ranks)
+
+
+def test_every_engine_that_can_be_asked_for_is_there():
+    for name in ENGINE_NAMES:
+        engine = engine_module(name)
+        assert all(callable(getattr(engine, each)) for each in ("connect", "plan", "check", "load")), name
+    with pytest.raises(KeyError):
+        engine_module("another")

@@ -162,6 +162,12 @@ def test_fields_are_printed_without_a_folder_of_runs(format, capfd):
     assert by_key["stream.slot_bytes"]["meaning"].endswith("; only with --engine stream")
 
 
+@pytest.mark.parametrize("further", [["."], ["--sort", "engine"], ["--all-columns"]])
+def test_fields_are_those_of_any_record(further, capfd):
+    assert console_main(["zero-inference", "report", "--fields", *further]) == 2
+    assert "drop the folder and the other options" in capfd.readouterr().err
+
+
 def test_runs_are_still_reported_of_a_folder_alone(capfd):
     assert console_main(["zero-inference", "report"]) == 2
     assert capfd.readouterr().err == (

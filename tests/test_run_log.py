@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 
 import pytest
@@ -286,3 +287,25 @@ def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_pat
         and "the hub is gone" in record["error"]
         and "the hub is gone" in error
     )
+
+
+def test_a_terminal_that_hangs_up_is_the_reason_in_the_record(checkpoints, tmp_path):
+    """And not what the progress line says when there is no terminal left to write it on."""
+    ours, terminal = os.openpty()
+    run = subprocess.Popen(
+        [sys.executable, ROOT / "run_model.py", "--model", checkpoints("llama"), "--engine", "resident"]
+        + ["--prompt-len", "8", "--gen-len", "50", "--loops", "100000", "--log-file", tmp_path / "run.log"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(terminal)
+    shown = b""
+    while b"loop 2/" not in shown:
+        shown += os.read(ours, 65536)
+    os.close(ours)
+    assert run.wait(60) != 0
+    record = read_records(tmp_path / "run.jsonl")[-1]
+    assert record["status"] == "failed" and record["error"].startswith("stopped by a signal"), record["error"]

@@ -23,7 +23,7 @@ from zero_inference.plan.request import log_path, request_of
 from zero_inference.plan.show import print_plan
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
-from zero_inference.records.failure import leaving_a_record, part
+from zero_inference.records.failure import leave_process_group, leaving_a_record
 from zero_inference.records.run_log import RunLog, refuse_shared_files
 from zero_inference.records.schema import Quality, Result
 from zero_inference.report.results import publish
@@ -64,7 +64,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     )
     files.check()
     progress = Progress(enabled=ranks.is_first and config.verbose > 0)
-    with leaving_a_record(config, ranks, files, release=close_all) as watch, contextlib.closing(progress):
+    with contextlib.closing(progress), leaving_a_record(config, ranks, files, release=close_all) as watch:
         output_ids, tokenizer = _measured(config, spec, ranks, files, progress, questions)
         ranks.barrier()
     try:
@@ -72,7 +72,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             publish(files, output_ids, tokenizer, before=watch.stop)
         watch.stop()
     except BaseException:
-        part(ranks)
+        leave_process_group(ranks)
         raise
     stop_process_group()
 
@@ -102,6 +102,7 @@ def _measured(
     if not spec.dummy:
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     refuse_other_inputs(spec, ranks, ids)
+    plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     if note:
         progress.say(note)
     garbage.look_from_here()

@@ -114,6 +114,11 @@ class Choices:
     dry_run: bool = False
 
     @property
+    def positions(self) -> int:
+        """Of a sequence: prompt and generated tokens."""
+        return self.prompt_len + self.gen_len
+
+    @property
     def offload_path(self) -> Path:
         return Path(os.path.expanduser(self.offload_dir)).absolute()
 

@@ -3,7 +3,7 @@
 An engine is a module with
 
     connect(ranks) -> Any                        a communicator of its own, made before free memory is read; None if it needs none
-    plan(job) -> EnginePlan                      what will lie where, by arithmetic alone; raises UsageError
+    plan(job) -> EnginePlan                      what will lie where; loads nothing, asks no other rank; raises UsageError
     check(plan)                                  whether the machine has what the plan needs besides memory; raises UsageError
     load(plan, progress) -> LoadedModel          raises RunError when loading goes wrong
 """
@@ -59,12 +59,12 @@ class Job:
     @property
     def rank_batch(self) -> int:
         """Sequences of a rank."""
-        return self.config.batch_size // self.ranks.world_size or 1
+        return self.config.batch_size // self.ranks.world_size
 
     @property
     def length(self) -> int:
         """Positions of a sequence, prompt and generated tokens."""
-        return self.config.prompt_len + self.config.gen_len
+        return self.config.positions
 
     @property
     def pin_weights(self) -> bool:
@@ -82,9 +82,10 @@ class Job:
 
     @property
     def kv_device_bytes(self) -> int:
-        """What of them is on the device: all, or the slots that layers in host memory pass through."""
-        widths = self.sizes.kv_widths
-        return SLOTS * self._kv_bytes(max(widths, default=0)) if self.config.kv_offload else self.kv_bytes()
+        """What of them is on the device: all, or the slots that layers in host memory pass through on their way to a GPU."""
+        if not self.config.kv_offload:
+            return self.kv_bytes()
+        return SLOTS * self._kv_bytes(max(self.sizes.kv_widths, default=0)) if self.on_gpu else 0
 
     @property
     def kv_host_bytes(self) -> int:
@@ -144,7 +145,7 @@ class LoadedModel:
         model: the transformers model to call; inputs go to `device`.
         weight_bytes: bytes of all weights as this engine stores them, quantized and over all ranks.
         transfers: counters that rise while the model runs.
-        facts: further record fields, such as `ds_config` or `quantized_fraction`.
+        facts: fields of `records.schema.EngineFacts` and their values; others are refused.
         close: releases what the engine holds (files, patches); safe to call twice.
         timeline: when layers were copied and computed, of an engine that keeps it.
         preallocated_cache: the engine is made for a KV cache that takes no memory while the model runs.
@@ -174,7 +175,7 @@ def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int
     change = (
         f"use --quant-group-size {fitting} or another divisor"
         if fitting
-        else "this model cannot be quantized so, drop --quant-bits"
+        else "no group size fits this model, drop --quant-bits"
     )
     return UsageError(
         f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}."

@@ -20,7 +20,7 @@ def cache_maker(
         preallocated: whether the engine is made for a cache that takes no memory while the model runs.
         transfers: counters that a cache in host memory raises.
     """
-    length = config.prompt_len + config.gen_len
+    length = config.positions
     cache: PreallocatedCache
     if config.kv_offload:
         cache = HostKVCache(model_config, length, config.pin_kv_cache, config.async_kv_offload, transfers)

@@ -83,8 +83,10 @@ class AroundLoops:
 
     @property
     def reached_gb_per_s(self) -> float:
-        """GB/s (1e9 bytes) of this rank's own copies, the median of the loops in which its link was hardly ever idle, as the links of
-        all ranks have to be for their sum to be what all can do at once; 0 where there is none."""
+        """GB/s (1e9 bytes) of this rank's own copies: the median of the loops in which its link was hardly ever idle, 0 without any.
+
+        Rates of idle links would not add up to what all links can do at once.
+        """
         return statistics.median(
             [use.gb_per_s_while_busy or 0.0 for use in self.uses if use.busy_share > LEAST_BUSY] or [0.0]
         )
@@ -121,11 +123,11 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRa
         link_spread=rate.spread_gb_per_s / rate.gb_per_s,
         link_kind="host to device, pinned" if on_gpu else "host memory copy",
         device_copy_gb_per_s=(
-            _if_there_is_room(lambda: device_copy_gb_per_s(ranks.device))
+            _unless_out_of_memory(lambda: device_copy_gb_per_s(ranks.device))
             if on_gpu
             else 2 * rate.gb_per_s / ranks.world_size
         ),
-        matmul_tflops=_if_there_is_room(
+        matmul_tflops=_unless_out_of_memory(
             lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1 if on_gpu else 0.05)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
@@ -158,7 +160,7 @@ def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float
     return None if unknown else total
 
 
-def _if_there_is_room(measure: Callable[[], float]) -> float | None:
+def _unless_out_of_memory(measure: Callable[[], float]) -> float | None:
     try:
         return measure()
     except torch.OutOfMemoryError:  # what was measured for the model itself still stands

@@ -20,6 +20,7 @@ from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, w
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.plan.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
+from zero_inference.records.schema import Result
 from zero_inference.runtime.progress import Progress
 from zero_inference.runtime.replace import replacing
 
@@ -49,6 +50,7 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
         load_s = time.perf_counter() - start
         progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
         loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)
+        Result().add_facts(loaded.facts)  # refuses what the record does not declare: now, not after the loops
         if names := loaded.facts.get("not_quantized"):
             progress.say(
                 f"warning: {1 - loaded.facts['quantized_fraction']:.1%} of the weights are not quantized: "

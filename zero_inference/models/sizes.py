@@ -1,6 +1,7 @@
 """Exact sizes of a model and of what a run of it keeps beside its weights, counted before any weight is read.
 
-Everything that decides (plan, residency, limits) reads these. The rounder formulas of `zero_inference.utils` are for the log.
+What is decided is decided by these, and by the parameters themselves where an engine lays them out. The rounder formulas of
+`zero_inference.utils` are for the log.
 """
 
 from __future__ import annotations

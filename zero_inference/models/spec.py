@@ -73,6 +73,11 @@ class ModelSpec:
         return self.config.get_text_config(decoder=True)
 
     @property
+    def dtype_name(self) -> str:
+        """Such as bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def max_positions(self) -> int | None:
         """Positions the model was made for, or None where it has no such limit (ALiBi)."""
         return max_positions(self.config)

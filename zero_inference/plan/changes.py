@@ -122,8 +122,7 @@ def refuse_hopeless(plan: Plan) -> None:
             + (f"use one of: {'; '.join(changes)}." if changes else "use more GPUs, nodes or memory.")
         )
     tokens = 8 * config.batch_size * job.length  # every rank has all ids, as int64
-    if config.kv_offload or not job.on_gpu:
-        tokens += job.kv_bytes()
+    tokens += job.kv_host_bytes if job.on_gpu else job.kv_bytes()
     need = host_need(tokens * ranks_here)
     if not need.fits:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What can be refused as soon as the model's config is there, before anything is built."""
+"""What can be refused before anything is built: by the launch alone, and by the model's config."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ def check_launch(config: RunConfig, ranks: Ranks) -> None:
 def check_model(config: RunConfig, spec: ModelSpec) -> None:
     """Raises UsageError: too many positions, norms that our kernels do not know, or layers that keep more than keys and values."""
     positions = spec.max_positions
-    wanted = config.prompt_len + config.gen_len
-    if positions is not None and wanted > positions:
+    if positions is not None and config.positions > positions:
         raise UsageError(
-            f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {wanted} positions; "
+            f"--prompt-len {config.prompt_len} and --gen-len {config.gen_len} need {config.positions} positions; "
             f"{spec.name} has {positions}: shorten one of them."
         )
     refuse_norm_kernels(config.norm_kernels, spec.config.model_type)

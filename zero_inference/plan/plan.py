@@ -1,6 +1,6 @@
 """The plan of a run: exact sizes, what lies where, and whether it fits, decided once and before anything is loaded.
 
-`load` uses it, `--dry-run` prints it; residency, limits and the record read it.
+`load` uses it, `--dry-run` prints it, limits and the record read it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,18 @@ class Plan:
         """Whether the machine has what is needed besides memory. Raises UsageError."""
         engine_module(self.job.config.engine).check(self.weights)
 
+    def with_memory_of_now(self) -> Plan:
+        """The same plan for the device memory that is free now, on all ranks. To be called by all of them alike.
+
+        Raises:
+            UsageError: it has become too little.
+        """
+        if self.job.free_device_bytes is None:
+            return self
+        return make_plan(replace(self.job, free_device_bytes=self.job.ranks.free_device_bytes(agreed=True)))
+
     def load(self, progress: Progress = lambda done: None) -> LoadedModel:
-        """The model, ready to generate. Once a plan: it fills the plan's own skeleton. Raises RunError."""
+        """The model, ready to generate. Call it once: it fills the plan's own skeleton. Raises RunError."""
         return engine_module(self.job.config.engine).load(self.weights, progress)
 
 
@@ -51,7 +61,7 @@ def describe_job(config: RunConfig, spec: ModelSpec, ranks: Ranks, group: Any = 
 
 
 def make_plan(job: Job) -> Plan:
-    """Decide everything, by arithmetic alone. Raises UsageError: see the engine's `plan`."""
+    """Decide everything, without loading anything or asking other ranks. Raises UsageError: see the engine's `plan`."""
     weights = engine_module(job.config.engine).plan(job)
     return Plan(job, weights, memory_needs(job, weights.footprint))
 

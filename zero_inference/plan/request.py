@@ -39,7 +39,7 @@ def request_of(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]
         timestamp=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         argv=argv,
         model_type=spec.config.model_type,
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=spec.dtype_name,
         world_size=ranks.world_size,
         num_nodes=ranks.num_nodes,
         weights_place=weights_place(config, ranks),

@@ -45,7 +45,7 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
 
 def _resolved(job: Job, pinned: bool) -> dict[str, Any]:
     return job.config.as_dict() | {
-        "dtype": str(job.spec.dtype).removeprefix("torch."),
+        "dtype": job.spec.dtype_name,
         "model_type": job.spec.config.model_type,
         "world_size": job.ranks.world_size,
         "pin_memory": pinned,

@@ -50,7 +50,7 @@ def leaving_a_record(
         yield watch
     except UsageError:
         watch.stop(failed=True)
-        part(ranks)
+        leave_process_group(ranks)
         raise
     except BaseException as error:
         if ranks.world_size > 1:
@@ -58,7 +58,7 @@ def leaving_a_record(
         with signals.held():
             reason = watch.report(explain(error, config))
             watch.stop(failed=True)
-        part(ranks)
+        leave_process_group(ranks)
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, SystemExit):
@@ -67,8 +67,8 @@ def leaving_a_record(
         raise RunError(reason) from error
 
 
-def part(ranks: Ranks) -> None:
-    """Leave the process group of a run that failed. Several ranks part without a word, which could wait for a rank that is gone."""
+def leave_process_group(ranks: Ranks) -> None:
+    """Of a run that failed. Several ranks leave without a collective, which could wait for a rank that is gone."""
     if ranks.world_size == 1:
         stop_process_group()
 

@@ -91,6 +91,8 @@ class RunLog:
             yield
         except OSError as error:
             self.unwritten.append(f"the {what} was not written to {path} ({error.strerror or error})")
+        except (ValueError, TypeError) as error:  # a key or a value that the record has no place for
+            self.unwritten.append(f"the {what} was not written to {path} ({error})")
 
     def _values(self) -> list[float | None]:
         assert self.result.measured is not None, "a run that failed has no block"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
-from zero_inference.records.key import inline, key
+from zero_inference.records.key import dataclasses_in, inline, key
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.loops import Evenness, Loop, MachineLoad, MovedPerStep
 from zero_inference.records.machine import Environment
@@ -38,7 +38,7 @@ class Request:
     )
     dtype: str = key("", "type of weights and activations, such as bfloat16", required="always")
     world_size: int = key("processes", "ranks of all nodes together", required="always")
-    num_nodes: int = key("machines", "that the ranks run on", required="always")
+    num_nodes: int = key("machines", "nodes that the ranks run on", required="always")
     batch_size: int = key("sequences", "B, over all ranks", required="always")
     prompt_len: int = key("token", "P, real tokens of each prompt", required="always")
     gen_len: int = key("token", "G, tokens generated per sequence", required="always")
@@ -51,7 +51,7 @@ class Request:
     dummy: bool = key("", "random weights and random token ids", required="always")
     pin_kv_cache: bool = key("", "the KV cache in host memory is page-locked")
     async_kv_offload: bool = key("", "the KV cache is copied while the layers compute")
-    seed: int = key("", "of random weights, token ids and samples")
+    seed: int = key("", "seed of random weights, token ids and samples")
     pin_memory: bool | None = key(
         "", "weights in host memory are page-locked; as asked where the run failed before it was decided"
     )
@@ -76,7 +76,9 @@ class Measured:
     weight_bytes: int = key(
         "byte", "weights as the engine stores them, scales included, exact", required="when measured"
     )
-    load_s: float = key("s", "from the engine's start to a model that can generate", required="when measured")
+    load_s: float = key(
+        "s", "from the plan to a model that can generate, its norm kernels included", required="when measured"
+    )
     cold_total_s: float | None = key(
         "s", "total latency of the first warm-up loop; null without one", required="when measured"
     )
@@ -120,9 +122,9 @@ class Measured:
 class StreamPlacement:
     """What the stream engine placed where."""
 
-    resident_layers: int = key("layers", "whose weights stay on the device")
-    streamed_layers: int = key("layers", "that are copied to it for every step")
-    ring_depth: int = key("slots", "layers that the device has room for at once, of those that are copied to it")
+    resident_layers: int = key("layers", "layers whose weights stay on the device")
+    streamed_layers: int = key("layers", "layers that are copied to the device for every step")
+    ring_depth: int = key("slots", "of the ring: copied layers that are on the device at once")
     slot_bytes: int = key("byte", "largest layer that is copied, as it is stored")
     resident_bytes: int = key("byte", "weights that stay on the device")
     workspace_bytes: int = key("byte", "device memory to dequantize into")
@@ -143,7 +145,7 @@ class EngineFacts:
         "", "names of the weights that are stored as they were", only_with=_QUANTIZED, default=None
     )
     norm_kernels_unused_because: str | None = key(
-        "", "why the norms are transformers'; null if they are ours", default=None
+        "", "why our norm kernels are not used; null if they are", default=None
     )
 
 
@@ -158,7 +160,7 @@ class Quality:
 class Result:
     """What became of a request, filled on the way: None is what the run did not get to know."""
 
-    norm_modules_patched: int = key("modules", "norms that ours replaced", default=0)
+    norm_modules_patched: int = key("modules", "norms that our kernels compute", default=0)
     machine: MachineLoad | None = inline(default=None)
     measured: Measured | None = inline(default=None)
     quality: Quality | None = inline(default=None)
@@ -177,8 +179,11 @@ class Result:
         if odd := sorted(facts.keys() - declared - {"norm_modules_patched"}):
             raise ValueError(f"the engine says {', '.join(odd)}, which records.schema does not declare")
         known = {name: facts[name] for name in declared & facts.keys()}
-        if isinstance(known.get("stream"), Mapping):
-            known["stream"] = StreamPlacement(**known["stream"])
+        hints = get_type_hints(EngineFacts)
+        for name, value in known.items():
+            kinds = dataclasses_in(hints[name])
+            if kinds and isinstance(value, Mapping):
+                known[name] = kinds[0](**value)
         self.engine = EngineFacts(**known)
         self.norm_modules_patched = facts.get("norm_modules_patched", 0)
 

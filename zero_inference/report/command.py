@@ -91,6 +91,10 @@ def main(args: argparse.Namespace) -> int:
     With --html an empty folder gets a page that says so, and 0. Raises UsageError where the page cannot be written.
     """
     if args.fields:
+        if args.log_dir or args.html or args.sort or args.all_columns:
+            raise UsageError(
+                "--fields describes the keys of any record: drop the folder and the other options but --format."
+            )
         print_fields(args.format)
         return 0
     if args.log_dir is None:

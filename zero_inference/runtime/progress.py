@@ -71,7 +71,8 @@ class Progress:
         return advance
 
     def close(self) -> None:
-        self._show(None)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._show(None)
 
     def _loading_bar(self, total_bytes: int) -> Bar:
         """With one task."""

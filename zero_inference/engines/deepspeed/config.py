@@ -18,6 +18,8 @@ from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
 
 LAYERS_AHEAD = 3  # each costs a layer of device memory
+LIVE_BESIDE = 2  # layers that are on the device beside those ahead: the one that computes, and the one that it releases
+FREE_SHARE = 0.5  # of the free device memory, for layers ahead
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ def layer_sizes(model, layers: torch.nn.ModuleList, packed_numel, dtype: torch.d
 
 
 def layers_ahead(sizes: LayerSizes, free_device_bytes: int | None) -> int:
-    """How many layers to prefetch: three, or what half of the free device memory holds, but at least one."""
+    """How many layers to prefetch: `LAYERS_AHEAD`, or what `FREE_SHARE` of the free device memory holds, but at least one."""
     if free_device_bytes is None:
         return LAYERS_AHEAD
-    fit = int(free_device_bytes * 0.5 / sizes.layer_bytes) - 1
+    fit = int(free_device_bytes * FREE_SHARE / sizes.layer_bytes) - 1
     return max(1, min(LAYERS_AHEAD, fit))
 
 
@@ -120,7 +122,7 @@ def _zero_optimization(config: RunConfig, sizes: LayerSizes, world_size: int, pi
     zero: dict = {
         "stage": 3,
         "stage3_prefetch_bucket_size": ahead * sizes.layer,
-        "stage3_max_live_parameters": (ahead + 2) * sizes.layer + sizes.largest_outside,
+        "stage3_max_live_parameters": (ahead + LIVE_BESIDE) * sizes.layer + sizes.largest_outside,
         "stage3_max_reuse_distance": 0,
         "stage3_param_persistence_threshold": sizes.largest_vector,
     }
@@ -133,7 +135,7 @@ def _zero_optimization(config: RunConfig, sizes: LayerSizes, world_size: int, pi
             "pin_memory": pin_memory,
             # one parameter a buffer, all of them page-locked; a partition is padded to the number of ranks
             "buffer_size": -(-sizes.largest_in_layer // world_size) + 1,
-            "buffer_count": (ahead + 2) * sizes.parameters_per_layer,
+            "buffer_count": (ahead + LIVE_BESIDE) * sizes.parameters_per_layer,
         }
     return zero
 

@@ -28,7 +28,7 @@ from zero_inference.runtime.transfers import Transfers
 LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution) and stays as it is
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding and the display
 
-connect = new_group  # an all-gather on a stream of its own needs a communicator that nobody else calls in another order
+connect = new_group  # for the all-gathers, on which no other code issues collectives
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ class LayerFeeder:
             slot = None if resident else self.ring.acquire(index)
             self.timeline.layer_begins(index)
             if layout.workspace_bytes:
-                run = self.store.buffers[index] if resident else self.ring.buffer_in(index, slot)
-                self.workspace[: layout.plain_bytes].copy_(run[: layout.plain_bytes])
+                buffer = self.store.buffers[index] if resident else self.ring.buffer_in(index, slot)
+                self.workspace[: layout.plain_bytes].copy_(buffer[: layout.plain_bytes])
                 for codes, scales, minima, values in self.packed[index, slot]:
                     dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
                 if not resident:
@@ -247,7 +247,7 @@ class LayerFeeder:
 
 
 def _check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
-    """Raises UsageError where a matrix of a decoder layer is too odd for the group size."""
+    """Raises UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
     prefix, layers = decoder_layers(model)
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():

@@ -117,7 +117,7 @@ def decide_residency(
     if not _fits(plan, left):
         raise DoesNotFit(
             f"{plan.resident_bytes / GIB:.2f} GiB of resident layers and {plan.depth} slots of {plan.slot_bytes / GIB:.2f} GiB do not fit "
-            f"the {left / GIB:.2f} GiB that the device has for them: {_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
+            f"into the {left / GIB:.2f} GiB of device memory left for them: {_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
         )
     return plan
 
