@@ -37,6 +37,7 @@ constexpr int kOneWarpRowsBlock = 4 * kWarp;
 //
 // kReads: tensors as large as x that are read. kHeavy: PolyNorm, and layer_norm of one tensor, whose second sum waits for the
 // first; with eight elements a vector these want fewer threads a row where one tensor is read.
+// So rms_norm is kReads 1 and not heavy; add_rms_norm and add_layer_norm are kReads 2 and not heavy.
 template <typename T, int kReads, bool kHeavy, typename Visit>
 bool with_forward_shape(int64_t columns, Visit visit) {
   const int64_t vectors = columns / kVector<T>;
