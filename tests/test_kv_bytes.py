@@ -96,7 +96,7 @@ def cached_layers(config) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [*BY_HEADS, *BY_THE_MODEL])
-def test_kv_bytes_are_those_of_a_real_cache(name):
+def test_kv_bytes_are_those_of_a_real_cache(name, no_gpu):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**(BY_HEADS | BY_THE_MODEL)[name])
