@@ -13,6 +13,7 @@ from zero_inference.config.choices import (
     DEFAULTS,
     DTYPES,
     ENGINES,
+    LONGEST_WINDOW,
     MOST,
     MOST_GIB,
     NORM_KERNELS,
@@ -193,12 +194,8 @@ def _check_quality_numbers(choices: Choices) -> None:
                 f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {choices.humaneval_samples}; "
                 f"lower k or use --humaneval-samples {max(k, 1)}."
             )
-    window = choices.perplexity_window
-    if window is not None and choices.perplexity_stride is not None and choices.perplexity_stride > window:
-        raise UsageError(
-            f"--perplexity-stride {choices.perplexity_stride}: longer than the window of {window} tokens, "
-            "so text would be left out; use at most the window."
-        )
+    if choices.perplexity_window is not None:
+        perplexity_window(choices.perplexity_window, choices.perplexity_stride, None)
     if "humaneval" in choices.quality and not choices.allow_code_execution:
         raise UsageError(
             "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
@@ -227,3 +224,21 @@ def _check_quality_paths(choices: Choices) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def perplexity_window(window: int | None, stride: int | None, positions: int | None) -> tuple[int, int]:
+    """The window and the stride of perplexity in tokens, for a model of `positions`; None where there is no such limit.
+
+    Raises:
+        UsageError: the window is longer than the model's context, or the stride than the window.
+    """
+    window = window or min(LONGEST_WINDOW, positions or LONGEST_WINDOW)
+    if positions is not None and window > positions:
+        raise UsageError(f"--perplexity-window {window}: the model has {positions} positions; use at most that.")
+    stride = stride or max(1, window // 2)
+    if stride > window:
+        raise UsageError(
+            f"--perplexity-stride {stride}: longer than the window of {window} tokens, so text would be left out; "
+            "use at most the window."
+        )
+    return window, stride

@@ -28,6 +28,7 @@ QUALITY_COMPANIONS = {
     "--quality perplexity": ("perplexity_window", "perplexity_stride"),
 }
 MOST = 2**31 - 1  # of whatever is counted
+LONGEST_WINDOW = 1024  # tokens, of perplexity where none is asked for
 MOST_GIB = 2**30
 # What a whole number may be; what the machine can hold of it is for the plan to say.
 WHOLE_NUMBERS = {

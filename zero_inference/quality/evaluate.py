@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from zero_inference.config import RunConfig
+from zero_inference.config.checks import perplexity_window
 from zero_inference.errors import UsageError
 from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.sandbox import check_isolation
-from zero_inference.quality.settings import LONGEST_WINDOW, QualitySettings
+from zero_inference.quality.settings import QualitySettings
 from zero_inference.quality.tasks import TASKS
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.replace import replacing
@@ -53,14 +54,7 @@ def check_lengths(config: RunConfig, positions: int | None) -> None:
     if positions is None:
         return
     if "perplexity" in config.quality:
-        window = config.perplexity_window or min(LONGEST_WINDOW, positions)
-        if window > positions:
-            raise UsageError(f"--perplexity-window {window}: the model has {positions} positions; use at most that.")
-        if config.perplexity_stride and config.perplexity_stride > window:
-            raise UsageError(
-                f"--perplexity-stride {config.perplexity_stride}: longer than the window of {window} tokens; "
-                "use at most that."
-            )
+        perplexity_window(config.perplexity_window, config.perplexity_stride, positions)
     if "humaneval" in config.quality and config.humaneval_tokens >= positions:
         raise UsageError(
             f"--humaneval-tokens {config.humaneval_tokens}: the model has {positions} positions for problem and "

@@ -8,7 +8,6 @@ from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import Limits
 
 DEFAULT_KS = (1, 10, 100)
-LONGEST_WINDOW = 1024
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from zero_inference.errors import RunError
+from zero_inference.config.checks import perplexity_window
+from zero_inference.errors import RunError, UsageError
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k
 from zero_inference.quality.sandbox import IsolationError, Limits, Outcome, run_program
-from zero_inference.quality.settings import LONGEST_WINDOW, QualitySettings
+from zero_inference.quality.settings import QualitySettings
 from zero_inference.quality.shares import joined, share_of
 from zero_inference.runtime.distributed import Ranks
 
@@ -72,14 +73,10 @@ def evaluate_perplexity(
     """
     from zero_inference.quality.harness import score_windows, windows_of
 
-    window = settings.window or min(LONGEST_WINDOW, lm.max_length)
-    if window > lm.max_length:
-        raise RunError(
-            f"--perplexity-window {window}: the model's context is {lm.max_length} tokens; use at most that."
-        )
-    stride = settings.stride or max(1, window // 2)
-    if stride > window:
-        raise RunError(f"--perplexity-stride {stride}: longer than the window of {window} tokens; use at most that.")
+    try:
+        window, stride = perplexity_window(settings.window, settings.stride, lm.max_length)
+    except UsageError as error:  # the model is loaded by now
+        raise RunError(str(error)) from None
     windows = windows_of(lm, [item["text"] for item in items], window, stride)
     with in_step(lm.model, device, ranks):
         mine = score_windows(lm, share_of(windows, ranks))
