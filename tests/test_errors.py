@@ -104,13 +104,13 @@ def test_a_trace_is_never_the_log_or_the_record(refused, tmp_path, same):
     (tmp_path / "link").symlink_to(tmp_path / "run.jsonl")
     (tmp_path / "hard link").hardlink_to(tmp_path / "run.jsonl")
     message = refused("--model", "opt-125m", "--dummy", "--log-file", tmp_path / "run.log", "--trace", tmp_path / same)
-    assert f"--trace {tmp_path / same} is the file of" in message
+    assert f"--trace {tmp_path / same} is already used by" in message
     assert (tmp_path / "run.jsonl").read_text() == "kept\n"
 
 
 def test_nor_are_the_items_of_quality_the_traces(tmp_path):
     one = str(tmp_path / "one.json")
-    with pytest.raises(UsageError, match="--quality-items .* is the file of --trace too"):
+    with pytest.raises(UsageError, match="--quality-items .* is already used by --trace"):
         refuse_shared_files(
             RunConfig(model="m", trace=one, quality_items=one), RunLog.at(tmp_path / "run.log", {}), None, []
         )
@@ -182,6 +182,11 @@ def test_a_tokenizer_of_another_model(refused, checkpoints, tmp_path, words, unk
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     message = refused("--model", folder, "--engine", "resident")
     assert said in message and "remove them" in message
+
+
+def test_a_model_that_is_larger_than_any_memory_is_refused_before_it_is_made(refused):
+    message = refused("--model", "llama-3.1-405b", "--dummy", "--engine", "resident")
+    assert "llama-3.1-405b: its weights need 1511.9 GiB of " in message and "GiB are available; " in message
 
 
 def test_more_tokens_than_memory_are_refused_before_they_are_made(refused):

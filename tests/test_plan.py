@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 import transformers
 from conftest import FAMILIES
 
@@ -11,8 +12,10 @@ from zero_inference.cli import main
 from zero_inference.config import ENGINES as ENGINE_NAMES
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
-from zero_inference.errors import DoesNotFit
+from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.spec import resolve_model
+from zero_inference.plan import memory
+from zero_inference.plan.changes import refuse_hopeless
 from zero_inference.plan.plan import changed, describe_job, make_plan
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks, detect_ranks
@@ -91,7 +94,7 @@ def test_the_same_numbers_are_in_the_dry_run_and_in_the_record(checkpoints, tmp_
     assert main([*asked, "--log-file", str(tmp_path / "run.log")]) == 0
     record = read_records(tmp_path / "run.jsonl")[-1]
     for name in ("model", "cache", "hidden"):
-        assert f"{name} size: {record[name + '_bytes'] / 2**30:.3f} GB" in printed
+        assert f"{name} size: {record[name + '_bytes'] / 2**30:.3f} GiB" in printed
     for key in ("pin_memory", "model_type", "dtype", "world_size", "batch_size"):
         assert resolved[key] == record[key], key
 
@@ -129,6 +132,55 @@ def test_the_plan_follows_the_memory_that_is_free_when_the_weights_are_there(no_
     before, now = make_plan(job), make_plan(job).with_memory_of_now()
     assert now.job.free_device_bytes == 12 << 30 and now.job.skeleton is before.job.skeleton
     assert len(now.weights.residency.resident) < len(before.weights.residency.resident)
+
+
+@pytest.fixture
+def large_host(no_gpu, monkeypatch):
+    """A machine of 100 GiB, whatever this one has, for which DeepSpeed is asked too."""
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for name, value in (("DS_ACCELERATOR", "cpu"), ("TORCH_CUDA_ARCH_LIST", "")):
+        monkeypatch.setenv(name, value)
+
+
+def on_a_gpu(free_device_bytes: int, **options):
+    config = RunConfig(dummy=True, dtype="bfloat16", **options).validate()
+    ranks = Ranks(**{**vars(detect_ranks()), "device": torch.device("cuda")})
+    return make_plan(replace(describe_job_without_memory(config, ranks), free_device_bytes=free_device_bytes))
+
+
+# opt-13b has 23.9 GiB of weights and 0.78 MiB of keys and values a token
+@pytest.mark.parametrize(
+    "engine, batch, said",
+    [
+        ("resident", 1, "its weights need 23.9 GiB of device memory"),
+        ("resident", 16, "its weights need 23.9 GiB of device memory"),
+        ("accelerate", 16, "ids, keys and values of 16 x 2032 tokens need 24.8 GiB of device memory"),
+        ("accelerate", 12, "its weights with ids, keys and values of 12 x 2032 tokens need 19.1 GiB of device memory"),
+    ],
+)
+def test_what_the_device_cannot_hold_for_certain_is_refused(engine, batch, said, large_host):
+    asked = dict(model="opt-13b", prompt_len=2000, gen_len=32, cpu_offload=engine == "accelerate")
+    with pytest.raises(UsageError) as refusal:
+        refuse_hopeless(on_a_gpu(int(18.7 * 2**30), engine=engine, batch_size=batch, **asked))
+    message = str(refusal.value)
+    assert said in message and "18.7 GiB are available" in message and "use one of: " in message
+
+
+def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
+    """Gathered layers and activations are upper bounds, and transformers' own cache keeps only the window."""
+    plan = on_a_gpu(2 << 30, model="opt-13b", engine="accelerate", cpu_offload=True, prompt_len=512)
+    refuse_hopeless(plan)
+    gathered = replace(plan.weights.footprint, device=3 << 30, gathered=3 << 30)
+    refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=gathered)))
+    with pytest.raises(UsageError, match="its weights need 3.0 GiB of device memory"):
+        refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=replace(gathered, gathered=0))))
+    windows = transformers.MistralConfig(num_hidden_layers=4, sliding_window=1000, max_position_embeddings=1 << 20)
+    windows.save_pretrained(tmp_path)
+    asked = dict(model=str(tmp_path), prompt_len=1 << 19, gen_len=32)
+    plan = on_a_gpu(3 << 30, engine="accelerate", cpu_offload=True, **asked)
+    assert plan.job.kv_device_bytes > 4 << 30 and not plan.fits
+    refuse_hopeless(plan)
 
 
 def describe_job_without_memory(config, ranks):

@@ -6,7 +6,13 @@ class UsageError(Exception):
 
 
 class DoesNotFit(UsageError):
-    """The device has too little memory for what was asked; `--dry-run` goes on and says what would fit."""
+    """Too little memory for what was asked; `--dry-run` goes on and says what would fit.
+
+    Attributes:
+        VERDICT: how `--dry-run` begins its last line then; `zero-inference compare` looks for it.
+    """
+
+    VERDICT = "It does not fit."
 
 
 class RunError(Exception):

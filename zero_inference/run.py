@@ -103,6 +103,7 @@ def _measured(
         spec.checkpoint_folder()  # fetched now: time on the network is not time to load
     refuse_other_inputs(spec, ranks, ids)
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
+    refuse_hopeless(plan)
     if note:
         progress.say(note)
     garbage.look_from_here()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.config import QUALITY_FIELDS, RunConfig
-from zero_inference.errors import UsageError
+from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
 from zero_inference.runtime.child_runs import OWN_ERROR, Ended, last_words, run_child
@@ -21,7 +21,6 @@ from zero_inference.runtime.text import file_stem
 TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose", "local-rank"}
 # Files that a run writes where an option says; two arms would overwrite each other's.
 OWN_FILES = ("quality_items", "trace")
-DOES_NOT_FIT = "It does not fit."  # the plan's words, see zero_inference.run
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConf
     given = {_option_name(word) for word in options if word.startswith("--")}
     if taken := sorted(given & TAKEN):
         raise UsageError(
-            f"arm {name}: --{taken[0]} is for compare to say; drop it (compare has --log-dir and --warmup-tries)."
+            f"arm {name}: --{taken[0]} is set by compare itself; drop it (compare has --log-dir and --warmup-tries)."
         )
     try:
         return Arm(name, tuple(options), config_of(options))
@@ -133,7 +132,7 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     """
     output = folder / f"{arm.file_stem}-check.out"
     ended = run_child(_command([*arm.options, *extra, "--dry-run"], ranks), output)
-    doubt = next((line for line in ended.said().splitlines() if line.startswith(DOES_NOT_FIT)), None)
+    doubt = next((line for line in ended.said().splitlines() if line.startswith(DoesNotFit.VERDICT)), None)
     if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {why_ended(ended)}")
     return doubt

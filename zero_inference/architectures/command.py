@@ -13,8 +13,8 @@ from typing import Any
 
 from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
+from zero_inference.config.checks import batch_advice
 from zero_inference.errors import RunError, UsageError
-from zero_inference.runtime.divisors import batch_advice
 from zero_inference.runtime.signals import exit_on_stop
 from zero_inference.runtime.tables import FORMATS
 

@@ -17,14 +17,17 @@ from zero_inference.config.choices import (
     MOST,
     MOST_GIB,
     NORM_KERNELS,
+    PAGE_LOCKING_ENGINES,
     PATHS,
     QUALITY_COMPANIONS,
     QUALITY_TASKS,
     QUANT_BITS,
+    QUANTIZING_ENGINES,
     WHOLE_NUMBERS,
     Choices,
 )
 from zero_inference.errors import UsageError
+from zero_inference.runtime.divisors import nearest_multiples
 from zero_inference.runtime.replace import check_output_file
 
 
@@ -92,16 +95,12 @@ def check_engine(choices: Choices) -> None:
         raise UsageError(
             "--engine resident keeps every weight on the device: drop the offload, or use --engine deepspeed."
         )
-    if choices.engine in ("accelerate", "resident"):
-        if choices.quantized:
-            raise UsageError(
-                f"--quant-bits {choices.quant_bits} is not done by --engine {choices.engine}: "
-                "use --engine deepspeed or stream."
-            )
-        if choices.pin_memory:
-            raise UsageError(
-                f"--pin-memory 1 is not done by --engine {choices.engine}: use --engine deepspeed or stream."
-            )
+    for option, given, engines in (
+        (f"--quant-bits {choices.quant_bits}", choices.quantized, QUANTIZING_ENGINES),
+        ("--pin-memory 1", choices.pin_memory, PAGE_LOCKING_ENGINES),
+    ):
+        if given and choices.engine not in engines:
+            raise UsageError(f"{option} is not done by --engine {choices.engine}: use --engine {' or '.join(engines)}.")
     if choices.use_gds and choices.engine != "deepspeed":
         raise UsageError(f"--use-gds is not done by --engine {choices.engine}: use --engine deepspeed.")
     if choices.pin_memory and choices.engine == "deepspeed" and choices.offload == "gpu":
@@ -154,7 +153,7 @@ def check_files(choices: Choices) -> None:
 def check_quality(choices: Choices) -> None:
     for task in choices.quality:
         if task not in QUALITY_TASKS:
-            raise UsageError(f"--quality {task}: no such task; choose of {', '.join(QUALITY_TASKS)}.")
+            raise UsageError(f"--quality {task}: no such task; choose from {', '.join(QUALITY_TASKS)}.")
     if len(set(choices.quality)) < len(choices.quality):
         raise UsageError(f"--quality {','.join(choices.quality)}: a task is named twice; name each once.")
     for other, names in QUALITY_COMPANIONS.items():
@@ -168,7 +167,7 @@ def check_quality(choices: Choices) -> None:
         return
     if choices.dummy:
         raise UsageError(
-            "--quality needs a model with a tokenizer and --dummy has none, and random weights: keep one of the two."
+            "--quality needs a tokenizer and trained weights, and --dummy has neither: keep one of the two."
         )
     if importlib.util.find_spec("lm_eval") is None:
         raise UsageError(
@@ -242,3 +241,9 @@ def perplexity_window(window: int | None, stride: int | None, positions: int | N
             "use at most the window."
         )
     return window, stride
+
+
+def batch_advice(batch: int, parts: int, over: str) -> str:
+    """Why a batch cannot be split, and what to ask for instead."""
+    values = " or ".join(map(str, nearest_multiples(batch, parts)))
+    return f"--batch-size {batch} does not divide over {over}; use {values}, a multiple of {parts}"

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from zero_inference.config import RunConfig
+from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.sizes import ModelSizes, activation_bytes
@@ -69,7 +70,7 @@ class Job:
     @property
     def pin_weights(self) -> bool:
         """Whether weights in host memory are to be page-locked: as asked, and by default where a GPU copies them."""
-        if self.config.offload == "gpu":
+        if self.config.offload == "gpu" or self.config.engine not in PAGE_LOCKING_ENGINES:
             return False
         return self.on_gpu if self.config.pin_memory is None else self.config.pin_memory
 
@@ -88,6 +89,15 @@ class Job:
         return SLOTS * self._kv_bytes(max(self.sizes.kv_widths, default=0)) if self.on_gpu else 0
 
     @property
+    def least_kv_device_bytes(self) -> int:
+        """What of `kv_device_bytes` is needed for certain: a cache of transformers' own lets go of what has left a window."""
+        text = self.spec.text_config
+        window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+        if self.config.kv_offload or not window:
+            return self.kv_device_bytes
+        return self.kv_bytes(min(self.length, window))
+
+    @property
     def kv_host_bytes(self) -> int:
         return self.kv_bytes() if self.config.kv_offload else 0
 
@@ -103,9 +113,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that the weights of one rank take at each place while it runs. `pinned` is part of `host`."""
+    """Bytes that the weights of one rank take at each place while it runs.
+
+    Attributes:
+        gathered: the part of `device` that an engine holds for a moment, an upper bound; the rest is exact.
+        pinned: the part of `host` that is page-locked.
+    """
 
     device: int = 0
+    gathered: int = 0
     host: int = 0
     pinned: int = 0
     disk: int = 0

@@ -107,7 +107,7 @@ def _told_if_full(path: Path, nbytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"the offload folder does not take {nbytes / 2**20:.1f} MiB more: {error.strerror} ({path}); "
+            f"the offload folder has no space for {nbytes / 2**20:.1f} MiB more: {error.strerror} ({path}); "
             "free some space or choose another --offload-dir."
         ) from error
 

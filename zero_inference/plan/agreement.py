@@ -1,4 +1,4 @@
-"""What all ranks of a run must have alike: ranks that differ wait for each other, or mix two models into one result."""
+"""What must be identical on all ranks of a run: ranks that differ wait for each other, or mix two models into one result."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ from itertools import islice
 from typing import Any
 
 from zero_inference.config import RunConfig
+from zero_inference.config.choices import QUANTIZING_ENGINES
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import other_layer_types
-from zero_inference.plan.memory import host_need
+from zero_inference.plan.memory import memory_of
 from zero_inference.plan.plan import Plan, changed
 from zero_inference.utils import GB
 
@@ -50,13 +51,13 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--engine stream", {"engine": "stream"}))
     if not config.kv_offload and not other_layer_types(job.spec.config):
         changes.append(Change("--kv-offload", {"kv_offload": True}))
-    if config.engine in ("deepspeed", "stream"):
+    if config.engine in QUANTIZING_ENGINES:
         changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
     ranks = job.ranks.world_size
     of_rank = config.batch_size // ranks
     while of_rank := of_rank // 2:
         changes.append(Change(f"--batch-size {of_rank * ranks}", {"batch_size": of_rank * ranks}))
-    if job.on_gpu and config.pin_memory is not False and config.offload != "gpu":
+    if replace(job, config=config).pin_weights:
         changes.append(Change("--pin-memory 0", {"pin_memory": False}))
     if not config.disk_offload:
         engine = config.engine if config.engine == "accelerate" else "deepspeed"
@@ -107,26 +108,29 @@ def _fits(job: Job, fields: dict[str, Any]) -> bool:
 
 
 def refuse_hopeless(plan: Plan) -> None:
-    """Raises UsageError where host memory cannot even hold what the weights or the tokens need there.
+    """Raises UsageError where the weights, the tokens or both cannot lie where they have to.
 
-    Only what is exact is refused; a device that is too small shows itself, and `--dry-run` estimates it.
+    Only what is needed for certain counts: neither activations nor gathered weights, which `--dry-run` estimates.
     """
-    job, config = plan.job, plan.job.config
-    ranks_here = job.ranks.local_world_size
-    need = host_need(plan.weights.footprint.host * ranks_here)
-    if not need.fits:
-        changes = changes_that_fit(job)
-        raise UsageError(
-            f"{config.model}: its weights need {need.needed / GB:.1f} GiB of {need.place} and "
-            f"{need.available / GB:.1f} GiB are there; "
-            + (f"use one of: {'; '.join(changes)}." if changes else "use more GPUs, nodes or memory.")
-        )
-    tokens = 8 * config.batch_size * job.length  # every rank has all ids, as int64
-    tokens += job.kv_host_bytes if job.on_gpu else job.kv_bytes()
-    need = host_need(tokens * ranks_here)
-    if not need.fits:
-        raise UsageError(
-            f"--batch-size {config.batch_size}: {job.length} tokens each need {need.needed / GB:.1f} GiB of {need.place} "
-            f"for ids, keys and values, and {need.available / GB:.1f} GiB are there; "
-            "lower it, or shorten the prompts."
-        )
+    job, footprint = plan.job, plan.weights.footprint
+    weights = (footprint.device - footprint.gathered, footprint.host)
+    ids = 8 * job.config.batch_size * job.length  # every rank has all of them, as int64
+    tokens = (job.least_kv_device_bytes, job.kv_host_bytes + ids)
+    of_tokens = f"ids, keys and values of {job.config.batch_size} x {job.length} tokens"
+    for what, (device, host) in (
+        ("its weights need", weights),
+        (f"{of_tokens} need", tokens),
+        (f"its weights with {of_tokens} need", (weights[0] + tokens[0], weights[1] + tokens[1])),
+    ):
+        for need in memory_of(job, device, host):
+            if not need.fits:
+                changes = changes_that_fit(job)
+                raise UsageError(
+                    f"{job.config.model}: {what} {need.needed / GB:.1f} GiB of {need.place}, and "
+                    f"{need.available / GB:.1f} GiB are available; "
+                    + (
+                        f"use one of: {'; '.join(changes)}."
+                        if changes
+                        else "lower --batch-size or --prompt-len, or use more GPUs, nodes or memory."
+                    )
+                )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from zero_inference.config import RunConfig
+from zero_inference.config.checks import batch_advice
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import check_layer_types
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.choice import refuse_norm_kernels
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.divisors import batch_advice
 
 
 def check_launch(config: RunConfig, ranks: Ranks) -> None:

@@ -1,6 +1,7 @@
-"""Bytes that a run needs on the device, in host memory, page-locked and on disk, against what is there.
+"""Bytes that a run needs on the device, in host memory, page-locked and on disk, against what is available.
 
-Weights and caches are exact; activations are an estimate of the largest tensors alive in a prefill.
+Weights and caches are exact, but for the weights that an engine gathers for a moment, which are an upper bound; activations
+are an estimate of the largest tensors alive in a prefill.
 """
 
 from __future__ import annotations
@@ -28,17 +29,12 @@ class Need:
 
 
 def memory_needs(job: Job, weights: Footprint) -> list[Need]:
-    """What this node needs. On a CPU-only machine the device is host memory, and is counted there."""
+    """What this node needs."""
     ranks_here = job.ranks.local_world_size
-    device = weights.device + job.kv_device_bytes + job.activation_bytes
-    host = weights.host + job.kv_host_bytes
     pinned = weights.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
-    needs = []
-    if job.on_gpu:
-        needs.append(Need("device memory (each GPU)", device, job.free_device_bytes))
-    else:
-        host += device
-    needs.append(host_need(host * ranks_here))
+    needs = memory_of(
+        job, weights.device + job.kv_device_bytes + job.activation_bytes, weights.host + job.kv_host_bytes
+    )
     if job.on_gpu:  # the driver asks no memlock limit
         needs.append(Need("page-locked memory", pinned * ranks_here, available_host_bytes()))
     if weights.disk:
@@ -47,9 +43,15 @@ def memory_needs(job: Job, weights: Footprint) -> list[Need]:
     return needs
 
 
-def host_need(needed: int) -> Need:
-    """Bytes of host memory, beside what this process can still take."""
-    return Need("host memory", needed, available_host_bytes())
+def memory_of(job: Job, device: int, host: int) -> list[Need]:
+    """A rank's bytes on its device and in host memory, for all ranks of this node; without a GPU, the device is host memory."""
+    ranks_here = job.ranks.local_world_size
+    if not job.on_gpu:
+        return [Need("host memory", (device + host) * ranks_here, available_host_bytes())]
+    return [
+        Need("device memory (each GPU)", device, job.free_device_bytes),
+        Need("host memory", host * ranks_here, available_host_bytes()),
+    ]
 
 
 def describe(needs: list[Need]) -> str:

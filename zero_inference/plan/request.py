@@ -6,12 +6,12 @@ import datetime
 from pathlib import Path
 
 from zero_inference.config import RunConfig
+from zero_inference.config.choices import LOG_PREFIX
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.schema import Request
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.utils import get_filename
 
-LOG_PREFIX = {"deepspeed": "ds"}
 AS_GIVEN = (
     "engine",
     "model",

@@ -20,19 +20,19 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
         plan: of `job`, or why there is none.
 
     Raises:
-        DoesNotFit: behind the plan of a run that does not, for its exit code.
+        DoesNotFit: after the plan of a run that does not, for its exit code.
     """
     pinned = plan.weights.pinned if isinstance(plan, Plan) else job.pin_weights
     print(json.dumps(_resolved(job, pinned), indent=2))
     for name, size in vars(log_sizes(job)).items():
-        print(f"{name.removesuffix('_bytes')} size: {size / 2**30:.3f} GB")
+        print(f"{name.removesuffix('_bytes')} size: {size / 2**30:.3f} GiB")
     print(plan if isinstance(plan, DoesNotFit) else describe(plan.needs))
     if isinstance(plan, Plan) and plan.fits:
         print("It fits.", flush=True)
         return
     changes = changes_that_fit(job)
     print(
-        "It does not fit. "
+        f"{DoesNotFit.VERDICT} "
         + (
             f"It would with one of: {'; '.join(changes)}."
             if changes

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_inference.config.choices import LOG_PREFIX
 from zero_inference.records.read import parse_log, read_records, value_at, warn
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.report.columns import BY_NAME, COLUMNS
@@ -40,7 +41,7 @@ def parse_log_name(stem: str) -> dict[str, Any]:
     nodes, place = int(match["nodes"]), match["place"]
     return {
         "model": match["model"],
-        "engine": "deepspeed" if match["prefix"] == "ds" else match["prefix"],
+        "engine": {prefix: engine for engine, prefix in LOG_PREFIX.items()}.get(match["prefix"], match["prefix"]),
         "num_nodes": nodes,
         "world_size": nodes * int(match["gpus"]),
         "batch_size": int(match["batch"]),

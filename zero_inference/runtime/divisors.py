@@ -19,9 +19,3 @@ def nearest_divisor(asked: int, whole: int, among: Iterable[int], packs: int = 1
     """
     fitting = [size for size in among if whole % size == 0 and whole % packs == 0]
     return min(fitting, key=lambda size: (max(size / asked, asked / size), -size), default=None)
-
-
-def batch_advice(batch: int, parts: int, over: str) -> str:
-    """Why a batch cannot be split, and what to ask for instead."""
-    values = " or ".join(map(str, nearest_multiples(batch, parts)))
-    return f"--batch-size {batch} does not divide over {over}; use {values}, a multiple of {parts}"

@@ -11,6 +11,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +47,31 @@ class LayerSizes:
 def swappable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether ZeRO-3 can keep `parameter` of a layer on NVMe: its buffers have one dtype, the model's."""
     return parameter.dtype == dtype
+
+
+def offload_device(zero: dict[str, Any]) -> str:
+    """ "none", "cpu" or "nvme", of the resolved `zero_optimization`."""
+    return zero.get("offload_param", {}).get("device", "none")
+
+
+def place_of(parameter: torch.Tensor, numel: int, in_layer: bool, zero: dict[str, Any], dtype: torch.dtype) -> str:
+    """Where ZeRO-3 keeps the partition of `parameter` between uses: "device", "host" or "disk".
+
+    An NVMe buffer holds one parameter and all are as large as the largest: what is outside the layers, as an embedding, would
+    multiply them, and waits in host memory.
+
+    Args:
+        numel: elements as stored.
+        in_layer: whether it belongs to a decoder layer.
+        zero: the resolved `zero_optimization`.
+        dtype: the model's.
+    """
+    offload = offload_device(zero)
+    if offload == "nvme" and not swappable(parameter, dtype):
+        return "host"
+    if numel <= zero["stage3_param_persistence_threshold"] or offload == "none":
+        return "device"
+    return "disk" if offload == "nvme" and in_layer else "host"
 
 
 def layer_sizes(model, layers: torch.nn.ModuleList, packed_numel, dtype: torch.dtype) -> LayerSizes:

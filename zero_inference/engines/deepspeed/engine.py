@@ -22,8 +22,8 @@ from zero_inference.engines.deepspeed.config import (
     build_ds_config,
     layer_sizes,
     layers_ahead,
+    place_of,
     quantization_settings,
-    swappable,
 )
 from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
 from zero_inference.engines.deepspeed.quantization import QuantizationPlan, QuantizedFunctionals, plan_quantization
@@ -145,35 +145,33 @@ def _load(
 
 def _footprint(job: Job, quantization: QuantizationPlan | None, zero: dict, pinned: bool) -> Footprint:
     """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says."""
-    config, model, itemsize = job.config, job.skeleton.model, job.spec.dtype.itemsize
+    model, ranks = job.skeleton.model, job.ranks.world_size
     _, layers = decoder_layers(model)
-    stored = {name: _stored_numel(quantization, name, p) * p.element_size() for name, p in model.named_parameters()}
-    elements = sum(_stored_numel(quantization, name, p) for name, p in model.named_parameters())
-    total = sum(stored.values())
-    small = sum(
-        stored[name]
-        for name, p in model.named_parameters()
-        if _stored_numel(quantization, name, p) <= zero["stage3_param_persistence_threshold"]
-    )
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    share = dict.fromkeys(("device", "host", "disk"), 0)
+    elements = total = small = dequantized = 0
+    for name, p in model.named_parameters():
+        numel = _stored_numel(quantization, name, p)
+        nbytes = numel * p.element_size()
+        share[place_of(p, numel, id(p) in inside, zero, job.spec.dtype)] += nbytes
+        elements, total = elements + numel, total + nbytes
+        if numel <= zero["stage3_param_persistence_threshold"]:
+            small += nbytes
+        if quantization and name in quantization.names:
+            dequantized = max(dequantized, p.numel() * p.element_size())
     live = min(zero["stage3_max_live_parameters"], elements) * total // elements + small
-    dequantized = max(
-        (
-            p.numel() * p.element_size()
-            for name, p in model.named_parameters()
-            if quantization and name in quantization.names
-        ),
-        default=0,
-    )
-    device, share = live + dequantized, total // job.ranks.world_size
-    if config.offload == "gpu":
-        return Footprint(device=device + share)
-    if config.cpu_offload:
-        return Footprint(device=device, host=share, pinned=share if pinned else 0)
-    inside = {id(p) for layer in layers for p in layer.parameters() if swappable(p, job.spec.dtype)}
-    disk = sum(stored[name] for name, p in model.named_parameters() if id(p) in inside) // job.ranks.world_size
-    buffers = zero["offload_param"]["buffer_size"] * zero["offload_param"]["buffer_count"] * itemsize
+    share = {place: nbytes // ranks for place, nbytes in share.items()}
+    buffers = 0
+    if job.config.disk_offload:
+        offload = zero["offload_param"]
+        buffers = offload["buffer_size"] * offload["buffer_count"] * job.spec.dtype.itemsize
+    gathered = live + dequantized
     return Footprint(
-        device=device, host=share - disk + buffers, pinned=buffers + (share - disk if pinned else 0), disk=disk
+        device=share["device"] + gathered,
+        gathered=gathered,
+        host=share["host"] + buffers,
+        pinned=buffers + (share["host"] if pinned else 0),
+        disk=share["disk"],
     )
 
 
@@ -206,7 +204,8 @@ def _check_by_deepspeed(merged: dict[str, Any], path: str | None) -> None:
         DeepSpeedConfig(dict(merged))
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise UsageError(f"--ds-config {path}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
+        what = f"--ds-config {path}" if path else "the DeepSpeed configuration made from these options"
+        raise UsageError(f"{what}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
 
 
 def _prepare_environment(config: RunConfig, ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from zero_inference.engines.deepspeed.config import swappable
+from zero_inference.engines.deepspeed.config import offload_device, place_of
 from zero_inference.engines.deepspeed.quantization import QuantizationPlan, quantize_parameter
 from zero_inference.engines.offload_folder import reserve
 from zero_inference.runtime.distributed import Ranks
@@ -39,11 +39,10 @@ class ParameterStore:
     ):
         self.context, self.quantization, self.in_layers = context, quantization, in_layers
         self.pinned, self.dtype, self.ranks = pinned, dtype, ranks
-        self.device = zero.get("offload_param", {}).get("device", "none")
-        self.persistent_numel = zero["stage3_param_persistence_threshold"]
+        self.zero = zero
         self.transfers = Transfers()
         self.weight_bytes = 0
-        if self.device == "nvme":
+        if offload_device(zero) == "nvme":
             _reserve_before_writing(context.param_swapper)
 
     def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -52,20 +51,10 @@ class ParameterStore:
             quantize_parameter(parameter, self.quantization.settings)
         self.weight_bytes += parameter.numel() * parameter.element_size()
         self.context._convert_to_deepspeed_param(parameter)
-        if self._waits_in_host_memory(name, parameter):
+        in_layer = name in self.in_layers
+        if place_of(parameter, parameter.ds_numel, in_layer, self.zero, self.dtype) == "host":
             self._place_in_host_memory(parameter)
         parameter.partition(has_been_updated=True)
-
-    def _waits_in_host_memory(self, name: str, parameter: torch.nn.Parameter) -> bool:
-        """All that is offloaded; with NVMe only the large weights outside the layers, and what is not `swappable`.
-
-        An NVMe buffer holds one parameter and all are as large as the largest: an embedding there would multiply them.
-        """
-        if self.device == "nvme" and not swappable(parameter, self.dtype):
-            return True
-        if parameter.ds_numel <= self.persistent_numel or self.device == "none":
-            return False
-        return self.device == "cpu" or name not in self.in_layers
 
     def _place_in_host_memory(self, parameter: torch.nn.Parameter) -> None:
         """What ZeRO-3 does at a first partition, in host memory of the exact size."""
@@ -83,7 +72,7 @@ class ParameterStore:
         """Raise the counters wherever ZeRO-3 fetches: host partitions at a gather, NVMe partitions at a swap-in."""
         transfers = self.transfers
         swapper = None
-        if self.device == "none":
+        if offload_device(self.zero) == "none":
             return
         for parameter in model.parameters():
             parameter.all_gather_coalesced = _counted_gather(parameter.all_gather_coalesced, transfers)

@@ -25,7 +25,7 @@ from zero_inference.runtime.distributed import Ranks, new_group
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import Transfers
 
-LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution) and stays as it is
+LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution): it may stay as it is
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding and the display
 
 connect = new_group  # for the all-gathers, on which no other code issues collectives

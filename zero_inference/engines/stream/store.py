@@ -29,7 +29,7 @@ class LayerStore:
         """Store parameter `name` of `layer`, quantized on the device if its layout says so.
 
         Raises:
-            RunError: host memory is out or may not be page-locked, or `values` do not fill the place laid out for them.
+            RunError: host memory is exhausted or may not be page-locked, or `values` do not fill the place laid out for them.
         """
         stored = self.layouts[layer][name]
         found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)

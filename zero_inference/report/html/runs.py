@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
@@ -112,7 +113,7 @@ class Run:
         parts = [self.engine, self.place, self.weights]
         if self.record.get("kv_offload"):
             parts.append("KV on host")
-        if self.record.get("pin_memory") is False and self.place == "host" and self.engine in ("deepspeed", "stream"):
+        if self.record.get("pin_memory") is False and self.place == "host" and self.engine in PAGE_LOCKING_ENGINES:
             parts.append("pageable")
         if (ranks := self.whole("world_size")) and ranks > 1:
             parts.append(f"{ranks} ranks")
