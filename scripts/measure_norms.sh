@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 gpus=${2:-${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}}
 [[ -n $gpus ]] || { echo "error: no GPU is visible; name them: measure_norms.sh RESULT_DIR 0,1" >&2; exit 2; }
 limit_s=${LIMIT_S:-1000000}
-read -ra cases <<<"${CASES:-rms add_rms layer add_layer poly mul_poly grouped_mul_poly}"
+read -ra cases <<<"${CASES:-$(basename -s .py benchmarks/cases/[!_]*.py | paste -sd' ')}"
 read -ra dtypes <<<"${DTYPES:-bf16 fp16 fp32}"
 
 jobs=()

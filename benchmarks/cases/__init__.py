@@ -1,5 +1,6 @@
-"""One file a case; `CASES` has them by name."""
+"""One file a case, of its name, with the case as `CASE`; `CASES` has them by name."""
 
-from . import add_layer, add_rms, grouped_mul_poly, layer, mul_poly, poly, rms
+import importlib
+import pkgutil
 
-CASES = {module.CASE.name: module.CASE for module in (rms, add_rms, layer, add_layer, poly, mul_poly, grouped_mul_poly)}
+CASES = {name: importlib.import_module(f"{__name__}.{name}").CASE for _, name, _ in pkgutil.iter_modules(__path__)}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from common.diff_engine import DiffCase, random_tensor
+from common.peers import found
 
 from zero_inference.norms import fused_add_rms_norm, fused_add_rms_norm_ref
-
-from .peers import found
 
 
 class AddRMSCase(DiffCase):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from common.diff_engine import DiffCase, random_tensor
+from common.peers import found
 
 from zero_inference.norms import layer_norm
-
-from .peers import found
 
 
 class LayerCase(DiffCase):
