@@ -34,7 +34,7 @@ def test_the_group_ends_with_its_parent(number, tmp_path):
         time.sleep(0.02)
         started = psutil.Process(parent.pid).children(recursive=True)
     os.killpg(parent.pid, number)
-    parent.wait()
+    parent.wait(timeout=60)
     _, alive = psutil.wait_procs(started, timeout=20)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
