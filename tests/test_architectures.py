@@ -330,8 +330,8 @@ def test_warm_up_ends_when_loops_are_alike():
             [],
             "arm b: --engine resident keeps every weight",
         ),
-        ([], ["a=--model x", "b=--model y --log_file z.log"], [], "arm b: --log-file is for compare to say"),
-        (["a", "b"], [], ["--dry-run"], "arm a: --dry-run is for compare to say"),
+        ([], ["a=--model x", "b=--model y --log_file z.log"], [], "arm b: --log-file is set by compare itself"),
+        (["a", "b"], [], ["--dry-run"], "arm a: --dry-run is set by compare itself"),
         (["a", "b"], [], ["--trace", "./t.json"], "arm b: --trace ./t.json is also written by arm a"),
     ],
 )

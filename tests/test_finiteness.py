@@ -81,7 +81,10 @@ def test_so_does_one_whose_logits_are_not_finite_behind_the_prefill(options, dam
         tmp_path / "run.log",
     ]
     assert main([str(word) for word in command]) == 1
-    assert "the logits of token 3 are not finite (NaN or infinity); the embeddings are not" in capfd.readouterr().err
+    assert (
+        "the logits of token 3 are not finite (NaN or infinity); the embeddings are already not finite"
+        in capfd.readouterr().err
+    )
     assert [record["status"] for record in read_records(tmp_path / "run.jsonl")] == ["failed"]
 
 
@@ -93,7 +96,9 @@ def test_an_overflow_of_float16_is_called_one(damaged):
     ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
     logits.require_finite(torch.float16, ranks, lambda tokens: model(ids))  # nothing was looked at yet
     model(ids)
-    with pytest.raises(RunError, match="it begins in model.layers.1: float16 ends at 65504, use --dtype bfloat16"):
+    with pytest.raises(
+        RunError, match="it begins in model.layers.1: float16 overflows above 65504, use --dtype bfloat16"
+    ):
         logits.require_finite(torch.float16, ranks, lambda tokens: model(ids))
     assert not model._forward_hooks and not any(layer._forward_hooks for layer in model.model.layers)
 
@@ -105,4 +110,4 @@ def test_logits_of_one_rank_end_all(damaged, run_model):
         "--model", damaged(EMBED, float("nan"), row), *SHAPE, "--cpu-offload", launcher="by hand", ranks=2, on_cpu=True
     )
     assert done.code != 0 and done.record["status"] == "failed"
-    assert "the embeddings are not finite already" in done.record["error"]
+    assert "the embeddings are already not finite" in done.record["error"]

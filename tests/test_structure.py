@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 
 PACKAGE = "zero_inference"
-# Lowest first: each imports only those above it in this list, and itself. Also inside functions and for types alone.
+# Lowest first: each may import the entries before it, and itself. Imports inside functions and for types alone count too.
 LAYERS = {
     "errors": "The ways in which a run ends badly, which every other part raises.",
     "runtime": "Process, machine and files: what would be the same in a program that runs no model.",

@@ -87,7 +87,7 @@ def _add_work_options(work: argparse._ArgumentGroup) -> None:
         "--warmup-spread",
         type=float,
         metavar="SHARE",
-        help="end the warm-up once three loops are alike to this share, such as 0.05; --warmup is then the most",
+        help="end the warm-up once the last three loops agree within this fraction, such as 0.05; --warmup is then the maximum",
     )
     work.add_argument("--seed", type=int, help="of dummy weights and random ids (default: %(default)s)")
 

@@ -23,7 +23,7 @@ T = 1e12
 CLASSICAL_MODEL_TYPES = ("opt", "bloom")
 
 # The log block: one tuple a line, (label, unit, key). A key is the one of the same quantity in the
-# JSON record. Both the writer here and `records.parse_log` read this table.
+# JSON record. Both the writer here and `records.read.parse_log` read this table.
 LOG_LINES = (
     (("model size", "GB", "model_bytes"),
      ("cache size", "GB", "cache_bytes"),
@@ -105,7 +105,7 @@ def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
     """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
 
     This is the log's figure. What a model really caches can differ (latent attention, layers that share a cache): see
-    `zero_inference.models.sizes.kv_cache_bytes`.
+    `zero_inference.engines.base.Job.kv_bytes`.
     """
     config = text_config(config)
     return 2 * batch_size * seq_len * config.num_hidden_layers * kv_width(config) * 2

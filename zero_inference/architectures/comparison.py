@@ -150,7 +150,7 @@ def summarize(frame: pandas.DataFrame, baseline: str) -> pandas.DataFrame:
     Returns:
         One row for each architecture, type and config. Speed: the median `throughput` over passes, the largest `memory_gb`,
         `flops`, and the `speedup` with its 97% interval `speedup_low` to `speedup_high` and `verdict` ("faster", "slower", "no
-        difference" where the interval holds 1, "too few runs" below 6 pairs), from the `runs` passes that both have. Quality:
+        difference" where the interval contains 1, "too few runs" below 6 pairs), from the `runs` passes that both have. Quality:
         `accuracy` with its `stderr`, the `accuracy_difference` with `accuracy_difference_stderr`, and a verdict ("higher",
         "lower", "no difference"; "no standard error", "too few items" below 30, where there can be none). Failed: `error`. What
         has no counterpart in the baseline has no difference.

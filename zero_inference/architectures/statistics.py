@@ -43,7 +43,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """`faster`, `slower`, or `no difference` where the interval holds 1; `too few runs` below `LEAST_PAIRS`."""
+        """`faster`, `slower`, or `no difference` where the interval contains 1; `too few runs` below `LEAST_PAIRS`."""
         if self.pairs < LEAST_PAIRS:
             return TOO_FEW
         return FASTER if self.low > 1 else SLOWER if self.high < 1 else NO_DIFFERENCE

@@ -214,7 +214,7 @@ def captions(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     """The lines under the table."""
     lines = [
         f"speedup: median over pairs of runs next to each other, against {baseline} (97% interval, by bootstrap over the "
-        "pairs); no difference: the interval holds 1"
+        "pairs); no difference: the interval contains 1"
     ]
     if any(row["arm"] == baseline and row.get("error") for row in rows):
         lines = [f"no speedup: the baseline {baseline} failed"]

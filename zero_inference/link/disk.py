@@ -34,7 +34,7 @@ def disk_read_gb_per_s(folder: Path, file_bytes: int = MOST_BYTES) -> float:
         created, name = tempfile.mkstemp(prefix="read-test-", dir=folder)
         os.close(created)
     except OSError as error:
-        raise RunError(f"{folder} takes no file ({error.strerror})") from error
+        raise RunError(f"cannot create a file in {folder} ({error.strerror})") from error
     try:
         file = os.open(name, os.O_RDWR | os.O_DIRECT)
     except OSError as error:

@@ -43,7 +43,7 @@ class FirstLogits:
         if token > len(finite):
             return
         advice = (
-            "float16 ends at 65504, use --dtype bfloat16 or float32"
+            "float16 overflows above 65504, use --dtype bfloat16 or float32"
             if dtype == torch.float16
             else "check the weights there"
         )
@@ -79,6 +79,6 @@ def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
             hook.remove()
     first = int(ranks.minimum(min((index for index, seen in finite.items() if not seen), default=len(layers))))
     if first < 0:
-        return "the embeddings are not finite already"
-    behind = "it begins behind the decoder layers, in the last norm or the head"
+        return "the embeddings are already not finite"
+    behind = "it begins after the decoder layers, in the last norm or the head"
     return f"it begins in {prefix}.{first}" if first < len(layers) else behind

@@ -61,7 +61,7 @@ def norm_patch(
             + (
                 f"our kernels in {count} norms"
                 if count
-                else f"norms run as transformers has them: {facts['norm_kernels_unused_because']}"
+                else f"norms use transformers' own implementation: {facts['norm_kernels_unused_because']}"
             )
         )
         return count

@@ -164,7 +164,9 @@ def _converter(model, dtype: torch.dtype, left_out: list[str]) -> Callable[[dict
                 and key.rpartition(".")[2] not in buffers
                 and not OUTDATED_BUFFERS.search(key)
             ):
-                raise RunError(f"{folder}: {key} holds whole numbers, quantized in a form that is not read; {INSTEAD}.")
+                raise RunError(
+                    f"{folder}: {key} holds integers, a quantization format that is not supported; {INSTEAD}."
+                )
         model._adjust_missing_and_unexpected_keys(info)
         _refuse_unexpected(model, folder, info.unexpected_keys)
         left_out.extend(sorted(key for key in info.unexpected_keys if not OUTDATED_BUFFERS.search(key)))

@@ -163,10 +163,10 @@ def _reason(asked: str, name: str, what: str, error: Exception) -> str:
             return f"the hub refuses the token that was sent ({status}); {LOG_IN} to one that is valid."
         return f"{what} could not be fetched, {endpoint} answered {status}; try again later, or {instead}."
     if any(isinstance(cause, errors.HFValidationError) for cause in causes):
-        return f"no folder, preset or name that the hub could have; {_correct(asked)}."
+        return f"not a folder, a preset or a valid name on the hub; {_correct(asked)}."
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
         return (
-            f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it; unset that, "
+            f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, "
             f"{_correct(asked)}, or {instead}."
         )
     if isinstance(error, errors.LocalEntryNotFoundError):

@@ -93,9 +93,7 @@ def try_apart(device: torch.device, dtype: torch.dtype, columns: int, trial: str
     except subprocess.TimeoutExpired:
         return f"their trial did not end within {_TRIAL_S} s"
     if done.returncode != 0:
-        return (
-            f"their trial broke off: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1][:200]}"
-        )
+        return f"their trial failed: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1][:200]}"
     fault = done.stdout.rpartition("fault:")[2].strip()
     if not fault:
         with contextlib.suppress(OSError):  # a cache that cannot be written costs the next run a trial
@@ -122,7 +120,7 @@ def apply_norm_kernels(
     if reason is None:
         return {"norm_modules_patched": patch.patch_norms(model, model_type), "norm_kernels_unused_because": None}
     if reason != NO_DEVICE and asked == "auto":
-        say(f"norms run as transformers has them: {reason}")
+        say(f"norms use transformers' own implementation: {reason}")
     return {"norm_modules_patched": 0, "norm_kernels_unused_because": reason}
 
 

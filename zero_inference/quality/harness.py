@@ -117,7 +117,7 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
         values = [float(answer[0]) for answer in sample["filtered_resps"]]
         if not all(math.isfinite(value) for value in values):
             raise RunError(
-                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, which are no scores; "
+                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, which are not finite; "
                 "try another --dtype or quantization."
             )
         scored.append(Choice(values, bool(sample["acc"]), bool(sample["acc_norm"])))
@@ -202,7 +202,7 @@ def score_windows(lm: LoadedLM, windows: list[Window]) -> list[float]:
         value for value, _ in lm._loglikelihood_tokens([(None, window.context, window.scored) for window in windows])
     ]
     if not all(math.isfinite(value) for value in values):
-        raise RunError("perplexity: the model's log-likelihoods are no numbers; try another --dtype or quantization.")
+        raise RunError("perplexity: the model's log-likelihoods are not finite; try another --dtype or quantization.")
     return values
 
 

@@ -85,7 +85,7 @@ def explain(error: BaseException, config: RunConfig) -> str:
         )
     if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
         return (
-            f"memory is out at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
+            f"out of memory at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
             "lower --batch-size, or see what fits with --dry-run."
         )
     if lost := lost_connection(error):

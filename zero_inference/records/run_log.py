@@ -126,7 +126,7 @@ def refuse_shared_files(config: RunConfig, files: RunLog, model: Path | None, qu
         if path:
             if (what := taken.get(_identity(path))) is not None:
                 raise UsageError(f"{option} {path} {what}; choose another name.")
-            taken[_identity(path)] = f"is the file of {option} too"
+            taken[_identity(path)] = f"is already used by {option}"
 
 
 def _identity(path: str | Path) -> Any:

@@ -77,7 +77,7 @@ COLUMNS = (
     Column("load_s", "load (s)", three_decimals, shown="detail"),
     Column("cold_total_s", "cold (s)", three_decimals, shown="detail"),
     Column("link_gbps", "link (GB/s)", three_decimals, key="limit.link_gbps", shown="detail", best_first=True),
-    Column("floor_decode_s", "decode floor (s)", three_decimals, key="limit.floor_decode_s", shown="detail"),
+    Column("floor_decode_s", "decode limit (s)", three_decimals, key="limit.floor_decode_s", shown="detail"),
     Column("model_bytes", "model fp16 (GiB)", gib, dtype="Int64", shown="detail"),
     Column("weight_bytes", "stored weights (GiB)", gib, dtype="Int64", shown="detail"),
     Column("cache_bytes", "cache (GiB)", gib, dtype="Int64", shown="detail"),

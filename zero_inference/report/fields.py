@@ -25,5 +25,5 @@ def rows() -> list[dict[str, str]]:
 
 
 def print_fields(format: str) -> None:
-    """On stdout, in a format of `report.tables`."""
+    """On stdout, in a format of `runtime.tables`."""
     print_rows(rows(), COLUMNS, format)

@@ -29,7 +29,9 @@ SILENT_S = 15.0
 JOIN_S = 300.0  # until the first beat: processes start at different times, and import from disks of different speed
 GRACE_S = 5.0
 ANSWER_S = 3.0
-STOPPED = "stopped by a signal (of several ranks, the launcher stops all when one ends: its output says why)"
+STOPPED = (
+    "stopped by a signal (of several ranks, the launcher stops all when one ends: the output of that rank says why)"
+)
 DONE, FAILED = b"done", b"failed"  # instead of a beat: the last word of a rank
 STORE = -1  # among ranks: whoever keeps the store
 
