@@ -94,7 +94,7 @@ def test_the_same_numbers_are_in_the_dry_run_and_in_the_record(checkpoints, tmp_
     assert main([*asked, "--log-file", str(tmp_path / "run.log")]) == 0
     record = read_records(tmp_path / "run.jsonl")[-1]
     for name in ("model", "cache", "hidden"):
-        assert f"{name} size: {record[name + '_bytes'] / 2**30:.3f} GiB" in printed
+        assert f"{name} size: {record[name + '_bytes'] / 2**30:.3f} GB" in printed
     for key in ("pin_memory", "model_type", "dtype", "world_size", "batch_size"):
         assert resolved[key] == record[key], key
 

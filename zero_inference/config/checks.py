@@ -13,6 +13,7 @@ from zero_inference.config.choices import (
     DEFAULTS,
     DTYPES,
     ENGINES,
+    LEAST_RING_DEPTH,
     LONGEST_WINDOW,
     MOST,
     MOST_GIB,
@@ -77,9 +78,9 @@ def check_values(choices: Choices) -> None:
 
 
 def check_engine(choices: Choices) -> None:
-    if choices.ring_depth is not None and not 2 <= choices.ring_depth <= MOST:
+    if choices.ring_depth is not None and not LEAST_RING_DEPTH <= choices.ring_depth <= MOST:
         raise UsageError(
-            f"--ring-depth {choices.ring_depth}: a layer has to compute while the next one comes: use 2 or more, "
+            f"--ring-depth {choices.ring_depth}: a layer has to compute while the next one comes: use {LEAST_RING_DEPTH} or more, "
             "and no more than there are layers."
         )
     for name in ("gpu_memory", "ring_depth"):

@@ -29,6 +29,7 @@ QUALITY_COMPANIONS = {
     ),
     "--quality perplexity": ("perplexity_window", "perplexity_stride"),
 }
+LEAST_RING_DEPTH = 2  # a layer computes while the next one comes
 MOST = 2**31 - 1  # of whatever is counted
 LONGEST_WINDOW = 1024  # tokens, of perplexity where none is asked for
 MOST_GIB = 2**30

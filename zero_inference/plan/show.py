@@ -25,7 +25,7 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
     pinned = plan.weights.pinned if isinstance(plan, Plan) else job.pin_weights
     print(json.dumps(_resolved(job, pinned), indent=2))
     for name, size in vars(log_sizes(job)).items():
-        print(f"{name.removesuffix('_bytes')} size: {size / 2**30:.3f} GiB")
+        print(f"{name.removesuffix('_bytes')} size: {size / 2**30:.3f} GB")  # as the log says it
     print(plan if isinstance(plan, DoesNotFit) else describe(plan.needs))
     if isinstance(plan, Plan) and plan.fits:
         print("It fits.", flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
+from zero_inference.config.choices import ENGINES
 from zero_inference.records.key import dataclasses_in, inline, key
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.loops import Evenness, Loop, MachineLoad, MovedPerStep
@@ -31,7 +32,7 @@ class Request:
 
     timestamp: str = key("", "start of the run, ISO 8601 with time zone", required="always")
     argv: list[str] = key("", "the command line, a list of strings", required="always")
-    engine: str = key("", "deepspeed, stream, accelerate or resident", required="always")
+    engine: str = key("", " or ".join((", ".join(ENGINES[:-1]), ENGINES[-1])), required="always")
     model: str = key("", "hub name, folder or preset as given", required="always")
     model_type: str | None = key(
         "", "transformers' name of the family; null if the config could not be read", required="always"

@@ -1,7 +1,7 @@
-"""DeepSpeed's compiled modules: built once a machine, one process at a time, and never stuck behind a killed build.
+"""DeepSpeed's compiled modules: each built once a machine, by one process at a time, and never stuck behind a killed build.
 
 torch marks a build under way with a file that a killed process leaves behind, and waits for it for ever. Ours is a lock
-that ends with its holder; whoever has it may clear such marks, because the folder is used by nobody else.
+a module that ends with its holder; whoever has it may clear such a mark, because the folder is used by nobody else.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, speak: boo
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, QuantizerBuilder
+    from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
 
     builders = []
     if get_accelerator().device_name() == "cpu":
         builders.append(get_accelerator().create_op_builder("ShareMemCommBuilder"))
-    if disk:
-        builders.append(GDSBuilder() if use_gds else AsyncIOBuilder())
+    if disk:  # both load pin_memory themselves, but with DeepSpeed's flags and without a lock
+        builders += [PinMemoryBuilder(), GDSBuilder() if use_gds else AsyncIOBuilder()]
     if dequantize_on_gpu:
         builders.append(QuantizerBuilder())
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -78,10 +79,9 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, speak: boo
                 file=sys.stderr,
                 flush=True,
             )
-        with held_lock(folder / "zero-inference.lock"), redirect_stdout(sys.stderr), _own_programs_first():
+        with held_lock(folder / f"{builder.name}.lock"), redirect_stdout(sys.stderr), _own_programs_first():
             if OURS in str(folder):
-                for mark in folder.glob("*/lock"):
-                    mark.unlink(missing_ok=True)
+                (folder / builder.name / "lock").unlink(missing_ok=True)
                 _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
             builder.load(verbose=False)
 

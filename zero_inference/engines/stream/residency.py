@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zero_inference.config.choices import LEAST_RING_DEPTH
 from zero_inference.engines.stream.layout import LayerLayout, lay_out
 from zero_inference.errors import DoesNotFit
 from zero_inference.models.layers import decoder_layers
@@ -19,7 +20,7 @@ GIB = 1 << 30
 # safe side, to be set by traces (docs/performance.md). 55 GB/s is a PCIe 5 x16 link; a slower one only needs less.
 RING_COVERS_S = 0.05
 RING_LINK_GB_PER_S = 55.0
-LEAST_DEPTH = 3
+USUAL_DEPTH = 3  # or more; down to LEAST_RING_DEPTH where there is less memory
 
 
 @dataclass
@@ -102,7 +103,7 @@ def decide_residency(
     Args:
         free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of the resident layers; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
-        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least 2 where there is less memory.
+        depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least `LEAST_RING_DEPTH` where there is less memory.
         ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
 
     Raises:
@@ -127,7 +128,7 @@ def _plan(
 ) -> Residency:
     largest = max(layout.nbytes for layout in layouts)
     total = sum(layout.nbytes for layout in layouts)
-    slots = depth or max(LEAST_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GB_PER_S * 1e9 * ranks / largest))
+    slots = depth or max(USUAL_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GB_PER_S * 1e9 * ranks / largest))
     if gib is not None:
         budget = int(gib * GIB)
     elif left is None:
@@ -135,15 +136,15 @@ def _plan(
     elif left >= total:
         budget = total
     else:
-        slots = depth or max(2, min(slots, left // largest))
+        slots = depth or max(LEAST_RING_DEPTH, min(slots, left // largest))
         budget = left - slots * largest
     chosen = _spread(layouts, budget)
     plan = Residency(
         layouts, sorted(chosen), [index for index in range(len(layouts)) if index not in chosen], 0, outside_bytes
     )
     plan.depth = min(slots, len(plan.streamed))
-    if left is not None and depth is None and plan.depth > 2:
-        plan.depth = max(2, min(plan.depth, (left - plan.resident_bytes) // plan.slot_bytes))
+    if left is not None and depth is None and plan.depth > LEAST_RING_DEPTH:
+        plan.depth = max(LEAST_RING_DEPTH, min(plan.depth, (left - plan.resident_bytes) // plan.slot_bytes))
     return plan
 
 
@@ -159,10 +160,10 @@ def _advice(
     left: int,
 ) -> str:
     """The least change that fits, each tried."""
-    for slots in range((depth or 2) - 1, 1, -1):
+    for slots in range((depth or LEAST_RING_DEPTH) - 1, LEAST_RING_DEPTH - 1, -1):
         if _fits(plan_for(gib, slots), left):
             return f"use --ring-depth {slots} or less"
-    for slots in dict.fromkeys((depth, 2)):
+    for slots in dict.fromkeys((depth, LEAST_RING_DEPTH)):
         for tenths in range(int(plan.resident_bytes * 10 / GIB), -1, -1):
             if _fits(plan_for(tenths / 10, slots), left):
                 return f"use --gpu-memory {tenths / 10:g} or less" + (
