@@ -80,7 +80,7 @@ class Place:
     def named(self, text: str) -> str:
         """`text` with this machine's paths by their role."""
         roles = {self.inputs: "INPUTS", self.checkout: "CHECKOUT", self.folder: "FOLDER", sys.prefix: "PYTHON"}
-        for path, role in roles.items():
+        for path, role in sorted(roles.items(), key=lambda one: -len(str(one[0]))):  # one may lie in another
             text = text.replace(str(path), role)
         return text
 

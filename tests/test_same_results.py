@@ -147,3 +147,11 @@ def test_only_measured_numbers_of_a_line_are_masked(line, masked):
 def test_cases_have_names_of_their_own():
     names = [case.name for case in same_results.CASES]
     assert len(set(names)) == len(names)
+
+
+def test_paths_are_named_by_their_role_also_where_one_lies_in_another(monkeypatch, tmp_path):
+    checkout = tmp_path / "checkout"
+    monkeypatch.setattr(sys, "prefix", str(checkout / ".venv"))
+    place = same_results.Place(checkout, tmp_path / "after", tmp_path / "after" / "inputs")
+    said = f"{checkout}/.venv/bin/python {checkout}/run_model.py {tmp_path}/after/inputs/llama {tmp_path}/after/run.log"
+    assert place.named(said) == "PYTHON/bin/python CHECKOUT/run_model.py INPUTS/llama FOLDER/run.log"

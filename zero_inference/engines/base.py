@@ -95,7 +95,7 @@ class Job:
         window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
         if self.config.kv_offload or not window:
             return self.kv_device_bytes
-        return self.kv_bytes(min(self.length, window))
+        return self.kv_bytes(min(self.length, window - 1))
 
     @property
     def kv_host_bytes(self) -> int:

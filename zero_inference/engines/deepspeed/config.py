@@ -50,7 +50,7 @@ def swappable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def offload_device(zero: dict[str, Any]) -> str:
-    """ "none", "cpu" or "nvme", of the resolved `zero_optimization`."""
+    """Where the resolved `zero_optimization` offloads parameters to: "none", "cpu" or "nvme"."""
     return zero.get("offload_param", {}).get("device", "none")
 
 
