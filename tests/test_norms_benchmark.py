@@ -24,6 +24,7 @@ from common.worker import Worker, WorkerFailed  # noqa: E402
 @pytest.mark.parametrize("name", run_cases.NAMES)
 def test_every_case_is_right(name, dtype):
     case = CASES[name]
+    assert case.name == name, "a case is asked for by its file's name, and its results are kept by its own"
     errors = calculate_diff(case, bs=2, sl=67, hidden_size=72, dtype=dtype, device="cpu")
     inputs = case.build_inputs(72, 1, 8, dtype, 1e-6, "cpu")
     outputs = 2 if name.startswith("add") else 1

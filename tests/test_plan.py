@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import FAMILIES
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from zero_inference.cli import main
 from zero_inference.config import ENGINES as ENGINE_NAMES
@@ -16,9 +17,9 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan import memory
 from zero_inference.plan.changes import refuse_hopeless
-from zero_inference.plan.plan import changed, describe_job, make_plan
+from zero_inference.plan.plan import changed, describe_job, make_plan, plan_run
 from zero_inference.records.read import read_records
-from zero_inference.runtime.distributed import Ranks, detect_ranks
+from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
 
 SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 ENGINES = {
@@ -134,6 +135,44 @@ def test_the_plan_follows_the_memory_that_is_free_when_the_weights_are_there(no_
     assert len(now.weights.residency.resident) < len(before.weights.residency.resident)
 
 
+@pytest.mark.parametrize(
+    "options, zero",
+    [
+        ({"cpu_offload": True}, {}),
+        ({"disk_offload": True}, {}),
+        ({"disk_offload": True, "quant_bits": 8}, {}),  # some partitions are too small for DeepSpeed to write
+        ({"disk_offload": True}, {"stage3_param_persistence_threshold": 10**9}),
+        ({}, {}),
+    ],
+    ids=["host", "disk", "disk-int8", "disk-persistent", "device"],
+)
+def test_deepspeed_keeps_each_partition_where_it_was_planned(options, zero, no_gpu, tmp_path):
+    if zero:
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+        options = options | {"ds_config": str(tmp_path / "ds.json")}
+    if "disk_offload" in options:
+        options = options | {"offload_dir": str(tmp_path / "offload")}
+    config = RunConfig(model="opt-125m", dummy=True, dtype="bfloat16", **options).validate()
+    ranks = detect_ranks()
+    start_process_group(ranks)
+    plan = plan_run(config, resolve_model(config, "cpu"), ranks)
+    loaded = plan.load()
+    try:
+        found = dict.fromkeys(("cpu", "nvme"), 0)
+        for parameter in loaded.model.parameters():
+            place = "nvme" if parameter.ds_tensor.final_location == OffloadDeviceEnum.nvme else "cpu"
+            found[place] += parameter.ds_tensor.ds_numel * parameter.element_size()
+    finally:
+        loaded.close()
+    planned = plan.weights.footprint
+    offload = plan.weights.ds_config["zero_optimization"].get("offload_param", {})
+    buffers = offload.get("buffer_size", 0) * offload.get("buffer_count", 0) * 2
+    in_memory = planned.host - buffers + planned.device - planned.gathered
+    assert found["nvme"] == planned.disk and (found["nvme"] > 0) == ("disk_offload" in options)
+    # vectors stay on the device, which is the same memory here, and are counted with what is gathered
+    assert found["cpu"] == pytest.approx(in_memory, rel=0.01) and found["cpu"] >= in_memory
+
+
 @pytest.fixture
 def large_host(no_gpu, monkeypatch):
     """A machine of 100 GiB, whatever this one has, for which DeepSpeed is asked too."""
@@ -153,8 +192,8 @@ def on_a_gpu(free_device_bytes: int, **options):
 @pytest.mark.parametrize(
     "engine, batch, said",
     [
-        ("resident", 1, "its weights need 23.9 GiB of device memory"),
-        ("resident", 16, "its weights need 23.9 GiB of device memory"),
+        ("resident", 1, "its weights and their buffers need 23.9 GiB of device memory"),
+        ("resident", 16, "its weights and their buffers need 23.9 GiB of device memory"),
         ("accelerate", 16, "ids, keys and values of 16 x 2032 tokens need 24.8 GiB of device memory"),
         ("accelerate", 12, "its weights with ids, keys and values of 12 x 2032 tokens need 19.1 GiB of device memory"),
     ],
@@ -173,7 +212,7 @@ def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
     refuse_hopeless(plan)
     gathered = replace(plan.weights.footprint, device=3 << 30, gathered=3 << 30)
     refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=gathered)))
-    with pytest.raises(UsageError, match="its weights need 3.0 GiB of device memory"):
+    with pytest.raises(UsageError, match="its weights and their buffers need 3.0 GiB of device memory"):
         refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=replace(gathered, gathered=0))))
     windows = transformers.MistralConfig(num_hidden_layers=4, sliding_window=1000, max_position_embeddings=1 << 20)
     windows.save_pretrained(tmp_path)
@@ -181,6 +220,41 @@ def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
     plan = on_a_gpu(3 << 30, engine="accelerate", cpu_offload=True, **asked)
     assert plan.job.kv_device_bytes > 4 << 30 and not plan.fits
     refuse_hopeless(plan)
+
+
+def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
+    """On a CPU, where weights are used where they are by accelerate, and a ring may be smaller than a link would want it."""
+
+    def refusal(host_mib: int, **options) -> str | None:
+        monkeypatch.setattr(memory, "available_host_bytes", lambda: host_mib << 20)
+        config = RunConfig(
+            dummy=True, dtype="bfloat16", prompt_len=8, gen_len=2, cpu_offload=True, **options
+        ).validate()
+        try:
+            refuse_hopeless(make_plan(describe_job(config, resolve_model(config, "cpu"), detect_ranks())))
+        except UsageError as error:
+            return str(error)
+        return None
+
+    assert refusal(1200, model="bloom-560m", engine="accelerate") is None, "1067 MiB, of which 490 are the embedding"
+    assert refusal(1000, model="bloom-560m", engine="accelerate").endswith(
+        "use a machine with more memory, or a smaller model."
+    )
+    assert "use one of: --ring-depth 2; --quant-bits" in refusal(4000, model="opt-1.3b", engine="stream")
+    assert refusal(4000, model="opt-1.3b", engine="stream", ring_depth=2) is None
+    assert refusal(1000, model="opt-13b", engine="stream", ring_depth=2).endswith(
+        "GiB are available; use more GPUs, nodes or memory, or a smaller model."
+    )
+
+
+def test_layers_without_keys_and_values_are_not_counted_where_the_model_cannot_be_asked(no_gpu, tmp_path):
+    """MiniMax refuses every cache but its own."""
+    kinds = ["full_attention", *["linear_attention"] * 7]
+    transformers.MiniMaxConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_local_experts=2, vocab_size=128, layer_types=kinds,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    assert plan_for(tmp_path, engine="resident", dummy=True).job.sizes.kv_widths == (2 * 2 * 16,)
 
 
 def describe_job_without_memory(config, ranks):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
-QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = ("deepspeed", "stream")
+QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
 LOG_PREFIX = {"deepspeed": "ds"}  # of a log's name, where it is not the engine's
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 NORM_KERNELS = ("auto", "cuda", "off")

@@ -32,7 +32,8 @@ def plan(job: Job) -> EnginePlan:
         )
     largest = max(p.numel() * p.element_size() for p in job.skeleton.model.parameters())
     total = job.sizes.parameter_bytes
-    footprint = Footprint(device=largest, host=total, disk=total if job.config.disk_offload else 0)
+    # on a CPU it computes with the weights where they are
+    footprint = Footprint(device=largest if job.on_gpu else 0, host=total, disk=total if job.config.disk_offload else 0)
     return EnginePlan(job, footprint, pinned=False)
 
 

@@ -76,7 +76,7 @@ def check_offload_folder(folder: Path, needed_bytes: int) -> None:
     if free < needed_bytes:
         raise UsageError(
             f"--offload-dir {folder}: {needed_bytes / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are "
-            "free; choose another folder or quantize with --quant-bits 4."
+            "free; choose another folder, or see what would fit with --dry-run."
         )
 
 

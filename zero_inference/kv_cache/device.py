@@ -12,8 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from zero_inference.errors import RunError, UsageError
-
-KEY_VALUE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+from zero_inference.models.sizes import KEY_VALUE_LAYERS
 
 
 def other_layer_types(config) -> set[str]:

@@ -15,6 +15,13 @@ import torch
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils import kv_width
 
+KEY_VALUE_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+}  # of a config's layer_types
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -87,7 +94,9 @@ def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:
 
 
 def _kv_widths_by_config(spec: ModelSpec) -> list[int]:
-    return [2 * kv_width(spec.text_config)] * spec.text_config.num_hidden_layers
+    text = spec.text_config
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return [2 * kv_width(text) for kind in kinds if kind in KEY_VALUE_LAYERS]
 
 
 def _idle_parameters(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from zero_inference.config import RunConfig
-from zero_inference.config.choices import QUANTIZING_ENGINES
+from zero_inference.config.choices import LEAST_RING_DEPTH, QUANTIZING_ENGINES, SHARDING_ENGINES
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import other_layer_types
@@ -17,6 +17,7 @@ from zero_inference.plan.plan import Plan, changed
 from zero_inference.utils import GB
 
 MOST_PAIRS = 3
+SHORTER = "lower --batch-size or --prompt-len, or "
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--engine stream", {"engine": "stream"}))
     if not config.kv_offload and not other_layer_types(job.spec.config):
         changes.append(Change("--kv-offload", {"kv_offload": True}))
+    if config.engine == "stream" and (config.ring_depth or LEAST_RING_DEPTH + 1) > LEAST_RING_DEPTH:
+        changes.append(Change(f"--ring-depth {LEAST_RING_DEPTH}", {"ring_depth": LEAST_RING_DEPTH}))
     if config.engine in QUANTIZING_ENGINES:
         changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
     ranks = job.ranks.world_size
@@ -107,6 +110,12 @@ def _fits(job: Job, fields: dict[str, Any]) -> bool:
         return False
 
 
+def more_memory(job: Job) -> str:
+    """What is left where no change of options fits."""
+    more = "more GPUs, nodes or memory" if job.config.engine in SHARDING_ENGINES else "a machine with more memory"
+    return f"{more}, or a smaller model"
+
+
 def refuse_hopeless(plan: Plan) -> None:
     """Raises UsageError where the weights, the tokens or both cannot lie where they have to.
 
@@ -117,20 +126,16 @@ def refuse_hopeless(plan: Plan) -> None:
     ids = 8 * job.config.batch_size * job.length  # every rank has all of them, as int64
     tokens = (job.least_kv_device_bytes, job.kv_host_bytes + ids)
     of_tokens = f"ids, keys and values of {job.config.batch_size} x {job.length} tokens"
-    for what, (device, host) in (
-        ("its weights need", weights),
-        (f"{of_tokens} need", tokens),
-        (f"its weights with {of_tokens} need", (weights[0] + tokens[0], weights[1] + tokens[1])),
+    for what, (device, host), shorter in (
+        ("its weights and their buffers", weights, ""),
+        (of_tokens, tokens, SHORTER),
+        (f"its weights with {of_tokens}", (weights[0] + tokens[0], weights[1] + tokens[1]), SHORTER),
     ):
         for need in memory_of(job, device, host):
             if not need.fits:
                 changes = changes_that_fit(job)
                 raise UsageError(
-                    f"{job.config.model}: {what} {need.needed / GB:.1f} GiB of {need.place}, and "
+                    f"{job.config.model}: {what} need {need.needed / GB:.1f} GiB of {need.place}, and "
                     f"{need.available / GB:.1f} GiB are available; "
-                    + (
-                        f"use one of: {'; '.join(changes)}."
-                        if changes
-                        else "lower --batch-size or --prompt-len, or use more GPUs, nodes or memory."
-                    )
+                    + (f"use one of: {'; '.join(changes)}." if changes else f"{shorter}use {more_memory(job)}.")
                 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
-from zero_inference.plan.changes import changes_that_fit
+from zero_inference.plan.changes import changes_that_fit, more_memory
 from zero_inference.plan.log_sizes import log_sizes
 from zero_inference.plan.memory import describe
 from zero_inference.plan.plan import Plan
@@ -36,7 +36,7 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
         + (
             f"It would with one of: {'; '.join(changes)}."
             if changes
-            else "No change makes it fit, nor do two together: use more GPUs, nodes or memory."
+            else f"No change makes it fit, nor do two together: use {more_memory(job)}."
         ),
         flush=True,
     )

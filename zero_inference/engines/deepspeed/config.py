@@ -49,29 +49,54 @@ def swappable(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     return parameter.dtype == dtype
 
 
-def offload_device(zero: dict[str, Any]) -> str:
-    """Where the resolved `zero_optimization` offloads parameters to: "none", "cpu" or "nvme"."""
-    return zero.get("offload_param", {}).get("device", "none")
+@dataclass(frozen=True)
+class Places:
+    """Where ZeRO-3 keeps the partition of a parameter between uses.
 
-
-def place_of(parameter: torch.Tensor, numel: int, in_layer: bool, zero: dict[str, Any], dtype: torch.dtype) -> str:
-    """Where ZeRO-3 keeps the partition of `parameter` between uses: "device", "host" or "disk".
-
-    An NVMe buffer holds one parameter and all are as large as the largest: what is outside the layers, as an embedding, would
-    multiply them, and waits in host memory.
-
-    Args:
-        numel: elements as stored.
-        in_layer: whether it belongs to a decoder layer.
-        zero: the resolved `zero_optimization`.
+    Attributes:
+        offload: what the resolved configuration offloads parameters to: "none", "cpu" or "nvme".
+        persistent_numel: parameters of up to so many elements stay on the device, unless their partitions are written to NVMe.
+        least_disk_bytes: a smaller partition is never written to NVMe.
         dtype: the model's.
     """
-    offload = offload_device(zero)
-    if offload == "nvme" and not swappable(parameter, dtype):
+
+    offload: str
+    persistent_numel: int
+    least_disk_bytes: int
+    dtype: torch.dtype
+    world_size: int
+
+    @classmethod
+    def of(cls, ds_config: dict[str, Any], dtype: torch.dtype, world_size: int) -> Places:
+        """Those of the resolved configuration."""
+        from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
+
+        zero = ds_config["zero_optimization"]
+        return cls(
+            zero.get("offload_param", {}).get("device", "none"),
+            zero["stage3_param_persistence_threshold"],
+            max(MIN_AIO_BYTES, ds_config.get("aio", {}).get("block_size", 0)),
+            dtype,
+            world_size,
+        )
+
+    def place(self, parameter: torch.Tensor, numel: int, in_layer: bool) -> str:
+        """ "device", "host" or "disk".
+
+        An NVMe buffer holds one parameter and all are as large as the largest: what is outside the layers, as an embedding, would
+        multiply them, and waits in host memory.
+
+        Args:
+            numel: elements as stored.
+            in_layer: whether it belongs to a decoder layer.
+        """
+        if self.offload == "nvme":
+            large = -(-numel // self.world_size) * parameter.element_size() >= self.least_disk_bytes
+            if large or not swappable(parameter, self.dtype):
+                return "disk" if in_layer and swappable(parameter, self.dtype) else "host"
+        if numel <= self.persistent_numel or self.offload == "none":
+            return "device"
         return "host"
-    if numel <= zero["stage3_param_persistence_threshold"] or offload == "none":
-        return "device"
-    return "disk" if offload == "nvme" and in_layer else "host"
 
 
 def layer_sizes(model, layers: torch.nn.ModuleList, packed_numel, dtype: torch.dtype) -> LayerSizes:

@@ -19,10 +19,10 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
 from zero_inference.engines.deepspeed.config import (
+    Places,
     build_ds_config,
     layer_sizes,
     layers_ahead,
-    place_of,
     quantization_settings,
 )
 from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
@@ -63,7 +63,7 @@ def plan(job: Job) -> DeepSpeedPlan:
     ds_config = _ds_config(job, quantization)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    return DeepSpeedPlan(job, _footprint(job, quantization, zero, pinned), pinned, ds_config, quantization)
+    return DeepSpeedPlan(job, _footprint(job, quantization, ds_config, pinned), pinned, ds_config, quantization)
 
 
 def check(plan: DeepSpeedPlan) -> None:
@@ -114,9 +114,8 @@ def _load(
         deepspeed.zero.Init(config_dict_or_path=ds_config),
         quantization,
         in_layers,
-        ds_config["zero_optimization"],
+        Places.of(ds_config, job.spec.dtype, job.ranks.world_size),
         plan.pinned,
-        job.spec.dtype,
         job.ranks,
     )
     load_weights(model, job.spec, job.config.seed, device, store.adopt, progress)
@@ -143,9 +142,10 @@ def _load(
     )
 
 
-def _footprint(job: Job, quantization: QuantizationPlan | None, zero: dict, pinned: bool) -> Footprint:
+def _footprint(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool) -> Footprint:
     """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says."""
-    model, ranks = job.skeleton.model, job.ranks.world_size
+    model, ranks, zero = job.skeleton.model, job.ranks.world_size, ds_config["zero_optimization"]
+    places = Places.of(ds_config, job.spec.dtype, ranks)
     _, layers = decoder_layers(model)
     inside = {id(p) for layer in layers for p in layer.parameters()}
     share = dict.fromkeys(("device", "host", "disk"), 0)
@@ -153,7 +153,7 @@ def _footprint(job: Job, quantization: QuantizationPlan | None, zero: dict, pinn
     for name, p in model.named_parameters():
         numel = _stored_numel(quantization, name, p)
         nbytes = numel * p.element_size()
-        share[place_of(p, numel, id(p) in inside, zero, job.spec.dtype)] += nbytes
+        share[places.place(p, numel, id(p) in inside)] += nbytes
         elements, total = elements + numel, total + nbytes
         if numel <= zero["stage3_param_persistence_threshold"]:
             small += nbytes
@@ -166,9 +166,10 @@ def _footprint(job: Job, quantization: QuantizationPlan | None, zero: dict, pinn
         offload = zero["offload_param"]
         buffers = offload["buffer_size"] * offload["buffer_count"] * job.spec.dtype.itemsize
     gathered = live + dequantized
+    persistent = share["device"] if places.offload != "none" else 0  # DeepSpeed may keep fewer of the small ones there
     return Footprint(
         device=share["device"] + gathered,
-        gathered=gathered,
+        gathered=gathered + persistent,
         host=share["host"] + buffers,
         pinned=buffers + (share["host"] if pinned else 0),
         disk=share["disk"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from zero_inference.engines.deepspeed.config import offload_device, place_of
+from zero_inference.engines.deepspeed.config import Places
 from zero_inference.engines.deepspeed.quantization import QuantizationPlan, quantize_parameter
 from zero_inference.engines.offload_folder import reserve
 from zero_inference.runtime.distributed import Ranks
@@ -20,7 +20,6 @@ class ParameterStore:
     Args:
         context: DeepSpeed's `zero.Init`.
         in_layers: names of the parameters of decoder layers.
-        zero: the resolved `zero_optimization`.
 
     Attributes:
         transfers: counters that rise while the model runs, once `count_transfers` was called.
@@ -32,17 +31,15 @@ class ParameterStore:
         context,
         quantization: QuantizationPlan | None,
         in_layers: set[str],
-        zero: dict,
+        places: Places,
         pinned: bool,
-        dtype: torch.dtype,
         ranks: Ranks,
     ):
         self.context, self.quantization, self.in_layers = context, quantization, in_layers
-        self.pinned, self.dtype, self.ranks = pinned, dtype, ranks
-        self.zero = zero
+        self.places, self.pinned, self.ranks = places, pinned, ranks
         self.transfers = Transfers()
         self.weight_bytes = 0
-        if offload_device(zero) == "nvme":
+        if places.offload == "nvme":
             _reserve_before_writing(context.param_swapper)
 
     def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
@@ -52,7 +49,7 @@ class ParameterStore:
         self.weight_bytes += parameter.numel() * parameter.element_size()
         self.context._convert_to_deepspeed_param(parameter)
         in_layer = name in self.in_layers
-        if place_of(parameter, parameter.ds_numel, in_layer, self.zero, self.dtype) == "host":
+        if self.places.place(parameter, parameter.ds_numel, in_layer) == "host":
             self._place_in_host_memory(parameter)
         parameter.partition(has_been_updated=True)
 
@@ -72,7 +69,7 @@ class ParameterStore:
         """Raise the counters wherever ZeRO-3 fetches: host partitions at a gather, NVMe partitions at a swap-in."""
         transfers = self.transfers
         swapper = None
-        if offload_device(self.zero) == "none":
+        if self.places.offload == "none":
             return
         for parameter in model.parameters():
             parameter.all_gather_coalesced = _counted_gather(parameter.all_gather_coalesced, transfers)

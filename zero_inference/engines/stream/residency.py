@@ -169,10 +169,7 @@ def _advice(
                 return f"use --gpu-memory {tenths / 10:g} or less" + (
                     f" with --ring-depth {slots}" if slots != depth else ""
                 )
-    return (
-        "quantize the weights (--quant-bits 4), lower --batch-size or --prompt-len, move the KV cache (--kv-offload), or use a GPU "
-        "with more memory"
-    )
+    return "fewer of them do not fit either; see with --dry-run which other options would"
 
 
 def _spread(layouts: list[LayerLayout], budget: int) -> set[int]:
