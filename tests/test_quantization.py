@@ -91,3 +91,12 @@ def test_functionals_are_put_back(checkpoints):
         random_ids(5, 1, 4, VOCAB),
     )
     assert F.linear is linear and F.embedding is embedding
+
+
+def test_quantized_weights_on_disk_give_the_logits_of_those_in_host_memory(tmp_path):
+    """Of opt-125m, whose small matrices DeepSpeed does not write to the disk when they have 8 bits."""
+    config = RunConfig(model="opt-125m", dummy=True, dtype="float32", quant_bits=8).validate()
+    ids = random_ids(5, 2, 24, 1000)
+    in_memory, _ = logits_of(replace(config, cpu_offload=True), ids)
+    on_disk, _ = logits_of(replace(config, disk_offload=True, offload_dir=str(tmp_path)), ids)
+    assert torch.equal(in_memory, on_disk)
