@@ -20,9 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-NAMES = sorted(
-    path.stem for path in (Path(__file__).parent / "cases").glob("[!_]*.py")
-)  # a file a case; importing them takes seconds
+# A file a case; importing them takes seconds.
+NAMES = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[!_]*.py"))
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 CHECKED = ((2, 128, 4096), (8, 4096, 1280), (1, 32768, 1280))  # batch, sequence, hidden
 BATCHES, LENGTHS, HIDDENS = (1, 2, 4, 8), (1024, 2048, 4096, 8192), (2048, 4096)

@@ -378,6 +378,13 @@ def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):
     assert words in refused("--model", checkpoints("opt"), "--cpu-offload", "--ds-config", tmp_path / "ds.json")
 
 
+def test_a_bad_block_size_of_the_disk(refused, tmp_path):
+    (tmp_path / "ds.json").write_text('{"aio": {"block_size": "1048576"}}')
+    asked = ["--model", "opt-125m", "--dummy", "--ds-config", tmp_path / "ds.json"]
+    said = refused(*asked, "--disk-offload", "--offload-dir", tmp_path / "offload")
+    assert "block_size is '1048576'; a number is needed" in said
+
+
 def test_a_ds_config_that_is_no_file_is_not_waited_for(refused, checkpoints, tmp_path):
     os.mkfifo(tmp_path / "ds.json")
     assert "not a regular file" in refused(

@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from conftest import FAMILIES
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from zero_inference.cli import main
 from zero_inference.config import ENGINES as ENGINE_NAMES
@@ -147,6 +146,8 @@ def test_the_plan_follows_the_memory_that_is_free_when_the_weights_are_there(no_
     ids=["host", "disk", "disk-int8", "disk-persistent", "device"],
 )
 def test_deepspeed_keeps_each_partition_where_it_was_planned(options, zero, tmp_path):
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
     if zero:
         (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
         options = options | {"ds_config": str(tmp_path / "ds.json")}

@@ -42,7 +42,8 @@ def test_preset_has_the_published_number_of_parameters(name):
 
 
 def test_every_preset_is_counted_above():
-    assert preset_table.preset_names() == sorted(PARAMETERS, key=str.lower)
+    files = (ROOT / "zero_inference" / "models" / "presets").glob("*.json")
+    assert {json.loads(file.read_text())["name"] for file in files} == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, VOCAB, plain_ids
+from conftest import FAMILIES, VOCAB, build_model, plain_ids
 
 from zero_inference.cli import main
 from zero_inference.models.prompts import random_ids
@@ -43,7 +43,7 @@ def reference(folder, family):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path):
+def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path, capfd):
     folder = checkpoints(family)
     code = main(
         [
@@ -77,6 +77,40 @@ def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path):
     assert len(record["loops"]) == 2 and all(len(loop["step_s"]) == GEN - 1 for loop in record["loops"])
     if "--disk-offload" in WAYS[way]:
         assert not list((tmp_path / "offload").iterdir()), "offload files must not outlive the run"
+        too_small = "--engine" not in WAYS[way]
+        assert ("no weight of this model is large enough for the disk" in capfd.readouterr().err) == too_small
+
+
+@pytest.fixture(scope="module")
+def with_large_matrices(tmp_path_factory):
+    """family -> a checkpoint whose matrices DeepSpeed does write to the disk; it leaves those under 1 MiB in memory."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("large") / family
+            build_model(family, hidden_size=512, intermediate_size=1536, num_hidden_layers=2).save_pretrained(
+                made[family]
+            )
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("kv", [[], ["--kv-offload"]], ids=["", "kv"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_ids_of_weights_that_are_read_from_the_disk(family, kv, with_large_matrices, tmp_path, capfd):
+    folder, log = with_large_matrices(family), tmp_path / "run.log"
+    sizes = ["--dtype", "float32", "--batch-size", str(BATCH), "--prompt-len", str(PROMPT), "--gen-len", str(GEN)]
+    asked = [*sizes, *in_folder(["--disk-offload", *kv], tmp_path / "offload"), "--log-file", str(log)]
+    assert main(["run_model.py", "--model", str(folder), *asked]) == 0
+    record = json.loads(log.with_suffix(".jsonl").read_text())
+    expected = reference(folder, ("large", family))
+    assert len(set(expected.flatten().tolist())) > 3, "a reference of one repeated token would prove nothing"
+    assert record["output_ids_sha256"] == output_ids_sha256(expected)
+    assert (
+        record["transfers"]["disk_read_bytes_per_step"] > 0 and "no weight of this model" not in capfd.readouterr().err
+    )
 
 
 def _meta_parameters(folder):
@@ -138,8 +172,9 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model, tmp_path):
-    folder = checkpoints("mixtral")
+def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, with_large_matrices, run_model, tmp_path):
+    on_disk = "--disk-offload" in options
+    folder = with_large_matrices("mixtral") if on_disk else checkpoints("mixtral")
     batch = 4
     done = run_model(
         "--model",
@@ -160,6 +195,7 @@ def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, run_model
     )
     assert done.code == 0, done.stderr
     assert done.record["world_size"] == 2 and done.record["num_nodes"] == 1
+    assert (done.record["transfers"]["disk_read_bytes_per_step"] > 0) == on_disk
     assert done.record["output_ids_sha256"] == output_ids_sha256(
         plain_ids(folder, random_ids(0, batch, PROMPT, VOCAB), GEN)
     )

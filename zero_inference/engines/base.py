@@ -116,7 +116,7 @@ class Footprint:
     """Bytes that the weights of one rank take at each place while it runs.
 
     Attributes:
-        gathered: the part of `device` that an engine holds for a moment, an upper bound; the rest is exact.
+        gathered: the part of `device` that is an upper bound, above all what an engine holds for a moment; the rest is exact.
         pinned: the part of `host` that is page-locked.
     """
 

@@ -57,6 +57,10 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
                 f"{', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
             )
+        if job.config.disk_offload and not plan.weights.footprint.disk:
+            progress.say(
+                "warning: --disk-offload: no weight of this model is large enough for the disk; they wait in host memory"
+            )
         yield loaded, load_s
     finally:
         loaded.close()

@@ -59,11 +59,6 @@ def find_preset(name: str) -> Preset | None:
     return _by_spelling().get(name.strip().lower())
 
 
-def preset_names() -> list[str]:
-    """Hub names of all presets, sorted."""
-    return sorted((preset.name for preset in _presets()), key=str.lower)
-
-
 def near_names(name: str, n: int = 3) -> list[str]:
     """Up to `n` presets whose name or alias resembles `name`, best first, each in its closest spelling."""
     wanted = name.strip().lower()

@@ -52,7 +52,7 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--engine stream", {"engine": "stream"}))
     if not config.kv_offload and not other_layer_types(job.spec.config):
         changes.append(Change("--kv-offload", {"kv_offload": True}))
-    if config.engine == "stream" and (config.ring_depth or LEAST_RING_DEPTH + 1) > LEAST_RING_DEPTH:
+    if config.engine == "stream" and config.ring_depth != LEAST_RING_DEPTH:
         changes.append(Change(f"--ring-depth {LEAST_RING_DEPTH}", {"ring_depth": LEAST_RING_DEPTH}))
     if config.engine in QUANTIZING_ENGINES:
         changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]

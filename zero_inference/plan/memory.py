@@ -37,7 +37,7 @@ def memory_needs(job: Job, weights: Footprint) -> list[Need]:
     )
     if job.on_gpu:  # the driver asks no memlock limit
         needs.append(Need("page-locked memory", pinned * ranks_here, available_host_bytes()))
-    if weights.disk:
+    if job.config.disk_offload:
         folder = job.config.offload_path
         needs.append(Need(f"disk ({folder})", weights.disk * ranks_here, disk_free_bytes(folder)))
     return needs

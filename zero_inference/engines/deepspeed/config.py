@@ -72,16 +72,12 @@ class Places:
         from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 
         zero = ds_config["zero_optimization"]
-        return cls(
-            zero.get("offload_param", {}).get("device", "none"),
-            zero["stage3_param_persistence_threshold"],
-            max(MIN_AIO_BYTES, ds_config.get("aio", {}).get("block_size", 0)),
-            dtype,
-            world_size,
-        )
+        offload = zero.get("offload_param", {}).get("device", "none")
+        least = max(MIN_AIO_BYTES, ds_config["aio"]["block_size"]) if offload == "nvme" else 0
+        return cls(offload, zero["stage3_param_persistence_threshold"], least, dtype, world_size)
 
     def place(self, parameter: torch.Tensor, numel: int, in_layer: bool) -> str:
-        """ "device", "host" or "disk".
+        """One of "device", "host" and "disk".
 
         An NVMe buffer holds one parameter and all are as large as the largest: what is outside the layers, as an embedding, would
         multiply them, and waits in host memory.
@@ -91,9 +87,10 @@ class Places:
             in_layer: whether it belongs to a decoder layer.
         """
         if self.offload == "nvme":
-            large = -(-numel // self.world_size) * parameter.element_size() >= self.least_disk_bytes
-            if large or not swappable(parameter, self.dtype):
-                return "disk" if in_layer and swappable(parameter, self.dtype) else "host"
+            if not swappable(parameter, self.dtype):
+                return "host"
+            if -(-numel // self.world_size) * parameter.element_size() >= self.least_disk_bytes:
+                return "disk" if in_layer else "host"
         if numel <= self.persistent_numel or self.offload == "none":
             return "device"
         return "host"
@@ -200,7 +197,8 @@ def _refuse_other_run(config: RunConfig, dtype: torch.dtype, generated: dict, me
                 f"in {str(dtype).removeprefix('torch.')}: take it out and use --dtype."
             )
     both = generated["zero_optimization"], merged["zero_optimization"]
-    for made, found in (both, [part.get("offload_param", {}) for part in both]):
+    offloads = [part.get("offload_param", {}) for part in both]
+    for made, found in (both, offloads, (generated.get("aio", {}), merged.get("aio", {}))):
         for key, value in made.items():  # DeepSpeed reads "5" as 5
             if type(value) is int and type(found[key]) not in (int, float):
                 raise UsageError(f"--ds-config {config.ds_config}: {key} is {found[key]!r}; a number is needed.")

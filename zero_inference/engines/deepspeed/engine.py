@@ -155,7 +155,7 @@ def _footprint(job: Job, quantization: QuantizationPlan | None, ds_config: dict[
         nbytes = numel * p.element_size()
         share[places.place(p, numel, id(p) in inside)] += nbytes
         elements, total = elements + numel, total + nbytes
-        if numel <= zero["stage3_param_persistence_threshold"]:
+        if numel <= places.persistent_numel:
             small += nbytes
         if quantization and name in quantization.names:
             dequantized = max(dequantized, p.numel() * p.element_size())
