@@ -17,13 +17,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT, VOCAB, free_port, too_few_gpus, without_gpus
+from torch.distributed import TCPStore
 
 from zero_inference.records.read import parse_log
+from zero_inference.runtime.watch import store_key
 from zero_inference.utils import write_benchmark_log
 
 ENDLESS = ("--loops", "100000", "--gen-len", "100")
@@ -90,10 +93,9 @@ def at_once(run: Run) -> None:
 
 
 def met(run: Run) -> None:
-    """The second rank has found the first; nothing is loaded yet."""
-    second = psutil.Process(run.processes[1].pid)
-    run.wait_for(lambda: any(one.status == psutil.CONN_ESTABLISHED for one in second.net_connections("tcp")))
-    time.sleep(0.3)
+    """The second rank has told the first that it lives; a rank that never did is waited for much longer."""
+    store = TCPStore("127.0.0.1", int(run.port), is_master=False, timeout=timedelta(minutes=5))
+    run.wait_for(lambda: store.check([store_key(1)]))
 
 
 def loading(run: Run) -> None:

@@ -76,12 +76,12 @@ class PeerWatch:
             for thread in self.threads:
                 thread.join(2 * BEAT_S)
             signal.set_wakeup_fd(-1)
-            self._ask(lambda store: store.set(_key(self.ranks.rank), (FAILED if failed else DONE).decode()))
+            self._ask(lambda store: store.set(store_key(self.ranks.rank), (FAILED if failed else DONE).decode()))
 
     def claims_failure(self) -> bool:
         """True for the one rank that asks first, so that a run that fails on several leaves one record. Where the store does not
         answer, it is better said twice than never."""
-        return not self.threads or self._ask(lambda store: store.add(_key("failure"), 1)) in (None, 1)
+        return not self.threads or self._ask(lambda store: store.add(store_key("failure"), 1)) in (None, 1)
 
     def _ask(self, question: Callable[[dist.TCPStore], Any]) -> Any:
         """The store's answer, None where there is none within ANSWER_S."""
@@ -111,10 +111,10 @@ class PeerWatch:
             self.connected.set()
             while not self.stopping.is_set():
                 count += 1
-                self.store.set(_key(self.ranks.rank), str(count))
+                self.store.set(store_key(self.ranks.rank), str(count))
                 for rank in others:
-                    if self.store.check([_key(rank)]):
-                        self.heard[rank] = self.store.get(_key(rank))
+                    if self.store.check([store_key(rank)]):
+                        self.heard[rank] = self.store.get(store_key(rank))
                 self.heard[STORE] = count
                 self.stopping.wait(BEAT_S)
         except Exception:
@@ -177,6 +177,7 @@ def lost_connection(error: BaseException) -> str | None:
     return None
 
 
-def _key(rank: int | str) -> str:
+def store_key(rank: int | str) -> str:
+    """The name in the store of a rank's beat, or of something else that the ranks agree on, in this attempt of an elastic launcher."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"zero_inference/{attempt}/{rank}"
