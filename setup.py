@@ -1,5 +1,5 @@
-"""The CUDA sources travel inside the package, as `zero_inference.csrc`, and so does the library compiled of them where that can
-be done now; everything else is in pyproject.toml.
+"""The sources of the kernels travel inside the package, as `zero_inference.csrc`, and so does the library compiled of those for CUDA
+where that can be done now (the one for the host's cores is compiled at first use, in some seconds); everything else is in pyproject.toml.
 
 ZERO_INFERENCE_BUILD_CUDA=0 compiles nothing, 1 fails where it cannot be compiled, auto (the default) then installs without: the
 library is compiled at first use, or PyTorch does its work.
@@ -76,6 +76,6 @@ setup(
         "zero_inference.models": ["presets/*.json"],
         "zero_inference.micro": ["*.json"],
         "zero_inference.report.html": ["page.html", "page.css", "page.js"],
-        **{package: ["*.cu", "*.cuh", "*.h"] for package in OF_FOLDERS},
+        **{package: ["*.cu", "*.cuh", "*.h", "*.cpp"] for package in OF_FOLDERS},
     },
 )

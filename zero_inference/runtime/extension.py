@@ -1,4 +1,4 @@
-"""Our CUDA operators (`torch.ops.zero_inference`): one library of all sources in csrc, compiled by `pip install` where a CUDA
+"""Our CUDA operators (`torch.ops.zero_inference`): one library of the sources in csrc but csrc/cpu, compiled by `pip install` where a CUDA
 torch and nvcc are there (setup.py), else at first use on a machine.
 
 The sources keep to torch's stable ABI of version 2.11. A build that cannot be made costs speed, never a run: whoever uses an
@@ -24,6 +24,7 @@ from zero_inference.runtime.locks import held_lock
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 PREBUILT = "prebuilt"  # folder in an installed package
+FOR_CORES = "cpu"  # folder of csrc with sources of a library of its own (zero_inference/cores/library.py)
 WITHOUT_DEVICES = ("8.0", "9.0", "10.0")  # what is compiled for where no device says: A100, H100 and H200, B200
 DEFINES = [
     "-DUSE_CUDA",
@@ -67,7 +68,12 @@ def source_folder() -> Path:
 
 def sources() -> list[Path]:
     """All files to compile. Their names differ, because torch names the objects after them and not after their folders."""
-    return sorted(path for path in source_folder().rglob("*") if path.suffix in (".cu", ".cpp"))
+    return [path for path in _files(source_folder()) if path.suffix in (".cu", ".cpp")]
+
+
+def _files(folder: Path) -> list[Path]:
+    """Whatever this library depends on in `folder`, csrc."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and (folder / FOR_CORES) not in path.parents)
 
 
 def _load(say: Callable[[str], None]) -> str | None:
@@ -88,7 +94,7 @@ def _load(say: Callable[[str], None]) -> str | None:
         with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
             (folder / "lock").unlink(missing_ok=True)
             library, mark = folder / f"{name}.so", folder / "complete"
-            if mark.exists() and library.exists() and mark.read_bytes() == _digest(library):
+            if mark.exists() and library.exists() and mark.read_bytes() == file_digest(library):
                 torch.ops.load_library(str(library))
             else:  # also a file that lost its end, which would end the process when it is loaded
                 mark.unlink(missing_ok=True)
@@ -96,9 +102,9 @@ def _load(say: Callable[[str], None]) -> str | None:
                 _check_compiler()
                 say("compiling the CUDA kernels (once on this machine, about a minute) ...")
                 _build(name, folder, architectures)
-                mark.write_bytes(_digest(library))
+                mark.write_bytes(file_digest(library))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
-        reason = _in_one_line(error)
+        reason = in_one_line(error)
         say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
         return reason
     return None
@@ -207,14 +213,15 @@ def library_name(architectures: str, folder: Path | None = None) -> str:
     """
     digest = hashlib.sha256()
     folder = folder or source_folder()
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for file in _files(folder):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
     for part in (torch.__version__, torch.version.cuda, architectures, sys.prefix, *DEFINES):
         digest.update(f"{part}\0".encode())
     return f"zero_inference_{digest.hexdigest()[:16]}"
 
 
-def _digest(file: Path) -> bytes:
+def file_digest(file: Path) -> bytes:
+    """What the mark of a finished build holds."""
     return hashlib.sha256(file.read_bytes()).hexdigest().encode()
 
 
@@ -237,7 +244,7 @@ def _environment(**changes: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """The line of a compiler's or linker's output that names the error, else the first line there is."""
     text = f"{error}\n{error.__cause__ or ''}"
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]

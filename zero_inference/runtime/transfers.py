@@ -1,17 +1,31 @@
-"""Counters of what is moved."""
+"""Counters of what is moved and read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass
 class Transfers:
-    """Bytes moved so far by this rank, raised by whoever moves them."""
+    """Bytes moved so far by this rank, raised by whoever moves them.
+
+    Attributes:
+        cores_bytes: of weights, keys and values that the host's cores read where they lie, instead of sending them.
+        cores_counts: what they count themselves beside that, because only they know it: experts that tokens chose.
+    """
 
     host_to_device_bytes: int = 0
     device_to_host_bytes: int = 0
     disk_read_bytes: int = 0
+    cores_bytes: int = 0
+    cores_counts: Callable[[], int] | None = None
 
-    def snapshot(self) -> tuple[int, int, int]:
-        return self.host_to_device_bytes, self.device_to_host_bytes, self.disk_read_bytes
+    def snapshot(self) -> tuple[int, int, int, int]:
+        cores = self.cores_bytes + (0 if self.cores_counts is None else self.cores_counts())
+        return self.host_to_device_bytes, self.device_to_host_bytes, self.disk_read_bytes, cores
+
+    def settle(self) -> None:
+        """Add what the cores counted so far, as they end."""
+        *_, self.cores_bytes = self.snapshot()
+        self.cores_counts = None

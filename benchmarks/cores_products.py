@@ -1,0 +1,275 @@
+"""How fast the host's cores multiply weights where they lie in host memory, against what they can read.
+
+    python benchmarks/cores_products.py [--formats bf16 fp16 int8 int4] [--rows 1 2 4 8 16 32 64] [--instructions avx512 amx]
+        [--threads N] [--set-gb 4] [--seconds 0.2] [--peer] [--busy-link] [--flags "-DZERO_INFERENCE_PREFETCH=3"] [--json FILE]
+
+All weights of a set are multiplied one behind the other, over and over, by threads pinned to a core each; the set is larger than the
+caches. A figure is GB/s (1e9 bytes) of the weights as stored, scales and minima included. "read" is a loop that only adds up the
+words. --peer: torch's own products of bfloat16 and int4 beside, with as many threads. --busy-link: page-locked memory is copied to
+the GPU meanwhile, in blocks of 256 MiB, and its rate stands in the last column. --flags: the kernels are compiled with more flags
+than usual, to compare builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from zero_inference.cores.library import declared, find_or_build
+from zero_inference.cores.matrix import DTYPES, INSTRUCTIONS, Matrix
+
+ROWS, COLUMNS, GROUP = 8192, 8192, 64  # of every weight
+FORMATS = {"bf16": (torch.bfloat16, 0), "fp16": (torch.float16, 0), "fp32": (torch.float32, 0)}
+FORMATS |= {"int8": (torch.bfloat16, 8), "int4": (torch.bfloat16, 4)}
+FORMATS |= {"int8-fp16": (torch.float16, 8), "int4-fp16": (torch.float16, 4)}
+LINK_BLOCK_BYTES = 256 << 20
+
+
+@dataclass
+class Row:
+    """One figure: `gbps` of stored bytes that the cores consumed, and `link_gbps` that were copied to the GPU meanwhile."""
+
+    what: str
+    instructions: str
+    rows: int
+    gbps: float
+    link_gbps: float | None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--formats", nargs="+", default=["bf16", "fp16", "int8", "int4"], choices=FORMATS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of the input")
+    parser.add_argument("--instructions", nargs="+", choices=INSTRUCTIONS, help="default: the best two that are here")
+    parser.add_argument("--threads", type=int, help="default: one for each CPU of this process but one")
+    parser.add_argument("--set-gb", type=float, default=4.0, help="weights of a format, in 1e9 bytes")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
+    parser.add_argument("--peer", action="store_true", help="torch's own products beside")
+    parser.add_argument("--busy-link", action="store_true", help="copy to the GPU meanwhile")
+    parser.add_argument("--flags", default="", help="for the compiler, behind the usual ones")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args()
+    cpus = sorted(os.sched_getaffinity(0))
+    args.threads = args.threads or max(1, len(cpus) - 1)
+    args.cpus = (ctypes.c_int32 * args.threads)(*(cpus[-1 - index % len(cpus)] for index in range(args.threads)))
+    args.library = declared(find_or_build(lambda line: print(line, file=sys.stderr), args.flags.split()))
+    best = args.library.zero_inference_best_instructions()
+    args.instructions = args.instructions or list(INSTRUCTIONS[max(0, best - 1) : best + 1])
+    torch.set_num_threads(args.threads)
+    print(f"{processor()}, {args.threads} threads, {ROWS} x {COLUMNS} weights, groups of {GROUP}", flush=True)
+    print(f"{'what':<22}{'instructions':<14}{'rows':>5}{'GB/s':>9}{'link GB/s':>11}", flush=True)
+    with busy_link() if args.busy_link else contextlib.nullcontext(None) as link:
+        rows = list(measure_all(args, link))
+    if args.json:
+        found = {"processor": processor(), "torch": torch.__version__, "arguments": given(args)}
+        args.json.write_text(json.dumps(found | {"figures": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return 0
+
+
+def given(args: argparse.Namespace) -> dict:
+    return {name: value for name, value in vars(args).items() if name not in ("json", "cpus", "library")}
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def measure_all(args: argparse.Namespace, link: Link | None) -> Iterator[Row]:
+    """Every figure, printed as it comes."""
+    memory = torch.empty(int(args.set_gb * 1e9) // 4096 * 4096, dtype=torch.uint8)
+
+    def figure(what: str, instructions: str, rows: int, run: Callable[[], float]) -> Row:
+        before = link.now() if link else None
+        gbps = run()
+        row = Row(what, instructions, rows, gbps, link.rate_since(*before) if link and before else None)
+        shown = "" if row.link_gbps is None else f"{row.link_gbps:.1f}"
+        print(f"{what:<22}{instructions:<14}{rows:>5}{gbps:>9.1f}{shown:>11}", flush=True)
+        return row
+
+    for name in args.formats:
+        weights = fill(memory, name)
+        if name == args.formats[0]:
+            for instructions in args.instructions:
+                yield figure("read", instructions, 0, lambda: read_rate(args, memory, instructions))
+        for instructions in args.instructions:
+            for rows in args.rows:
+                yield figure(name, instructions, rows, lambda: product_rate(args, weights, name, instructions, rows))
+        if args.peer and name in PEERS:
+            for rows in args.rows:
+                yield figure(f"{name} torch", "", rows, lambda: PEERS[name](args, memory, rows))
+
+
+def fill(memory: torch.Tensor, name: str) -> ctypes.Array:
+    """Weights of a format one behind the other in `memory`: copies of one block of random values for all."""
+    dtype, bits = FORMATS[name]
+    code_bytes = ROWS * COLUMNS * bits // 8
+    scales = ROWS * COLUMNS // GROUP
+    size = code_bytes + 2 * scales * dtype.itemsize if bits else ROWS * COLUMNS * dtype.itemsize
+    block = torch.empty(size, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    if bits:
+        block[:code_bytes].random_(0, 256, generator=generator)
+        block[code_bytes:].view(dtype).copy_(torch.rand(2 * scales, generator=generator) * 0.01)
+    else:
+        block.view(dtype).copy_(
+            torch.randn(1 << 20, generator=generator).mul_(0.02).repeat((ROWS * COLUMNS >> 20) + 1)[: ROWS * COLUMNS]
+        )
+    number = len(memory) // size
+    if number == 0:
+        raise SystemExit(f"--set-gb holds {len(memory)} bytes, a weight of {name} has {size}: give more")
+    memory[: number * size].view(number, size).copy_(block)
+    matrices = (Matrix * number)()
+    for index in range(number):
+        at = memory.data_ptr() + index * size
+        if bits:
+            minima = at + code_bytes + scales * dtype.itemsize
+            matrices[index] = Matrix(at, at + code_bytes, minima, ROWS, COLUMNS, GROUP, bits, DTYPES[dtype])
+        else:
+            matrices[index] = Matrix(at, None, None, ROWS, COLUMNS, 0, 0, DTYPES[dtype])
+    return matrices
+
+
+def product_rate(args: argparse.Namespace, weights: ctypes.Array, name: str, instructions: str, rows: int) -> float:
+    """GB/s of stored bytes."""
+    x = torch.randn(rows, COLUMNS).to(FORMATS[name][0])
+    done = ctypes.c_int64()
+    taken = args.library.zero_inference_measure_products(
+        weights,
+        len(weights),
+        rows,
+        INSTRUCTIONS.index(instructions),
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        args.threads,
+        args.cpus,
+        args.seconds,
+        ctypes.byref(done),
+    )
+    return rate(done.value, taken, instructions)
+
+
+def read_rate(args: argparse.Namespace, memory: torch.Tensor, instructions: str) -> float:
+    """GB/s that the cores can read."""
+    done = ctypes.c_int64()
+    which = INSTRUCTIONS.index(instructions)
+    taken = args.library.zero_inference_measure_reads(
+        memory.data_ptr(), len(memory), which, args.threads, args.cpus, args.seconds, ctypes.byref(done)
+    )
+    return rate(done.value, taken, instructions)
+
+
+def rate(done: int, taken: float, instructions: str) -> float:
+    if taken < 0:
+        raise SystemExit(f"--instructions {instructions}: this processor lacks them")
+    return done / taken / 1e9
+
+
+def torch_bfloat16(args: argparse.Namespace, memory: torch.Tensor, rows: int) -> float:
+    """GB/s of F.linear over a set of bfloat16 weights."""
+    size = ROWS * COLUMNS * 2
+    weights = [memory[at : at + size].view(torch.bfloat16).view(ROWS, COLUMNS) for at in starts(memory, size)]
+    x = torch.randn(rows, COLUMNS).bfloat16()
+    return torch_rate(args, len(weights), size, lambda index: torch.nn.functional.linear(x, weights[index]))
+
+
+def torch_int4(args: argparse.Namespace, memory: torch.Tensor, rows: int) -> float:
+    """GB/s of torch's product with int4 groups, in its own packed form, scales and zeros included."""
+    codes = torch.randint(0, 16, (ROWS, COLUMNS), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+    scales = torch.rand(COLUMNS // GROUP, ROWS, 2).bfloat16()
+    size, more = packed.numel(), scales.numel() * 2
+    sets = []
+    for at in starts(memory, size + more):
+        memory[at : at + size].copy_(packed.view(torch.uint8).view(-1))
+        memory[at + size : at + size + more].view(torch.bfloat16).copy_(scales.view(-1))
+        sets.append(
+            (memory[at : at + size].view(packed.shape), memory[at + size : at + size + more].view(torch.bfloat16))
+        )
+    x = torch.randn(rows, COLUMNS).bfloat16()
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return torch_rate(
+        args,
+        len(sets),
+        size + more,
+        lambda index: multiply(x, sets[index][0], GROUP, sets[index][1].view(scales.shape)),
+    )
+
+
+PEERS = {"bf16": torch_bfloat16, "int4": torch_int4}
+
+
+def starts(memory: torch.Tensor, size: int) -> range:
+    return range(0, len(memory) - size + 1, size)
+
+
+def torch_rate(args: argparse.Namespace, number: int, size: int, multiply: Callable[[int], object]) -> float:
+    for index in range(min(3, number)):
+        multiply(index)
+    turns, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < args.seconds:
+        multiply(turns % number)
+        turns += 1
+    return turns * size / (time.perf_counter() - begin) / 1e9
+
+
+class Link:
+    """Copies to the GPU that go on until `stop`."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        self.copied = 0
+        self.source = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.target = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, device="cuda")
+
+    def run(self) -> None:
+        done = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        for turn in range(1 << 40):
+            if self.stop:
+                return torch.cuda.synchronize()
+            if turn >= 2:
+                done[turn % 2].synchronize()
+                self.copied += LINK_BLOCK_BYTES
+            self.target[turn % 2].copy_(self.source[turn % 2], non_blocking=True)
+            done[turn % 2].record()
+
+    def now(self) -> tuple[int, float]:
+        return self.copied, time.perf_counter()
+
+    def rate_since(self, copied: int, at: float) -> float:
+        return (self.copied - copied) / (time.perf_counter() - at) / 1e9
+
+
+@contextlib.contextmanager
+def busy_link() -> Iterator[Link]:
+    if not torch.cuda.is_available():
+        raise SystemExit("--busy-link needs a CUDA device, and there is none")
+    link = Link()
+    thread = threading.Thread(target=link.run)
+    thread.start()
+    try:
+        yield link
+    finally:
+        link.stop = True
+        thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,459 @@
+// The attention of one item, written once for all instruction sets. A set is a type V of static functions:
+//
+//   kLanes, kTile; Register
+//   zero(), all(float), load(const T*), load(const T*, count) (zeros behind), store(T*, Register), store(T*, Register, count)
+//   add, sub, mul, fma(a, b, c) = a * b + c, max, div, below(x, limit, then, otherwise), times_two_to(x, whole), round
+//   sum(x), largest(x), sums(const Register[kTile], float*)
+//
+// for T of float, Float16 and BFloat16. All of this has internal linkage: files of different instruction sets must not share
+// it.
+
+#pragma once
+
+#include "attention.h"
+
+namespace zero_inference::cpu {
+namespace {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// Positions between two looks at the softmax: their keys and values, 32 KB at 128 float16, stay in the first-level cache.
+constexpr int64_t kPiece = 64;
+constexpr int64_t kLine = 64;     // bytes of a cache line
+constexpr int64_t kPadding = 16;  // floats; rows of queries and sums begin at a multiple of them
+constexpr float kNothing = -__builtin_inff();
+
+inline int64_t padded(int64_t count) { return (count + kPadding - 1) / kPadding * kPadding; }
+
+// The oldest position that any new token sees.
+inline int64_t first_position(const Attention& a) {
+  const int64_t first = a.positions - a.tokens + 1 - a.window;
+  return a.window > 0 && first > 0 ? first : 0;
+}
+
+// Rows of queries that read the same keys and values.
+inline int64_t rows_of(const Attention& a) { return a.heads / a.kv_heads * a.tokens; }
+
+// What a part leaves for `merge`: the weighted sum of each row, then the largest logit and the sum of weights of each.
+inline int64_t partial_floats(const Attention& a) { return rows_of(a) * padded(a.value_dim) + padded(2 * rows_of(a)); }
+
+// Where things lie in a thread's scratch memory, in floats.
+struct Scratch {
+  int64_t query_stride, sum_stride, sums, largest, weights, floats;
+  explicit Scratch(const Attention& a) {
+    query_stride = padded(a.key_dim), sum_stride = padded(a.value_dim);
+    sums = rows_of(a) * query_stride;
+    largest = sums + rows_of(a) * sum_stride;
+    weights = largest + rows_of(a);
+    floats = sums + partial_floats(a);
+  }
+};
+
+template <typename T>
+inline const T* row_at(const Attention& a, const KeptRows& rows, int64_t sequence, int64_t head, int64_t position) {
+  return static_cast<const T*>(rows.data) + rows.batch * sequence + rows.head * head +
+         rows.block * (position / a.block_positions) + rows.position * (position % a.block_positions);
+}
+
+template <class V, typename T>
+struct Kernel {
+  using Register = typename V::Register;
+
+  const Attention& a;
+  const int64_t sequence, kv_head, group, rows, query_stride, sum_stride;
+  float* const queries;
+  float* const sums;
+  float* const largest;
+  float* const weights;
+
+  Kernel(const Attention& attention, int64_t group_index, float* scratch)
+      : a(attention),
+        sequence(group_index / attention.kv_heads),
+        kv_head(group_index % attention.kv_heads),
+        group(attention.heads / attention.kv_heads),
+        rows(rows_of(attention)),
+        query_stride(Scratch(attention).query_stride),
+        sum_stride(Scratch(attention).sum_stride),
+        queries(scratch),
+        sums(scratch + Scratch(attention).sums),
+        largest(scratch + Scratch(attention).largest),
+        weights(scratch + Scratch(attention).weights) {}
+
+  int64_t head_of(int64_t row) const { return kv_head * group + row / a.tokens; }
+  int64_t token_of(int64_t row) const { return row % a.tokens; }
+  int64_t own_position(int64_t row) const { return a.positions - a.tokens + token_of(row); }
+
+  // exp(x), 0 below -86. The polynomial is Taylor's of degree 6 on |r| <= ln(2) / 2, where it is off by 1.2e-7 of the result.
+  static inline Register exp(Register x) {
+    const Register whole = V::round(V::mul(x, V::all(1.44269504f)));
+    Register r = V::fma(whole, V::all(-0.693359375f), x);  // ln(2) in two parts, the first exact in any product with `whole`
+    r = V::fma(whole, V::all(2.12194440e-4f), r);
+    Register y = V::all(1.0f / 720);
+    y = V::fma(y, r, V::all(1.0f / 120));
+    y = V::fma(y, r, V::all(1.0f / 24));
+    y = V::fma(y, r, V::all(1.0f / 6));
+    y = V::fma(y, r, V::all(0.5f));
+    y = V::fma(y, r, V::all(1.0f));
+    y = V::fma(y, r, V::all(1.0f));
+    return V::below(x, -86.0f, V::zero(), V::times_two_to(y, whole));
+  }
+
+  static float exp(float x) {
+    float lanes[V::kLanes];
+    V::store(lanes, exp(V::all(x)));
+    return lanes[0];
+  }
+
+  // cap * tanh(x / cap) = cap * (1 - 2 / (exp(2 x / cap) + 1))
+  static inline Register capped(Register x, float cap) {
+    Register y = V::mul(x, V::all(2 / cap));
+    y = V::below(y, -80.0f, V::all(-80.0f), y);  // not by max, which drops a NaN
+    y = V::sub(V::zero(), y);
+    y = V::below(y, -80.0f, V::all(-80.0f), y);
+    y = V::sub(V::zero(), y);
+    return V::add(V::div(V::all(-2 * cap), V::add(exp(y), V::all(1.0f))), V::all(cap));
+  }
+
+  void take_queries() {
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* from = static_cast<const T*>(a.queries) + a.query_strides.batch * sequence +
+                      a.query_strides.head * head_of(row) + a.query_strides.token * token_of(row);
+      float* to = queries + row * query_stride;
+      int64_t i = 0;
+      for (; i + V::kLanes <= a.key_dim; i += V::kLanes) V::store(to + i, V::mul(V::load(from + i), V::all(a.scale)));
+      if (i < a.key_dim) V::store(to + i, V::mul(V::load(from + i, a.key_dim - i), V::all(a.scale)));
+      for (int64_t j = 0; j < sum_stride; j += V::kLanes) V::store(sums + row * sum_stride + j, V::zero());
+      largest[row] = kNothing, weights[row] = 0.0f;
+    }
+  }
+
+  static inline void prefetch(const T* row, int64_t count) {
+    const char* bytes = reinterpret_cast<const char*>(row);
+    for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(T)); i += kLine) __builtin_prefetch(bytes + i, 0, 3);
+  }
+
+  // logits[r][p] of kRows rows of queries and `count` keys, `stride` elements apart; those behind `count` are of the last key.
+  // What the core reads next is asked for here, a row a key: it is a piece of 16 KB away, 1.6 us at 10 GB/s.
+  template <int kRows>
+  inline void multiply_keys(const float* query, const T* keys, int64_t count, float (*logits)[kPiece], const T* next,
+                            int64_t next_count) const {
+    constexpr int kKeys = V::kTile / kRows;
+    const int64_t stride = a.keys.position;
+    for (int64_t p = 0; p < count; p += kKeys) {
+      const T* key[kKeys];
+      for (int j = 0; j < kKeys; ++j) {
+        key[j] = keys + stride * (p + j < count ? p + j : count - 1);
+        if (p + j < next_count) prefetch(next + a.values.position * (p + j), a.value_dim);
+      }
+      Register products[V::kTile];
+      for (int i = 0; i < V::kTile; ++i) products[i] = V::zero();
+      int64_t i = 0;
+      for (; i + V::kLanes <= a.key_dim; i += V::kLanes) {
+        Register q[kRows];
+        for (int r = 0; r < kRows; ++r) q[r] = V::load(query + r * query_stride + i);
+        for (int j = 0; j < kKeys; ++j) {
+          const Register k = V::load(key[j] + i);
+          for (int r = 0; r < kRows; ++r) products[r * kKeys + j] = V::fma(q[r], k, products[r * kKeys + j]);
+        }
+      }
+      if (i < a.key_dim) {
+        for (int j = 0; j < kKeys; ++j) {
+          const Register k = V::load(key[j] + i, a.key_dim - i);
+          for (int r = 0; r < kRows; ++r) {
+            products[r * kKeys + j] = V::fma(V::load(query + r * query_stride + i), k, products[r * kKeys + j]);
+          }
+        }
+      }
+      float found[V::kTile];
+      V::sums(products, found);
+      for (int r = 0; r < kRows; ++r) {
+        for (int j = 0; j < kKeys; ++j) logits[r][p + j] = found[r * kKeys + j];
+      }
+    }
+  }
+
+  // What is added to the logits of a row at `position` and behind, of which `count` are asked for.
+  inline Register mask_at(int64_t row, int64_t position, int64_t count) const {
+    const int64_t at =
+        a.mask_strides.batch * sequence + a.mask_strides.head * head_of(row) + a.mask_strides.token * token_of(row) + position;
+    switch (a.mask_kind) {
+      case Mask::none:
+        return V::zero();
+      case Mask::boolean: {
+        float lanes[V::kLanes];
+        for (int i = 0; i < V::kLanes; ++i) {
+          lanes[i] = i < count && static_cast<const uint8_t*>(a.mask)[at + i] == 0 ? kNothing : 0.0f;
+        }
+        return V::load(lanes);
+      }
+      case Mask::float32:
+        return V::load(static_cast<const float*>(a.mask) + at, count);
+      case Mask::float16:
+        return V::load(static_cast<const Float16*>(a.mask) + at, count);
+      case Mask::bfloat16:
+        return V::load(static_cast<const BFloat16*>(a.mask) + at, count);
+    }
+    return V::zero();
+  }
+
+  // Cap, bias and mask of a row's logits, and nothing where it sees nothing; returns the largest.
+  inline float finish_logits(int64_t row, int64_t position, int64_t count, float* logits) const {
+    const int64_t own = own_position(row);
+    const int64_t last = own + 1 - position < count ? own + 1 - position : count;
+    const int64_t first = a.window > 0 ? own + 1 - a.window - position : 0;
+    const float slope = a.slopes ? a.slopes[head_of(row)] : 0.0f;
+    Register most = V::all(kNothing);
+    for (int64_t i = 0; i < kPiece; i += V::kLanes) {
+      Register x = V::load(logits + i);
+      if (a.softcap > 0) x = capped(x, a.softcap);
+      if (a.slopes || a.mask_kind != Mask::none) {
+        float distance[V::kLanes];
+        for (int j = 0; j < V::kLanes; ++j) distance[j] = static_cast<float>(position + i + j - own);
+        x = V::fma(V::load(distance), V::all(slope), x);
+        if (i < count) x = V::add(x, mask_at(row, position + i, count - i < V::kLanes ? count - i : V::kLanes));
+      }
+      V::store(logits + i, x);
+      if (i < first || i + V::kLanes > last) {
+        for (int64_t j = i; j < i + V::kLanes; ++j) {
+          if (j < first || j >= last) logits[j] = kNothing;
+        }
+        x = V::load(logits + i);
+      }
+      most = V::max(most, x);
+    }
+    return V::largest(most);
+  }
+
+  // Logits become weights relative to the largest so far; sums of before are brought to the new one. False: all are 0.
+  inline bool take_weights(int64_t row, float most, float* logits) {
+    if (most == kNothing) {
+      for (int64_t i = 0; i < kPiece; ++i) logits[i] = 0.0f;
+      return false;
+    }
+    const float before = largest[row];
+    if (!(most <= before)) {
+      const float shrink = before == kNothing ? 0.0f : exp(before - most);
+      for (int64_t i = 0; i < sum_stride; i += V::kLanes) {
+        float* sum = sums + row * sum_stride + i;
+        V::store(sum, V::mul(V::load(sum), V::all(shrink)));
+      }
+      weights[row] *= shrink;
+      largest[row] = most;
+    }
+    const Register shift = V::all(largest[row]);
+    Register total = V::zero();
+    for (int64_t i = 0; i < kPiece; i += V::kLanes) {
+      const Register weight = exp(V::sub(V::load(logits + i), shift));
+      V::store(logits + i, weight);
+      total = V::add(total, weight);
+    }
+    weights[row] += V::sum(total);
+    return true;
+  }
+
+  // sums[r] += weight[r][p] * value[p], for kVectors registers of each row of values from element `at`.
+  template <int kRows, int kVectors>
+  inline void add_values(float* sum, int64_t at, const T* values, int64_t count, const float (*weight)[kPiece], const T* next,
+                         int64_t next_count) const {
+    const int64_t left = a.value_dim - at;
+    const bool whole = left >= kVectors * V::kLanes;  // else kVectors is 1
+    Register total[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) total[r][v] = V::load(sum + r * sum_stride + at + v * V::kLanes);
+    }
+    for (int64_t p = 0; p < count; ++p) {
+      const T* value = values + a.values.position * p + at;
+      if (p < next_count) prefetch(next + a.keys.position * p, a.key_dim);
+      Register w[kRows];
+      for (int r = 0; r < kRows; ++r) w[r] = V::all(weight[r][p]);
+      for (int v = 0; v < kVectors; ++v) {
+        const Register x = whole ? V::load(value + v * V::kLanes) : V::load(value + v * V::kLanes, left);
+        for (int r = 0; r < kRows; ++r) total[r][v] = V::fma(w[r], x, total[r][v]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      for (int v = 0; v < kVectors; ++v) V::store(sum + r * sum_stride + at + v * V::kLanes, total[r][v]);
+    }
+  }
+
+  template <int kRows>
+  inline void multiply_values(float* sum, const T* values, int64_t count, const float (*weight)[kPiece], const T* next,
+                              int64_t next_count) const {
+    constexpr int kMost = V::kTile / kRows < 8 ? V::kTile / kRows : 8;
+    int64_t at = 0;
+    for (; at + kMost * V::kLanes <= a.value_dim; at += kMost * V::kLanes, next_count = 0) {
+      add_values<kRows, kMost>(sum, at, values, count, weight, next, next_count);
+    }
+    if constexpr (kMost > 2) {
+      for (; at + 2 * V::kLanes <= a.value_dim; at += 2 * V::kLanes, next_count = 0) {
+        add_values<kRows, 2>(sum, at, values, count, weight, next, next_count);
+      }
+    }
+    for (; at < a.value_dim; at += V::kLanes, next_count = 0) {
+      add_values<kRows, 1>(sum, at, values, count, weight, next, next_count);
+    }
+  }
+
+  // A piece of positions [position, position + count), and how many of the next piece's keys are asked for.
+  struct Piece {
+    int64_t position, count, next_count;
+    const T* keys;
+    const T* values;
+    const T* next_keys;
+  };
+
+  template <int kRows>
+  inline void take_rows(int64_t row, const Piece& piece) {
+    float logits[kRows][kPiece];
+    const bool first = row == 0;
+    multiply_keys<kRows>(queries + row * query_stride, piece.keys, piece.count, logits, piece.values, first ? piece.count : 0);
+    for (int64_t i = piece.count; i < kPiece; ++i) {
+      for (int r = 0; r < kRows; ++r) logits[r][i] = kNothing;
+    }
+    bool any = false;
+    for (int r = 0; r < kRows; ++r) {
+      const float most = finish_logits(row + r, piece.position, piece.count, logits[r]);
+      any = take_weights(row + r, most, logits[r]) || any;
+    }
+    if (any) {
+      multiply_values<kRows>(sums + row * sum_stride, piece.values, piece.count, logits, piece.next_keys,
+                             first ? piece.next_count : 0);
+    }
+  }
+
+  int64_t piece_end(int64_t position, int64_t end) const {
+    const int64_t in_block = position % a.block_positions;
+    const int64_t left = a.block_positions - in_block;
+    const int64_t most = left < kPiece ? left : kPiece;
+    return position + most < end ? position + most : end;
+  }
+
+  // The first keys of the item that this thread attends next; null where there is none.
+  const T* following = nullptr;
+  int64_t following_count = 0;
+
+  void take_positions(int64_t begin, int64_t end) {
+    for (int64_t position = begin; position < end;) {
+      const int64_t next = piece_end(position, end);
+      Piece piece;
+      piece.position = position, piece.count = next - position;
+      piece.keys = row_at<T>(a, a.keys, sequence, kv_head, position);
+      piece.values = row_at<T>(a, a.values, sequence, kv_head, position);
+      piece.next_count = next < end ? piece_end(next, end) - next : following_count;
+      if (piece.next_count > piece.count) piece.next_count = piece.count;
+      piece.next_keys = next < end ? row_at<T>(a, a.keys, sequence, kv_head, next) : following;
+      int64_t row = 0;
+      for (; row + 4 <= rows; row += 4) take_rows<4>(row, piece);
+      if (row + 2 <= rows) take_rows<2>(row, piece), row += 2;
+      if (row < rows) take_rows<1>(row, piece);
+      position = next;
+    }
+  }
+
+  // The output of a row from its sums; the sink joins the softmax here.
+  void write(int64_t row, const float* sum, float most, float total) const {
+    float shrink = 1.0f;
+    if (a.sinks) {
+      const float sink = a.sinks[head_of(row)];
+      const float joint = sink > most ? sink : most;
+      shrink = most == kNothing ? 0.0f : exp(most - joint);
+      total = total * shrink + exp(sink - joint);
+    }
+    const Register factor = V::all(total == 0.0f ? 0.0f : shrink / total);
+    T* to = static_cast<T*>(a.out) + a.out_strides.batch * sequence + a.out_strides.head * head_of(row) +
+            a.out_strides.token * token_of(row);
+    int64_t i = 0;
+    for (; i + V::kLanes <= a.value_dim; i += V::kLanes) V::store(to + i, V::mul(V::load(sum + i), factor));
+    if (i < a.value_dim) V::store(to + i, V::mul(V::load(sum + i), factor), a.value_dim - i);
+  }
+
+  // Where part `part` of `splits` begins; that of `splits` is the end.
+  int64_t begin_of(int64_t part, int64_t splits) const {
+    const int64_t size = a.block_positions < kPiece ? a.block_positions : kPiece;
+    const int64_t seen = first_position(a), first = seen / size;
+    const int64_t pieces = (a.positions + size - 1) / size - first;
+    const int64_t begin = (first + pieces * part / splits) * size;
+    return begin < seen ? seen : begin < a.positions ? begin : a.positions;
+  }
+
+  void expect(int64_t item, int64_t splits) {
+    const int64_t begin = begin_of(item % splits, splits), next_group = item / splits;
+    following = row_at<T>(a, a.keys, next_group / a.kv_heads, next_group % a.kv_heads, begin);
+    following_count = piece_end(begin, begin_of(item % splits + 1, splits)) - begin;
+  }
+
+  void attend(int64_t part, int64_t splits, float* partial) {
+    take_queries();
+    take_positions(begin_of(part, splits), begin_of(part + 1, splits));
+    if (splits == 1) {
+      for (int64_t row = 0; row < rows; ++row) write(row, sums + row * sum_stride, largest[row], weights[row]);
+      return;
+    }
+    for (int64_t i = 0; i < partial_floats(a); i += V::kLanes) V::store(partial + i, V::load(sums + i));
+  }
+
+  // `partials` of the parts lie one behind the other; the first takes the sums of all.
+  void merge(int64_t splits, float* partials) const {
+    const int64_t stride = partial_floats(a);
+    for (int64_t row = 0; row < rows; ++row) {
+      float* const sum = partials + row * sum_stride;
+      float* const state = partials + rows * sum_stride + row;  // largest logit; `rows` behind it, the sum of weights
+      float most = kNothing, total = 0.0f;
+      for (int64_t part = 0; part < splits; ++part) {
+        if (!(state[part * stride] <= most)) most = state[part * stride];
+      }
+      for (int64_t part = 0; part < splits; ++part) {
+        const float* from = sum + part * stride;
+        const float share = state[part * stride] == kNothing ? 0.0f : exp(state[part * stride] - most);
+        total += share * state[part * stride + rows];
+        for (int64_t i = 0; i < a.value_dim; i += V::kLanes) {
+          const Register before = part == 0 ? V::zero() : V::load(sum + i);
+          V::store(sum + i, V::fma(V::all(share), V::load(from + i), before));
+        }
+      }
+      write(row, sum, most, total);
+    }
+  }
+};
+
+template <class V, typename T>
+void attend_items(const Attention& a, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials) {
+  for (int64_t item = first; item < last; ++item) {
+    Kernel<V, T> kernel(a, item / splits, scratch);
+    if (item + 1 < last) kernel.expect(item + 1, splits);
+    kernel.attend(item % splits, splits, partials + (splits == 1 ? 0 : item * partial_floats(a)));
+  }
+}
+
+template <class V>
+void attend_with(const Attention& a, int64_t splits, int64_t first, int64_t last, float* scratch, float* partials) {
+  switch (a.dtype) {
+    case Dtype::float32:
+      return attend_items<V, float>(a, splits, first, last, scratch, partials);
+    case Dtype::float16:
+      return attend_items<V, Float16>(a, splits, first, last, scratch, partials);
+    case Dtype::bfloat16:
+      return attend_items<V, BFloat16>(a, splits, first, last, scratch, partials);
+  }
+}
+
+template <class V>
+void merge_group(const Attention& a, int64_t splits, int64_t group, float* partials) {
+  float* const first = partials + group * splits * partial_floats(a);
+  switch (a.dtype) {
+    case Dtype::float32:
+      return Kernel<V, float>(a, group, nullptr).merge(splits, first);
+    case Dtype::float16:
+      return Kernel<V, Float16>(a, group, nullptr).merge(splits, first);
+    case Dtype::bfloat16:
+      return Kernel<V, BFloat16>(a, group, nullptr).merge(splits, first);
+  }
+}
+
+}  // namespace
+}  // namespace zero_inference::cpu

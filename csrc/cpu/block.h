@@ -1,0 +1,66 @@
+// A block of a decoder layer: products with weights in host memory, and what lies between them.
+
+#pragma once
+
+#include <vector>
+
+#include "task.h"
+
+namespace zero_inference::cpu {
+
+constexpr int kMostProducts = 8;
+
+// What is made of the products of a stage.
+enum class Combine : int32_t {
+  none = 0,        // each is an output of the block: the last stage
+  activation = 1,  // f(first) is the input of the next stage
+  gated = 2,       // f(first) * second
+};
+
+enum class Activation : int32_t {
+  relu = 0,
+  silu = 1,
+  gelu = 2,
+  gelu_tanh = 3,
+  relu_squared = 4,
+  gelu_sigmoid = 5,
+  identity = 6
+};
+
+// Products of one input; all of one form (`same_input`), and of as many rows where they are combined. Filled by Python.
+struct Stage {
+  Matrix matrices[kMostProducts];
+  const void* biases[kMostProducts];  // [rows] of `bias_dtype`, or null
+  int32_t products;
+  Combine combine;
+  Activation activation;
+  Dtype bias_dtype;
+};
+
+// The output of the call holds the products of the last stage one behind the other, each [count, rows] in `dtype`.
+class Block : public Task {
+ public:
+  // `dtype`: of input and output.
+  Block(std::vector<Stage> stages, Dtype dtype, Instructions instructions);
+
+  void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
+  void run(const Call& call, Pool& pool, int thread) override;
+
+ private:
+  void prepare_stage(const Stage& stage, const Call& call, Pool& pool, int thread);
+  void multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread);
+  void multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread);
+  void multiply_part(const Stage& stage, int index, const Call& call, int64_t first, int64_t last, float* results,
+                     char* scratch);
+
+  const std::vector<Stage> stages_;
+  const Dtype dtype_;
+  const Instructions instructions_;
+  // of the call under way
+  char* input_ = nullptr;
+  float* hidden_ = nullptr;
+  char* of_threads_ = nullptr;
+  size_t of_thread_bytes_ = 0, scratch_bytes_ = 0;
+};
+
+}  // namespace zero_inference::cpu

@@ -1,0 +1,134 @@
+#include "cores.h"
+
+#include <chrono>
+
+namespace zero_inference::cpu {
+
+namespace {
+
+constexpr int64_t kMostSpinUs = 20000;  // for an input: longer than a layer takes to cross most links
+constexpr auto kNap = std::chrono::microseconds(50);
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+class Cores::OnPool : public Pool::Work {
+ public:
+  OnPool(Task& task, const Call& call) : task_(task), call_(call) {}
+  void run(Pool& pool, int thread) override { task_.run(call_, pool, thread); }
+
+ private:
+  Task& task_;
+  const Call& call_;
+};
+
+Cores::Cores(const std::vector<int>& cpus, int64_t spin_us, Flags* flags)
+    : pool_(cpus, spin_us), spin_us_(spin_us), flags_(flags) {
+  if (flags_ == nullptr) return;
+  flags_->arrived.store(0);
+  flags_->done.store(0);
+  flags_->stop.store(0);
+  leader_ = std::thread([this] { lead(); });
+}
+
+Cores::~Cores() {
+  if (!leader_.joinable()) return;
+  flags_->stop.store(1);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ends_.store(true);
+  }
+  woken_.notify_all();
+  leader_.join();
+}
+
+int64_t Cores::add(std::unique_ptr<Task> task) {
+  const std::lock_guard<std::mutex> lock(tasks_mutex_);
+  tasks_.push_back(std::move(task));
+  return static_cast<int64_t>(tasks_.size()) - 1;
+}
+
+void Cores::reserve(const Call& call) {
+  while (leader_.joinable() && flags_->done.load() != last_.load()) std::this_thread::sleep_for(kNap);
+  tasks_[call.task]->prepare(call, pool_, workspace_);
+}
+
+void Cores::run(const Call& call) { execute(call); }
+
+void Cores::submit(const Call& call, uint32_t number) {
+  const uint64_t place = submitted_.load();
+  while (place - taken_.load() >= kPlaces) std::this_thread::sleep_for(kNap);
+  queue_[place % kPlaces] = {call, number};
+  last_.store(number);
+  submitted_.store(place + 1);
+  if (sleeps_.load()) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }
+    woken_.notify_one();
+  }
+}
+
+Statistics Cores::statistics() const { return {calls_.load(), busy_ns_.load(), late_ns_.load(), chosen_bytes_.load()}; }
+
+void Cores::lead() {
+  pool_.pin(0);
+  Submitted submitted;
+  while (next(submitted)) {
+    const int64_t asked = now_ns();
+    if (!arrived(submitted.number)) return;
+    late_ns_.fetch_add(now_ns() - asked);
+    execute(submitted.call);
+    flags_->done.store(submitted.number, std::memory_order_release);
+  }
+}
+
+// False when this ends.
+bool Cores::next(Submitted& submitted) {
+  const uint64_t place = taken_.load();
+  const int64_t until = now_ns() + spin_us_ * 1000;
+  for (int spins = 1; submitted_.load(std::memory_order_acquire) == place; ++spins) {
+    if (ends_.load()) return false;
+    pause_core();
+    if (spins % 64 == 0 && now_ns() >= until) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      sleeps_.store(true);
+      woken_.wait(lock, [&] { return ends_.load() || submitted_.load() != place; });
+      sleeps_.store(false);
+    }
+  }
+  submitted = queue_[place % kPlaces];
+  taken_.store(place + 1);
+  return true;
+}
+
+// Waits for the input of a call; false when this ends first. The numbers may pass the end of 32 bits.
+bool Cores::arrived(uint32_t number) {
+  const int64_t until = now_ns() + kMostSpinUs * 1000;
+  for (int spins = 1; static_cast<int32_t>(flags_->arrived.load(std::memory_order_acquire) - number) < 0; ++spins) {
+    if (ends_.load(std::memory_order_relaxed)) return false;
+    pause_core();
+    if (spins % 64 == 0 && now_ns() >= until) std::this_thread::sleep_for(kNap);
+  }
+  return true;
+}
+
+void Cores::execute(const Call& call) {
+  Task* task = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(tasks_mutex_);
+    task = tasks_[call.task].get();
+  }
+  const int64_t start = now_ns();
+  task->prepare(call, pool_, workspace_);
+  OnPool work(*task, call);
+  pool_.run(work);
+  busy_ns_.fetch_add(now_ns() - start);
+  chosen_bytes_.fetch_add(task->chosen_bytes());
+  calls_.fetch_add(1);
+}
+
+}  // namespace zero_inference::cpu

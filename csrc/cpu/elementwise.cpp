@@ -1,0 +1,156 @@
+#include "elementwise.h"
+
+#include <cstring>
+
+// One copy of a function for each of these, chosen when the library is loaded; the compiler writes the vectors.
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#define ZI_FOR_EACH_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define ZI_FOR_EACH_CPU
+#endif
+#define ZI_INLINE static inline __attribute__((always_inline))
+
+namespace zero_inference::cpu {
+
+namespace {
+
+ZI_INLINE float from_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+ZI_INLINE uint32_t to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// exp(x) = 2^n * exp(r), |r| <= ln(2) / 2, by the Taylor polynomial of degree 7: relative error below 3e-7. Clamped where
+// float32 ends, so that no branch is left.
+ZI_INLINE float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum is rounded to a whole number
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+  float sum = 1.0f / 5040;
+  sum = sum * r + 1.0f / 720;
+  sum = sum * r + 1.0f / 120;
+  sum = sum * r + 1.0f / 24;
+  sum = sum * r + 1.0f / 6;
+  sum = sum * r + 0.5f;
+  sum = sum * r + 1.0f;
+  sum = sum * r + 1.0f;
+  return sum * from_bits((to_bits(shifted) + 127) << 23);
+}
+
+ZI_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+ZI_INLINE float tanh_of(float x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+
+// x * Phi(x), Phi by Abramowitz and Stegun 7.1.26, whose error is below 1.5e-7.
+ZI_INLINE float gelu_of(float x) {
+  const float z = (x < 0 ? -x : x) * 0.70710678f;
+  const float t = 1.0f / (1.0f + 0.3275911f * z);
+  float sum = 1.061405429f;
+  sum = sum * t - 1.453152027f;
+  sum = sum * t + 1.421413741f;
+  sum = sum * t - 0.284496736f;
+  sum = sum * t + 0.254829592f;
+  const float tail = 0.5f * sum * t * exponential(-z * z);
+  return x * (x < 0 ? tail : 1.0f - tail);
+}
+
+ZI_INLINE float gelu_tanh_of(float x) { return 0.5f * x * (1.0f + tanh_of(0.79788456f * (x + 0.044715f * x * x * x))); }
+
+ZI_INLINE float half_to_float(uint16_t half) {
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+  // the exponent's bias differs by 112; subnormal numbers come out right, because the product normalises them
+  const float value = from_bits((half & 0x7fffu) << 13) * from_bits(239u << 23);
+  const uint32_t bits = (half & 0x7c00u) == 0x7c00u ? 0x7f800000u | (half & 0x3ffu) << 13 : to_bits(value);
+  return from_bits(bits | sign);
+}
+
+ZI_INLINE uint16_t float_to_half(float value) {
+  const uint32_t sign = (to_bits(value) >> 16) & 0x8000u;
+  const uint32_t bits = to_bits(value) & 0x7fffffffu;
+  // below 2^-14 half's numbers are 2^-24 apart, as float's are from 0.5 on: the sum rounds
+  const uint32_t small = to_bits(from_bits(bits) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
+  const uint32_t large = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;  // not a number; or too large, from 65520 on
+  return static_cast<uint16_t>(sign | (bits >= 0x477ff000u ? large : bits < 0x38800000u ? small : normal));
+}
+
+ZI_INLINE uint16_t float_to_bfloat16(float value) {
+  const uint32_t bits = to_bits(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
+}  // namespace
+
+ZI_FOR_EACH_CPU void activate(Activation activation, float* values, int64_t count) {
+  switch (activation) {
+    case Activation::relu:
+      for (int64_t i = 0; i < count; ++i) values[i] = values[i] > 0 ? values[i] : 0;
+      break;
+    case Activation::silu:
+      for (int64_t i = 0; i < count; ++i) values[i] = values[i] * sigmoid(values[i]);
+      break;
+    case Activation::gelu:
+      for (int64_t i = 0; i < count; ++i) values[i] = gelu_of(values[i]);
+      break;
+    case Activation::gelu_tanh:
+      for (int64_t i = 0; i < count; ++i) values[i] = gelu_tanh_of(values[i]);
+      break;
+    case Activation::relu_squared:
+      for (int64_t i = 0; i < count; ++i) values[i] = values[i] > 0 ? values[i] * values[i] : 0;
+      break;
+    case Activation::gelu_sigmoid:
+      for (int64_t i = 0; i < count; ++i) values[i] = values[i] * sigmoid(1.702f * values[i]);
+      break;
+    case Activation::identity:
+      break;
+  }
+}
+
+ZI_FOR_EACH_CPU void multiply(float* values, const float* factors, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] *= factors[i];
+}
+
+ZI_FOR_EACH_CPU void add_bias(float* values, const void* bias, Dtype dtype, int64_t count) {
+  if (dtype == Dtype::float32) {
+    const float* of = static_cast<const float*>(bias);
+    for (int64_t i = 0; i < count; ++i) values[i] += of[i];
+  } else if (dtype == Dtype::bfloat16) {
+    const uint16_t* of = static_cast<const uint16_t*>(bias);
+    for (int64_t i = 0; i < count; ++i) values[i] += from_bits(static_cast<uint32_t>(of[i]) << 16);
+  } else {
+    const uint16_t* of = static_cast<const uint16_t*>(bias);
+    for (int64_t i = 0; i < count; ++i) values[i] += half_to_float(of[i]);
+  }
+}
+
+ZI_FOR_EACH_CPU void add_scaled(float* sums, const float* values, float factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) sums[i] += values[i] * factor;
+}
+
+float load(const void* value, Dtype dtype) {
+  if (dtype == Dtype::float32) return *static_cast<const float*>(value);
+  const uint16_t bits = *static_cast<const uint16_t*>(value);
+  return dtype == Dtype::bfloat16 ? from_bits(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+}
+
+ZI_FOR_EACH_CPU void store(const float* values, void* out, Dtype dtype, int64_t count) {
+  if (dtype == Dtype::float32) {
+    std::memcpy(out, values, count * sizeof(float));
+  } else if (dtype == Dtype::bfloat16) {
+    uint16_t* to = static_cast<uint16_t*>(out);
+    for (int64_t i = 0; i < count; ++i) to[i] = float_to_bfloat16(values[i]);
+  } else {
+    uint16_t* to = static_cast<uint16_t*>(out);
+    for (int64_t i = 0; i < count; ++i) to[i] = float_to_half(values[i]);
+  }
+}
+
+}  // namespace zero_inference::cpu

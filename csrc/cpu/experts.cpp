@@ -1,0 +1,300 @@
+#include "experts.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "elementwise.h"
+
+namespace zero_inference::cpu {
+
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kLeastRows = 16;  // what the kernels of every instruction set work on at once
+constexpr int64_t kMostRows = 256;
+// A part begins with waiting for memory: one core (Zen 5) multiplied parts of 64 rows of 384 bytes at 5.5 GB/s, of 256 rows
+// at 9.5. So the first ones are large, and the last ones, whose end all threads wait for, as small as this.
+constexpr int64_t kLeastBytes = 32 << 10;
+// Of the next product, asked for before this one: with it those of 64 rows reached 8 GB/s, and of 256 10.
+constexpr int64_t kBytesAhead = 4096;
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+int64_t parts_of(int64_t rows, int64_t rows_of_part) { return (rows + rows_of_part - 1) / rows_of_part; }
+
+int64_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+int64_t bytes_of(const Matrix& matrix) {
+  const int64_t elements = matrix.values == nullptr ? 0 : matrix.rows * matrix.columns;
+  if (matrix.bits == 0) return elements * size_of(matrix.dtype);
+  return elements * matrix.bits / 8 + 2 * (elements / matrix.group) * size_of(matrix.dtype);
+}
+
+// Asks for the first bytes of a row and of those behind it, and for their scales and minima.
+void ask_for(const Matrix& matrix, int64_t row) {
+  const auto ask = [](const void* data, int64_t from, int64_t bytes) {
+    const char* const p = static_cast<const char*>(data) + from;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+  };
+  const int64_t elements = row * matrix.columns;
+  ask(matrix.values, matrix.bits == 0 ? elements * size_of(matrix.dtype) : elements * matrix.bits / 8, kBytesAhead);
+  if (matrix.bits == 0) return;
+  const int64_t of_groups = elements / matrix.group * size_of(matrix.dtype);
+  ask(matrix.scales, of_groups, kBytesAhead / 8);
+  ask(matrix.minima, of_groups, kBytesAhead / 8);
+}
+
+// For `units` that the threads share out evenly: calls work(item, begin, end) for the columns [begin, end) of each item that
+// are this thread's, where an item is `columns` columns in steps of `step`.
+template <typename Work>
+void share_columns(int64_t items, int64_t columns, int64_t step, int threads, int thread, const Work& work) {
+  const int64_t steps = parts_of(columns, step);
+  const int64_t end = items * steps * (thread + 1) / threads;
+  for (int64_t unit = items * steps * thread / threads; unit < end;) {
+    const int64_t item = unit / steps, first = unit % steps;
+    const int64_t last = std::min(steps, first + end - unit);
+    work(item, first * step, std::min(last * step, columns));
+    unit += last - first;
+  }
+}
+
+}  // namespace
+
+Experts::Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions)
+    : experts_(std::move(experts)), activation_(activation), dtype_(dtype), instructions_(instructions) {}
+
+void Experts::prepare(const Call& call, Pool& pool, Workspace& workspace) {
+  if (call.input == nullptr) return reserve(call, pool, workspace);
+  group(call);
+  const Matrix &first = experts_[0].gate, &last = experts_[0].down;
+  size_t inputs = 0, hidden = 0;
+  int64_t most_rows = 0;
+  for (Input& input : inputs_) {
+    input.offset = inputs;
+    inputs += input_bytes(first, input.count, instructions_);
+  }
+  chosen_bytes_ = 0;
+  for (Chosen& chosen : chosen_) {
+    chosen.hidden_offset = hidden;
+    hidden += input_bytes(last, chosen.count, instructions_);
+    most_rows = std::max(most_rows, chosen.count);
+    const Expert& expert = experts_[chosen.expert];
+    chosen_bytes_ += bytes_of(expert.gate) + bytes_of(expert.up) + bytes_of(expert.down);
+  }
+  const int products = experts_[0].up.values == nullptr ? 1 : 2;
+  divide(first, products * bytes_of(first) / first.rows, pool.threads(), &first_parts_);
+  divide(last, bytes_of(last) / last.rows, pool.threads(), &last_parts_);
+  take(std::max(inputs, hidden), static_cast<int64_t>(rows_.size()), most_rows, call.count, pool, workspace);
+}
+
+// Inputs are of at most `call.count` rows each and of all pairs together; what a row takes depends on how many there are.
+void Experts::reserve(const Call& call, Pool& pool, Workspace& workspace) {
+  const int64_t pairs = call.count * call.extra[0];
+  size_t of_row = 0;
+  for (int64_t count = 1; count <= call.count; ++count) {
+    for (const Matrix* matrix : {&experts_[0].gate, &experts_[0].down}) {
+      of_row = std::max(of_row, input_bytes(*matrix, count, instructions_) / static_cast<size_t>(count) + 1);
+    }
+  }
+  places_.reserve(experts_.size() + 1);
+  rows_.reserve(pairs);
+  weights_.reserve(pairs);
+  single_.reserve(call.count);
+  inputs_.reserve(pairs);
+  chosen_.reserve(std::min<size_t>(pairs, experts_.size()));
+  take(aligned(of_row * pairs), pairs, call.count, call.count, pool, workspace);
+}
+
+void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, Pool& pool, Workspace& workspace) {
+  const Expert& one = experts_[0];
+  const int64_t rows = std::max<int64_t>(1, most_rows);
+  scratch_bytes_ = 0;
+  for (int64_t of = 1; of <= rows; ++of) {  // the fewer may take the more: their form is another
+    for (const Matrix* matrix : {&one.gate, &one.down}) {
+      scratch_bytes_ = std::max(scratch_bytes_, aligned(scratch_bytes(*matrix, of, instructions_)));
+    }
+  }
+  const size_t factors = aligned(rows * kMostRows * sizeof(float)),
+               sums = aligned(count * columns_to_add(pool) * sizeof(float));
+  of_thread_bytes_ = std::max(scratch_bytes_ + factors, sums);
+  prepared_ = static_cast<char*>(workspace.input.reserve(input + aligned(pairs * one.gate.columns * size_of(dtype_))));
+  gathered_ = prepared_ + input;
+  const int64_t floats = std::max<int64_t>(1, pairs * (one.gate.rows + one.down.rows));
+  hidden_ = static_cast<float*>(workspace.hidden.reserve(floats * sizeof(float)));
+  results_ = hidden_ + pairs * one.gate.rows;
+  of_threads_ = static_cast<char*>(workspace.threads.reserve(of_thread_bytes_ * pool.threads()));
+}
+
+// Sorts the pairs of a row and an expert by expert. An expert of one row shares the prepared row with the others of that row:
+// at batch 1 all have the same.
+void Experts::group(const Call& call) {
+  const int64_t k = call.extra[0], experts = static_cast<int64_t>(experts_.size());
+  const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
+  const char* weights = reinterpret_cast<const char*>(call.extra[2]);
+  const Dtype of_weights = static_cast<Dtype>(call.extra[3]);
+  const auto is_expert = [&](int64_t number) { return number >= 0 && number < experts; };
+  places_.assign(experts + 1, 0);
+  for (int64_t pair = 0; pair < call.count * k; ++pair) {
+    if (is_expert(numbers[pair])) ++places_[numbers[pair] + 1];
+  }
+  chosen_.clear();
+  inputs_.clear();
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    if (places_[expert + 1] > 0) chosen_.push_back({expert, places_[expert], places_[expert + 1], 0, 0});
+    places_[expert + 1] += places_[expert];
+  }
+  rows_.resize(places_[experts]);
+  weights_.resize(places_[experts]);
+  for (int64_t pair = 0; pair < call.count * k; ++pair) {
+    if (!is_expert(numbers[pair])) continue;
+    const int64_t place = places_[numbers[pair]]++;
+    rows_[place] = pair / k;
+    weights_[place] = load(weights + pair * size_of(of_weights), of_weights);
+  }
+  single_.assign(call.count, -1);
+  for (Chosen& chosen : chosen_) {
+    int64_t* const single = chosen.count == 1 ? &single_[rows_[chosen.first]] : nullptr;
+    if (single != nullptr && *single >= 0) {
+      chosen.input = *single;
+      continue;
+    }
+    chosen.input = static_cast<int64_t>(inputs_.size());
+    if (single != nullptr) *single = chosen.input;
+    inputs_.push_back({chosen.first, chosen.count, 0});
+  }
+}
+
+// Rows of all chosen experts as one list of parts, which shrink towards its end: each is half of what a thread has left.
+void Experts::divide(const Matrix& matrix, int64_t row_bytes, int threads, std::vector<Part>* parts) {
+  const int64_t least = std::max(kLeastRows, kLeastBytes / row_bytes / kLeastRows * kLeastRows);
+  int64_t left = static_cast<int64_t>(chosen_.size()) * matrix.rows;
+  parts->clear();
+  for (int64_t chosen = 0; chosen < static_cast<int64_t>(chosen_.size()); ++chosen) {
+    for (int64_t first = 0; first < matrix.rows;) {
+      const int64_t wanted = std::max(least, left / (2 * threads) / kLeastRows * kLeastRows);
+      const int64_t last = std::min(first + std::min(wanted, kMostRows), matrix.rows);
+      parts->push_back({chosen, first, last});
+      left -= last - first;
+      first = last;
+    }
+  }
+}
+
+// Calls work(part, next) for the parts that this thread comes to, with the one behind it; null behind the last.
+template <typename Work>
+void Experts::take_parts(const std::vector<Part>& parts, Pool& pool, const Work& work) {
+  const int64_t count = static_cast<int64_t>(parts.size());
+  for (int64_t part = pool.next_part(); part < count;) {
+    const int64_t next = pool.next_part();
+    work(parts[part], next < count ? &parts[next] : nullptr);
+    part = next;
+  }
+}
+
+void Experts::run(const Call& call, Pool& pool, int thread) {
+  prepare_inputs(call, pool, thread);
+  pool.barrier();
+  multiply_first(pool, thread);
+  pool.barrier();
+  if (thread == 0) pool.restart_parts();  // the barrier behind the next preparation lies between this and the next use
+  prepare_hidden(pool, thread);
+  pool.barrier();
+  multiply_last(pool, thread);
+  pool.barrier();
+  add_up(call, pool, thread);
+}
+
+void Experts::prepare_inputs(const Call& call, Pool& pool, int thread) {
+  const Matrix& matrix = experts_[0].gate;
+  const int64_t columns = matrix.columns, row_bytes = columns * size_of(dtype_);
+  const auto prepare = [&](int64_t item, int64_t first, int64_t last) {
+    const Input& input = inputs_[item];
+    const char* x = static_cast<const char*>(call.input) + rows_[input.first] * row_bytes;
+    if (input.count > 1) {
+      gather(call, input, first, last);
+      x = gathered_ + input.first * row_bytes;
+    }
+    prepare_input(matrix, input.count, instructions_, x, dtype_, columns, first, last, prepared_ + input.offset);
+  };
+  share_columns(static_cast<int64_t>(inputs_.size()), columns, input_step(matrix, instructions_), pool.threads(), thread,
+                prepare);
+}
+
+// Columns [first, last) of the input's rows of x, one behind the other.
+void Experts::gather(const Call& call, const Input& input, int64_t first, int64_t last) {
+  const int64_t size = size_of(dtype_), row_bytes = experts_[0].gate.columns * size;
+  for (int64_t i = input.first; i < input.first + input.count; ++i) {
+    std::memcpy(gathered_ + i * row_bytes + first * size,
+                static_cast<const char*>(call.input) + rows_[i] * row_bytes + first * size, (last - first) * size);
+  }
+}
+
+// A part is the same rows of gate and up of one expert, which become as many columns of the input of down.
+void Experts::multiply_first(Pool& pool, int thread) {
+  const int64_t rows = experts_[0].gate.rows;
+  char* const scratch = of_threads_ + thread * of_thread_bytes_;
+  float* const factors = reinterpret_cast<float*>(scratch + scratch_bytes_);
+  take_parts(first_parts_, pool, [&](const Part& part, const Part* next) {
+    const Chosen& chosen = chosen_[part.chosen];
+    const Expert& expert = experts_[chosen.expert];
+    const char* const input = prepared_ + inputs_[chosen.input].offset;
+    const int64_t width = part.last - part.first;
+    float* const results = hidden_ + chosen.first * rows + part.first;
+    const bool gated = expert.up.values != nullptr;
+    if (gated) ask_for(expert.up, part.first);
+    product(expert.gate, chosen.count, instructions_, input, part.first, part.last, results, rows, scratch);
+    if (next != nullptr) ask_for(experts_[chosen_[next->chosen].expert].gate, next->first);
+    if (gated) product(expert.up, chosen.count, instructions_, input, part.first, part.last, factors, width, scratch);
+    for (int64_t m = 0; m < chosen.count; ++m) {
+      activate(activation_, results + m * rows, width);
+      if (gated) multiply(results + m * rows, factors + m * width, width);
+    }
+  });
+}
+
+void Experts::prepare_hidden(Pool& pool, int thread) {
+  const Matrix& matrix = experts_[0].down;
+  const auto prepare = [&](int64_t item, int64_t first, int64_t last) {
+    const Chosen& chosen = chosen_[item];
+    const float* hidden = hidden_ + chosen.first * matrix.columns;
+    char* input = prepared_ + chosen.hidden_offset;
+    prepare_input(matrix, chosen.count, instructions_, hidden, Dtype::float32, matrix.columns, first, last, input);
+  };
+  share_columns(static_cast<int64_t>(chosen_.size()), matrix.columns, input_step(matrix, instructions_), pool.threads(), thread,
+                prepare);
+}
+
+void Experts::multiply_last(Pool& pool, int thread) {
+  const int64_t rows = experts_[0].down.rows;
+  char* const scratch = of_threads_ + thread * of_thread_bytes_;
+  take_parts(last_parts_, pool, [&](const Part& part, const Part* next) {
+    const Chosen& chosen = chosen_[part.chosen];
+    if (next != nullptr) ask_for(experts_[chosen_[next->chosen].expert].down, next->first);
+    float* const results = results_ + chosen.first * rows + part.first;
+    product(experts_[chosen.expert].down, chosen.count, instructions_, prepared_ + chosen.hidden_offset, part.first, part.last,
+            results, rows, scratch);
+  });
+}
+
+// Each thread adds up some columns of all rows.
+void Experts::add_up(const Call& call, Pool& pool, int thread) {
+  const int64_t rows = experts_[0].down.rows;
+  const int64_t step = columns_to_add(pool);
+  const int64_t first = std::min(thread * step, rows), width = std::min(step, rows - first);
+  float* const sums = reinterpret_cast<float*>(of_threads_ + thread * of_thread_bytes_);
+  std::fill_n(sums, call.count * width, 0.0f);
+  for (size_t pair = 0; pair < rows_.size(); ++pair) {
+    add_scaled(sums + rows_[pair] * width, results_ + static_cast<int64_t>(pair) * rows + first, weights_[pair], width);
+  }
+  for (int64_t m = 0; m < call.count; ++m) {
+    store(sums + m * width, static_cast<char*>(call.output) + (m * rows + first) * size_of(dtype_), dtype_, width);
+  }
+}
+
+// Whole lines of an output of 2 bytes, that threads do not share.
+int64_t Experts::columns_to_add(Pool& pool) const {
+  constexpr int64_t kLine = 32;
+  return parts_of(experts_[0].down.rows, kLine * pool.threads()) * kLine;
+}
+
+}  // namespace zero_inference::cpu

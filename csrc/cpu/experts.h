@@ -1,0 +1,84 @@
+// The experts of a mixture: of each row of the input only those that it chose are read.
+
+#pragma once
+
+#include <vector>
+
+#include "block.h"
+
+namespace zero_inference::cpu {
+
+// down(f(gate(x)) * up(x)), or down(f(gate(x))) where `up.values` is null. Filled by Python. Experts of a task are of one form.
+struct Expert {
+  Matrix gate, up, down;
+};
+
+// The input of a call is x [count, columns]. Its `extra` says what each row chose:
+//   0   k, the experts of a row
+//   1   address of their numbers, int64 [count, k]; one that is no expert's counts nothing
+//   2   address of their weights [count, k]
+//   3   dtype of the weights
+// The output is [count, rows of down]: the sum of weight x expert, in float32 and in ascending order of the experts.
+class Experts : public Task {
+ public:
+  // `dtype`: of input and output.
+  Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions);
+
+  // A call without an input takes the memory for any choice of `extra[0]` experts a row.
+  void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
+  void run(const Call& call, Pool& pool, int thread) override;
+  int64_t chosen_bytes() const override { return chosen_bytes_; }
+
+ private:
+  // Rows of x that make one prepared input.
+  struct Input {
+    int64_t first, count;  // in `rows_`
+    size_t offset;         // in bytes, of the prepared input
+  };
+  // An expert that rows chose.
+  struct Chosen {
+    int64_t expert, first, count;  // its pairs in `rows_` and `weights_`
+    int64_t input;                 // index in `inputs_` of what gate and up multiply
+    size_t hidden_offset;          // in bytes, of the prepared input of down
+  };
+  // Rows [first, last) of gate and up, or of down, of an expert.
+  struct Part {
+    int64_t chosen, first, last;  // `chosen` is its index in `chosen_`
+  };
+
+  void reserve(const Call& call, Pool& pool, Workspace& workspace);
+  void take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, Pool& pool, Workspace& workspace);
+  void group(const Call& call);
+  void gather(const Call& call, const Input& input, int64_t first, int64_t last);
+  void divide(const Matrix& matrix, int64_t row_bytes, int threads, std::vector<Part>* parts);
+  template <typename Work>
+  void take_parts(const std::vector<Part>& parts, Pool& pool, const Work& work);
+  void prepare_inputs(const Call& call, Pool& pool, int thread);
+  void multiply_first(Pool& pool, int thread);
+  void prepare_hidden(Pool& pool, int thread);
+  void multiply_last(Pool& pool, int thread);
+  void add_up(const Call& call, Pool& pool, int thread);
+  int64_t columns_to_add(Pool& pool) const;
+
+  const std::vector<Expert> experts_;
+  const Activation activation_;
+  const Dtype dtype_;
+  const Instructions instructions_;
+  // of the call under way
+  std::vector<int64_t> places_;  // in `rows_` of each expert's next pair, while they are sorted
+  std::vector<int64_t> rows_;    // of x, of each pair of a row and an expert, by expert and then by row
+  std::vector<float> weights_;   // of each pair
+  std::vector<int64_t> single_;  // of each row of x: the input that is this row alone, or -1
+  std::vector<Input> inputs_;
+  std::vector<Chosen> chosen_;
+  std::vector<Part> first_parts_, last_parts_;
+  int64_t chosen_bytes_ = 0;
+  char* prepared_ = nullptr;  // inputs of gate and up, and then those of down
+  char* gathered_ = nullptr;  // rows of x of inputs with several
+  float* hidden_ = nullptr;   // [pairs, rows of gate]
+  float* results_ = nullptr;  // [pairs, rows of down]
+  char* of_threads_ = nullptr;
+  size_t of_thread_bytes_ = 0, scratch_bytes_ = 0;
+};
+
+}  // namespace zero_inference::cpu

@@ -1,0 +1,50 @@
+// The C interface of `Cores`, for zero_inference/cores/cores.py. A call that cannot take memory returns -1, all others 0 or
+// what they say.
+
+#include <new>
+
+#include "block.h"
+#include "cores.h"
+
+using namespace zero_inference::cpu;
+
+extern "C" {
+
+void* zero_inference_cores_new(const int32_t* cpus, int64_t threads, int64_t spin_us, void* flags) {
+  return new Cores(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<Flags*>(flags));
+}
+
+void zero_inference_cores_delete(void* cores) { delete static_cast<Cores*>(cores); }
+
+int64_t zero_inference_cores_add_block(void* cores, const Stage* stages, int64_t count, int32_t dtype, int32_t instructions) {
+  return static_cast<Cores*>(cores)->add(std::make_unique<Block>(
+      std::vector<Stage>(stages, stages + count), static_cast<Dtype>(dtype), static_cast<Instructions>(instructions)));
+}
+
+int zero_inference_cores_reserve(void* cores, const Call* call) {
+  try {
+    static_cast<Cores*>(cores)->reserve(*call);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+int zero_inference_cores_run(void* cores, const Call* call) {
+  try {
+    static_cast<Cores*>(cores)->run(*call);
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+void zero_inference_cores_submit(void* cores, const Call* call, uint32_t number) {
+  static_cast<Cores*>(cores)->submit(*call, number);
+}
+
+void zero_inference_cores_statistics(const void* cores, Statistics* statistics) {
+  *statistics = static_cast<const Cores*>(cores)->statistics();
+}
+
+}  // extern "C"

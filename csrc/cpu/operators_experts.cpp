@@ -1,0 +1,13 @@
+// The C interface of `Experts`, for zero_inference/cores/cores.py; calls are those of operators_cores.cpp.
+
+#include "cores.h"
+#include "experts.h"
+
+using namespace zero_inference::cpu;
+
+extern "C" int64_t zero_inference_cores_add_experts(void* cores, const Expert* experts, int64_t count, int32_t activation,
+                                                    int32_t dtype, int32_t instructions) {
+  return static_cast<Cores*>(cores)->add(
+      std::make_unique<Experts>(std::vector<Expert>(experts, experts + count), static_cast<Activation>(activation),
+                                static_cast<Dtype>(dtype), static_cast<Instructions>(instructions)));
+}

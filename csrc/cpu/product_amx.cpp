@@ -1,0 +1,261 @@
+// Products in the tiles of AMX, which multiply 16 rows of the weight, restored as bfloat16, with 16 rows of x at once.
+//
+// A panel of 32 rows of the weight is restored a block of columns at a time, in tiles of 16 rows and 32 columns. x was prepared
+// in tiles of 16 pairs of columns, of each of 16 rows of x one pair; missing rows are zeros. Two tiles of the weight and two of
+// x give four tiles of sums, in which a tile's column is a row of x. Where values have two terms, the product of the second
+// ones, at most 2^-16 of the whole, is left out.
+
+#if defined(__x86_64__)
+
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#include <immintrin.h>
+
+#include "product_layout.h"
+
+namespace zero_inference::cpu::amx {
+
+namespace {
+
+#include "product_wide.h"
+
+#include "product_tiles.h"
+
+constexpr int64_t kTermBytes = kPanelRows * 64;  // of a panel's rows in one block of 32 columns
+// Between them lie those of the other panel, so that while one is written and one read their addresses never agree in the last
+// 12 bits, by which the processor finds out whether a load has to wait for a store.
+constexpr int64_t kTermStride = 2 * kTermBytes;
+constexpr int64_t kSumsBytes = 4 * kTileBytes;  // of two tiles of rows and two of x
+
+enum class Begin { zero, keep, load };
+
+// Tiles 0 to 3 are sums: of the weight's first rows with x's first and second, then of the weight's second rows.
+template <int kRowTiles, int kInputTiles>
+inline void begin_sums(Begin begin, const char* sums) {
+  if (begin == Begin::zero) {
+    tile_zero<0>();
+    if constexpr (kInputTiles == 2) tile_zero<1>();
+    if constexpr (kRowTiles == 2) tile_zero<2>();
+    if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_zero<3>();
+  } else if (begin == Begin::load) {
+    tile_load<0>(sums);
+    if constexpr (kInputTiles == 2) tile_load<1>(sums + kTileBytes);
+    if constexpr (kRowTiles == 2) tile_load<2>(sums + 2 * kTileBytes);
+    if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_load<3>(sums + 3 * kTileBytes);
+  }
+}
+
+template <int kRowTiles, int kInputTiles>
+inline void store_sums(char* sums) {
+  tile_store<0>(sums);
+  if constexpr (kInputTiles == 2) tile_store<1>(sums + kTileBytes);
+  if constexpr (kRowTiles == 2) tile_store<2>(sums + 2 * kTileBytes);
+  if constexpr (kRowTiles == 2 && kInputTiles == 2) tile_store<3>(sums + 3 * kTileBytes);
+}
+
+// Tiles 4 and 5 are the weight, 6 and 7 are x; those of x may be there already.
+template <int kRowTiles, int kInputTiles, bool kLoadInput>
+inline void multiply_block(const char* rows, const char* input, int64_t input_stride) {
+  if constexpr (kLoadInput) tile_load<6>(input);
+  tile_load<4>(rows);
+  tile_multiply<0, 4, 6>();
+  if constexpr (kRowTiles == 2) {
+    tile_load<5>(rows + kTileBytes);
+    tile_multiply<2, 5, 6>();
+  }
+  if constexpr (kInputTiles == 2) {
+    if constexpr (kLoadInput) tile_load<7>(input + input_stride);
+    tile_multiply<1, 4, 7>();
+    if constexpr (kRowTiles == 2) tile_multiply<3, 5, 7>();
+  }
+}
+
+// `blocks` blocks of 32 columns of a panel times one or two tiles of x, `input_stride` bytes apart.
+template <int kRowTiles, int kInputTiles, int kTerms>
+void multiply_panel(const char* panel, const char* input, int64_t input_stride, int64_t blocks, Begin begin, bool ends,
+                    char* sums) {
+  begin_sums<kRowTiles, kInputTiles>(begin, sums);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const char* const rows = panel + block * kTerms * kTermStride;
+    const char* const x = input + block * kTerms * kTileBytes;
+    if constexpr (kTerms == 1) {
+      multiply_block<kRowTiles, kInputTiles, true>(rows, x, input_stride);
+    } else {
+      multiply_block<kRowTiles, kInputTiles, true>(rows, x + kTileBytes, input_stride);
+      multiply_block<kRowTiles, kInputTiles, true>(rows, x, input_stride);
+      multiply_block<kRowTiles, kInputTiles, false>(rows + kTermStride, x, input_stride);
+    }
+  }
+  if (ends) store_sums<kRowTiles, kInputTiles>(sums);
+}
+
+// Sums of up to 32 rows of the weight and 32 of x to where they belong: a column of a tile is part of a row of `out`.
+void write_out(const char* sums, int64_t rows, int64_t count, float* out, int64_t stride) {
+  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  for (int64_t row = 0; row < rows; row += kTileRows) {
+    const int64_t left = rows - row;
+    const __mmask16 there = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
+    for (int64_t m = 0; m < count; ++m) {
+      const char* const tile = sums + (row / kTileRows * 2 + m / kTileRows) * kTileBytes;
+      const __m512 values = _mm512_i32gather_ps(lanes, tile + m % kTileRows * 4, 4);
+      _mm512_mask_storeu_ps(out + m * stride + row, there, values);
+    }
+  }
+}
+
+// Which part of the weight a panel holds.
+struct Part {
+  int64_t row, rows, k, columns;
+  char* panel;
+};
+
+// While the rows of one panel are restored, the panel before is multiplied: the tiles work beside the vectors.
+template <int kTerms>
+struct Tiles {
+  static constexpr int64_t kBlock = kPanelColumns / kTerms;
+
+  const Matrix& matrix;
+  const Layout& layout;
+  int64_t count;
+  const char* input;
+  char* panels;
+  char* sums;
+
+  bool ends(const Part& part) const { return part.k + part.columns == matrix.columns; }
+
+  void restore_row(const Part& part, int64_t r, int64_t last) const {
+    const int64_t next_row = part.row + r + (ends(part) ? kPanelRows : 0);
+    const int64_t next_k = ends(part) ? 0 : part.k + part.columns;
+    const char* const next = next_row < last ? values_at(matrix, next_row, next_k) : values_at(matrix, part.row, part.k);
+    const Place place = {part.panel + r * 64, kTerms * kTermStride, kTermStride};
+    if (matrix.bits == 0 && part.columns == kBlock) {  // what happens most is not decided again for each row
+      const char* const values = values_at(matrix, part.row + r, part.k);
+      if constexpr (kTerms == 1) return brain_plain(values, kBlock, place, next);
+      if constexpr (kTerms == 2) return half_plain(values, kBlock, place, next);
+    }
+    restore_brain<kTerms>(matrix, layout, part.row + r, part.k, part.columns, round_up(part.columns, kStep), place, next);
+  }
+
+  int64_t blocks(const Part& part) const { return round_up(part.columns, kStep) / 32; }
+
+  // A step is a block of 32 columns of the panel times one or two tiles of x.
+  int64_t steps(const Part& part) const { return blocks(part) * ((count + 2 * kTileRows - 1) / (2 * kTileRows)); }
+
+  // Steps [from, to): blocks of columns of the first tiles of x, then of the next ones.
+  void multiply(const Part& part, int64_t from, int64_t to) const {
+    const bool alone = count <= 2 * kTileRows;  // then the sums stay in their tiles
+    const int64_t stride = layout.columns / 32 * kTerms * kTileBytes;
+    while (from < to) {
+      const int64_t pair = alone ? 0 : from / blocks(part);
+      const int64_t block = from - pair * blocks(part);
+      const int64_t some = to - from < blocks(part) - block ? to - from : blocks(part) - block;
+      const bool two = count - pair * 2 * kTileRows > kTileRows;
+      const auto kernel = part.rows > kTileRows ? (two ? multiply_panel<2, 2, kTerms> : multiply_panel<2, 1, kTerms>)
+                                                : (two ? multiply_panel<1, 2, kTerms> : multiply_panel<1, 1, kTerms>);
+      const Begin begin = block > 0 ? Begin::keep : part.k == 0 ? Begin::zero : alone ? Begin::keep : Begin::load;
+      const bool store = block + some == blocks(part) && (!alone || ends(part));
+      const char* const x = input + 2 * pair * stride + (part.k / 32 + block) * kTerms * kTileBytes;
+      kernel(part.panel + block * kTerms * kTermStride, x, stride, some, begin, store, sums + pair * kSumsBytes);
+      from += some;
+    }
+  }
+
+  // The rest of a panel's steps, and where its rows are complete, their results.
+  void finish(const Part& part, int64_t from, int64_t first, float* out, int64_t stride) const {
+    multiply(part, from, steps(part));
+    if (!ends(part)) return;
+    for (int64_t m = 0; m < count; m += 2 * kTileRows) {
+      const int64_t some = count - m < 2 * kTileRows ? count - m : 2 * kTileRows;
+      write_out(sums + m / (2 * kTileRows) * kSumsBytes, part.rows, some, out + m * stride + part.row - first, stride);
+    }
+  }
+
+  void product(int64_t first, int64_t last, float* out, int64_t stride) const {
+    tiles_begin();
+    Part before = {first, 0, 0, 0, panels + kTermBytes};
+    for (int64_t row = first; row < last; row += kPanelRows) {
+      const int64_t rows = last - row < kPanelRows ? last - row : kPanelRows;
+      for (int64_t k = 0; k < matrix.columns; k += kBlock) {
+        const int64_t columns = matrix.columns - k < kBlock ? matrix.columns - k : kBlock;
+        const Part part = {row, rows, k, columns, before.panel == panels ? panels + kTermBytes : panels};
+        const int64_t all = steps(before);
+        int64_t done = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+          restore_row(part, r, last);
+          const int64_t due = all * (r + 1) / kPanelRows;
+          multiply(before, done, due);
+          done = due;
+        }
+        finish(before, done, first, out, stride);
+        before = part;
+      }
+    }
+    finish(before, 0, first, out, stride);
+    tiles_end();
+  }
+};
+
+template <int kTerms>
+void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
+                   int64_t last, int64_t columns, char* input) {
+  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  alignas(64) char rows[2][kTerms][kTileBytes];  // by half of 64 columns and term: a row of x after the other
+  for (int64_t m = 0; m < count; m += kTileRows) {
+    char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * kTileBytes;
+    for (int64_t k = first; k < (last == columns ? layout.columns : last); k += 64) {
+      for (int64_t i = 0; i < kTileRows; ++i) {
+        __m512i terms[2][kTerms] = {};
+        if (m + i < count) {
+          const char* const row = x + (m + i) * stride * bytes_of(x_dtype);
+          brain_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);
+        }
+        for (int part = 0; part < 2 * kTerms; ++part) {
+          _mm512_store_si512(rows[part / kTerms][part % kTerms] + i * 64, terms[part / kTerms][part % kTerms]);
+        }
+      }
+      char* const out = tiles + k / 32 * kTerms * kTileBytes;
+      for (int part = 0; part < 2 * kTerms; ++part) {
+        for (int64_t pair = 0; pair < 16; ++pair) {
+          const char* const column = rows[part / kTerms][part % kTerms] + pair * 4;
+          _mm512_store_si512(out + part * kTileBytes + pair * 64, _mm512_i32gather_epi32(lanes, column, 4));
+        }
+      }
+    }
+  }
+}
+
+#include "product_code_tiles.h"
+
+}  // namespace
+
+void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,
+                   int64_t last, int64_t columns, void* input) {
+  if (!in_tiles(layout)) {
+    return avx512::prepare_input(layout, count, x, x_dtype, stride, first, last, columns, input);
+  }
+  const char* const rows = static_cast<const char*>(x);
+  char* const out = static_cast<char*>(input);
+  const bool split = is_split(layout.form);
+  (split ? prepare_tiles<2> : prepare_tiles<1>)(layout, count, rows, x_dtype, stride, first, last, columns, out);
+  if (layout.form == Form::code_tiles) prepare_sections<1>(layout, count, first, last, out);
+  if (layout.form == Form::split_code_tiles) prepare_sections<2>(layout, count, first, last, out);
+}
+
+void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
+             float* out, int64_t stride, void* scratch) {
+  if (!in_tiles(layout)) return avx512::product(matrix, layout, count, input, first, last, out, stride, scratch);
+  const char* const x = static_cast<const char*>(input);
+  char* const panel = static_cast<char*>(scratch);
+  char* const sums = panel + 2 * kPanelBytes;
+  if (layout.form == Form::tiles) return Tiles<1>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
+  if (layout.form == Form::split_tiles)
+    return Tiles<2>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
+  const auto multiply = matrix.bits == 4 ? (is_split(layout.form) ? product_of_codes<4, 2> : product_of_codes<4, 1>)
+                                         : (is_split(layout.form) ? product_of_codes<8, 2> : product_of_codes<8, 1>);
+  multiply(matrix, layout, count, x, first, last, out, stride, panel);
+}
+
+uint64_t read_bytes_sum(const void* data, int64_t bytes) { return avx512::read_bytes_sum(data, bytes); }
+
+}  // namespace zero_inference::cpu::amx
+
+#endif

@@ -1,0 +1,185 @@
+// Products of up to four rows of x, straight from the registers in which the weight was restored. Included behind
+// product_vectors.h.
+//
+// With a panel between, memory waits while the panel is multiplied: one row of x and a bfloat16 weight ran at 18 GB/s on one
+// core of a Zen 5 that reads 38, and without it at 35.
+//
+// A Format is a weight's: kColumns restored at once from kBytes into kVectors of Weight, as open does, and multiply with x;
+// kGrouped where values come from codes, with a Group made of scale and minimum.
+
+constexpr int64_t kDirectCount = 4;
+constexpr int64_t kScaleColumns = 2048;  // of which scales are converted at a time
+
+template <Dtype kDtype>
+struct Plain32 {
+  using Weight = Vector;
+  static constexpr bool kGrouped = false;
+  static constexpr int kVectors = 1;
+  static constexpr int64_t kColumns = kLanes, kBytes = kLanes * (kDtype == Dtype::float32 ? 4 : 2), kInputBytes = 4;
+  static void open(const char* p, const Group*, Weight* weight) { weight[0] = from<kDtype>(p); }
+  static Vector multiply(Vector total, Weight weight, const char* x) {
+    return fused(weight, load(reinterpret_cast<const float*>(x)), total);
+  }
+};
+
+template <Dtype kDtype>
+struct Bytes32 : Plain32<kDtype> {
+  static constexpr bool kGrouped = true;
+  static constexpr int64_t kBytes = kLanes;
+  static Group group(float scale, float minimum) { return group_of<kDtype>(scale, minimum); }
+  static void open(const char* p, const Group* group, Vector* weight) {
+    weight[0] = restore_bytes<kDtype>(reinterpret_cast<const uint8_t*>(p), *group);
+  }
+};
+
+template <Dtype kDtype>
+struct Pairs32 : Plain32<kDtype> {
+  static constexpr bool kGrouped = true;
+  static constexpr int kVectors = 2;
+  static constexpr int64_t kColumns = 2 * kLanes, kBytes = kLanes;
+  static Group group(float scale, float minimum) { return group_of<kDtype>(scale, minimum); }
+  static void open(const char* p, const Group* group, Vector* weight) {
+    restore_pairs<kDtype>(reinterpret_cast<const uint8_t*>(p), *group, weight[0], weight[1]);
+  }
+};
+
+// What a call works on: kRowsHere rows of the weight from codes[r] on, and the rows of x.
+template <int kCount, int kRowsHere>
+struct Direct {
+  const char* values[kRowsHere];
+  int64_t ahead[kRowsHere];  // bytes to what is asked for
+  const char* x[kCount];
+  Vector total[kCount][kRowsHere];
+};
+
+// `columns`, whole chunks of one group.
+template <class Format, int kCount, int kRowsHere>
+inline void multiply_direct(Direct<kCount, kRowsHere>& work, int64_t columns, const Group* groups) {
+  for (int64_t i = 0; i < columns; i += Format::kColumns) {
+    typename Format::Weight weights[kRowsHere][Format::kVectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowsHere; ++r) {
+      ask_for(work.values[r] + work.ahead[r]);
+      Format::open(work.values[r], groups + r, weights[r]);
+      work.values[r] += Format::kBytes;
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < kCount; ++m) {
+#pragma GCC unroll 2
+      for (int v = 0; v < Format::kVectors; ++v) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRowsHere; ++r) {
+          work.total[m][r] = Format::multiply(work.total[m][r], weights[r][v], work.x[m] + v * kVectorBytes);
+        }
+      }
+      work.x[m] += Format::kColumns * Format::kInputBytes;
+    }
+  }
+}
+
+template <class Format, int kCount, int kRowsHere>
+inline void direct_groups(const Matrix& matrix, const int64_t* rows, Direct<kCount, kRowsHere>& work) {
+  int64_t left = matrix.group;
+  for (int64_t k = 0; k < matrix.columns; k += kScaleColumns) {
+    const int64_t count = matrix.columns - k < kScaleColumns ? matrix.columns - k : kScaleColumns;
+    Scales<kScaleColumns / kLanes + 2> scales[kRowsHere];
+    for (int r = 0; r < kRowsHere; ++r) scales[r].convert(matrix, rows[r], k, count);
+    int64_t index = 0;
+    for (int64_t i = 0; i < count;) {
+      const int64_t some = left < count - i ? left : count - i;
+      Group groups[kRowsHere];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRowsHere; ++r) groups[r] = Format::group(scales[r].scale[index], scales[r].minimum[index]);
+      multiply_direct<Format>(work, some, groups);
+      i += some;
+      left -= some;
+      if (left == 0) {
+        ++index;
+        left = matrix.group;
+      }
+    }
+  }
+}
+
+template <class Format, int kCount, int kRowsHere>
+inline void direct_plain(const Matrix& matrix, Direct<kCount, kRowsHere>& work) {
+  const int64_t whole = matrix.columns / Format::kColumns * Format::kColumns;
+  multiply_direct<Format>(work, whole, nullptr);
+  if (whole == matrix.columns) return;
+  char tails[kRowsHere][Format::kBytes] = {};
+  for (int r = 0; r < kRowsHere; ++r) {
+    const int64_t bytes = (matrix.columns - whole) * bytes_of(matrix.dtype);
+    __builtin_memcpy(tails[r], work.values[r], static_cast<size_t>(bytes));
+    work.values[r] = tails[r];
+    work.ahead[r] = 0;
+  }
+  multiply_direct<Format>(work, Format::kColumns, nullptr);
+}
+
+template <class Format, int kCount, int kRowsHere>
+void direct_rows(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                 float* out, int64_t stride) {
+  const int64_t row_bytes = matrix.columns / Format::kColumns * Format::kBytes;  // nearly
+  for (int64_t row = first; row < last; row += kRowsHere) {
+    Direct<kCount, kRowsHere> work;
+    int64_t rows[kRowsHere];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowsHere; ++r) {
+      rows[r] = row + r < last ? row + r : row;  // again, where there is none
+      work.values[r] = values_at(matrix, rows[r], 0);
+      work.ahead[r] = rows[r] + kRowsHere < last ? kRowsHere * row_bytes : 0;
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < kCount; ++m) {
+      work.x[m] = input + (m < count ? m : 0) * input_stride(layout);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRowsHere; ++r) work.total[m][r] = zero();
+    }
+    if constexpr (Format::kGrouped) {
+      direct_groups<Format>(matrix, rows, work);
+    } else {
+      direct_plain<Format>(matrix, work);
+    }
+    for (int m = 0; m < kCount && m < count; ++m) {
+      for (int r = 0; r < kRowsHere && row + r < last; ++r) out[m * stride + row + r - first] = sum(work.total[m][r]);
+    }
+  }
+}
+
+// Three rows of x are multiplied as four, of which one is there twice, and two likewise where there are few registers: every
+// number of rows that has code of its own takes its time to compile.
+template <class Format>
+inline void direct(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                   float* out, int64_t stride) {
+  if (count == 1) return direct_rows<Format, 1, 4>(matrix, layout, count, input, first, last, out, stride);
+  if constexpr (kTokens == 4) {
+    if (count == 2) return direct_rows<Format, 2, 4>(matrix, layout, count, input, first, last, out, stride);
+    direct_rows<Format, 4, 4>(matrix, layout, count, input, first, last, out, stride);
+  } else {
+    direct_rows<Format, 4, 2>(matrix, layout, count, input, first, last, out, stride);
+  }
+}
+
+template <Dtype kDtype>
+void direct_of_dtype(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                     float* out, int64_t stride) {
+  if (matrix.bits == 0) return direct<Plain32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
+  if (matrix.bits == 8) return direct<Bytes32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
+  direct<Pairs32<kDtype>>(matrix, layout, count, input, first, last, out, stride);
+}
+
+inline bool is_direct(const Matrix& matrix, const Layout& layout, int64_t count) {
+  return count <= kDirectCount && (matrix.bits == 0 || layout.vectors);
+}
+
+// Whichever way suits, of products in float32.
+void product_float32(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                     float* out, int64_t stride, char* scratch) {
+  if (!is_direct(matrix, layout, count)) {
+    return product_in_vectors<Float32>(matrix, layout, count, input, first, last, out, stride, scratch);
+  }
+  const auto multiply = matrix.dtype == Dtype::float32   ? direct_of_dtype<Dtype::float32>
+                        : matrix.dtype == Dtype::float16 ? direct_of_dtype<Dtype::float16>
+                                                         : direct_of_dtype<Dtype::bfloat16>;
+  multiply(matrix, layout, count, input, first, last, out, stride);
+}

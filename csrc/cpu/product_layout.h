@@ -1,0 +1,121 @@
+// What the kernels behind product.h have in common: the form of the prepared input, and a set of kernels per instruction set.
+//
+// Each set has its own .cpp, compiled for its own instructions, so nothing here may end up as one function that several of them
+// share: `static`, no templates of the standard library.
+
+#pragma once
+
+#include "product.h"
+
+namespace zero_inference::cpu {
+
+enum class Form : int32_t {
+  float32,          // [count][columns]; products in float32
+  codes,            // [count][columns] in bfloat16, and sums over groups; products with int4 codes, which are scaled afterwards
+  split_codes,      // likewise, and each value in two bfloat16 terms, which hold 16 bits: for float16, that has 11
+  bfloat16,         // [count][columns]; products of bfloat16 pairs, summed up in float32
+  tiles,            // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
+  split_tiles,      // likewise, and each value in two bfloat16 terms
+  code_tiles,       // tiles, and sums over sections of groups; products with codes, which are scaled afterwards
+  split_code_tiles  // split_tiles likewise
+};
+
+struct Layout {
+  Form form;
+  bool vectors;  // groups are whole vectors of codes; else codes are restored one by one
+  // Order of the columns. int4 in vectors: so many are a block, in which those of low nibbles come before those of high ones.
+  // Plain in two terms: 32, with column i of a block beside i + 16. Else 0, as they are.
+  int64_t pairs;
+  int64_t columns;  // with padding of zeros, a multiple of kStep
+  int64_t group;    // of the weight
+};
+
+constexpr int64_t kStep = 128;  // columns that are prepared and multiplied together
+// Bytes of one restored row that are multiplied at a time: 4 rows of it and the input stay in L1.
+constexpr int64_t kBlockBytes = 4096;
+// Bytes between rows that would else lie a power of two apart, and share lines of the cache.
+constexpr int64_t kRowGap = 64;
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kPanelRows = 2 * kTileRows;  // rows of the weight that are restored and multiplied together in tiles
+// Columns of a panel of them in one term: two panels take two thirds of the L1 cache of 48 KiB. Others can be tried
+// (benchmarks/cores_products.py --flags): multiples of 256.
+#if !defined(ZERO_INFERENCE_PANEL_COLUMNS)
+#define ZERO_INFERENCE_PANEL_COLUMNS 256
+#endif
+constexpr int64_t kPanelColumns = ZERO_INFERENCE_PANEL_COLUMNS;
+constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
+
+// Of a thread's scratch for products with codes in tiles, before the totals of each row of x.
+constexpr int64_t kCodeScratchBytes = 2 * kPanelRows * kStep * 2 + 2 * 4 * kTileBytes + 2 * kPanelRows * 64;
+
+static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Whole groups in so many columns. A division takes up to 18 cycles, and a row is visited every 256 columns; sizes are powers
+// of two nearly always.
+static inline int64_t groups_in(const Matrix& matrix, int64_t columns) {
+  const int64_t group = matrix.group;
+  return (group & (group - 1)) == 0 ? columns >> __builtin_ctzll(static_cast<unsigned long long>(group)) : columns / group;
+}
+
+// Columns from `column` to the end of its group.
+static inline int64_t left_in_group(const Matrix& matrix, int64_t column) {
+  return matrix.group - (column - groups_in(matrix, column) * matrix.group);
+}
+
+static inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+// Bytes of the sums over groups in a row of the prepared input for products with codes.
+static inline int64_t sums_bytes(const Layout& layout) { return round_up(layout.columns / layout.group + 1, 16) * 4; }
+
+// Bytes of a row of the prepared input where that is not tiles.
+static inline int64_t input_stride(const Layout& layout) {
+  const int64_t value = layout.form == Form::float32 || layout.form == Form::split_codes ? 4 : 2;
+  const bool codes = layout.form == Form::codes || layout.form == Form::split_codes;
+  return layout.columns * value + (codes ? sums_bytes(layout) + layout.columns / 128 * 64 : 0) + kRowGap;
+}
+
+static inline bool is_split(Form form) {
+  return form == Form::split_codes || form == Form::split_tiles || form == Form::split_code_tiles;
+}
+
+static inline bool codes_in_tiles(Form form) { return form == Form::code_tiles || form == Form::split_code_tiles; }
+
+static inline bool in_tiles(const Layout& layout) {
+  return layout.form == Form::tiles || layout.form == Form::split_tiles || codes_in_tiles(layout.form);
+}
+
+// Columns of a section, where codes are multiplied in tiles: all of one group, and whole ones make kStep.
+static inline int64_t section_columns(const Layout& layout) {
+  const int64_t group = layout.group;
+  return group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
+}
+
+// Bytes of the tiles of the prepared input, behind which the sums over sections begin.
+static inline int64_t sections_at(const Layout& layout, int64_t count) {
+  return round_up(count, kTileRows) * layout.columns * (is_split(layout.form) ? 4 : 2);
+}
+
+// Where column `column` (a multiple of what a byte holds) of a row of values begins.
+static inline const char* values_at(const Matrix& matrix, int64_t row, int64_t column) {
+  const int64_t element = row * matrix.columns + column;
+  return static_cast<const char*>(matrix.values) + (matrix.bits ? element * matrix.bits / 8 : element * bytes_of(matrix.dtype));
+}
+
+#define ZERO_INFERENCE_KERNELS(name)                                                                                      \
+  namespace name {                                                                                                        \
+  void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,    \
+                     int64_t last, int64_t columns, void* input);                                                         \
+  void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last, \
+               float* out, int64_t stride, void* scratch);                                                                \
+  uint64_t read_bytes_sum(const void* data, int64_t bytes);                                                               \
+  }
+ZERO_INFERENCE_KERNELS(portable)
+#if defined(__x86_64__)
+ZERO_INFERENCE_KERNELS(avx2)
+ZERO_INFERENCE_KERNELS(avx512)
+ZERO_INFERENCE_KERNELS(amx)  // the tile forms; the others are avx512's, and so is read_bytes_sum
+#endif
+#undef ZERO_INFERENCE_KERNELS
+
+}  // namespace zero_inference::cpu

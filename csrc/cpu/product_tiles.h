@@ -1,0 +1,107 @@
+// The tile instructions of AMX. Included by product_amx.cpp inside its unnamed namespace.
+//
+// With ZERO_INFERENCE_EMULATED_TILES they are plain C++ that does the same, for tests on processors without tiles: it shows
+// that what is loaded where is right, and is not fast.
+
+// Layout of the operand of ldtilecfg.
+struct alignas(64) TileShapes {
+  uint8_t palette;
+  uint8_t start_row;
+  uint8_t reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+};
+static_assert(sizeof(TileShapes) == 64, "the operand of ldtilecfg has 64 bytes");
+
+#if !defined(ZERO_INFERENCE_EMULATED_TILES)
+
+// All eight tiles with 16 rows of 64 bytes.
+inline void tiles_begin() {
+  TileShapes shapes = {};
+  shapes.palette = 1;
+  for (int tile = 0; tile < 8; ++tile) {
+    shapes.row_bytes[tile] = 64;
+    shapes.rows[tile] = 16;
+  }
+  __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+// Without this the system would go on to save the tiles at each switch of threads.
+inline void tiles_end() { __asm__ volatile("tilerelease" ::: "memory"); }
+
+template <int kTile>
+inline void tile_zero() {
+  __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+
+// 16 rows of 64 bytes one behind the other. The compiler does not know what is read: "memory" keeps stores before it.
+template <int kTile>
+inline void tile_load(const char* p) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(static_cast<int64_t>(64)), "i"(kTile) : "memory");
+}
+
+template <int kTile>
+inline void tile_store(char* p) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(static_cast<int64_t>(64)), "i"(kTile) : "memory");
+}
+
+// sums[i][j] += sum over p of rows[i][2p] * pairs[p][2j] + rows[i][2p + 1] * pairs[p][2j + 1]; in this notation of the
+// assembler the operands stand in the opposite order.
+template <int kSums, int kRowTile, int kPairs>
+inline void tile_multiply() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRowTile), "i"(kPairs));
+}
+
+#else
+
+struct EmulatedTile {
+  char bytes[1024];
+};
+thread_local EmulatedTile tiles[8];
+thread_local bool configured = false;
+
+inline void tiles_begin() { configured = true; }
+inline void tiles_end() {
+  configured = false;
+  __builtin_memset(tiles, 0x7f, sizeof(tiles));
+}
+
+template <int kTile>
+inline void tile_zero() {
+  __builtin_memset(tiles[kTile].bytes, 0, 1024);
+}
+
+template <int kTile>
+inline void tile_load(const char* p) {
+  if (!configured) __builtin_trap();
+  __builtin_memcpy(tiles[kTile].bytes, p, 1024);
+}
+
+template <int kTile>
+inline void tile_store(char* p) {
+  if (!configured) __builtin_trap();
+  __builtin_memcpy(p, tiles[kTile].bytes, 1024);
+}
+
+inline float brain_at(const EmulatedTile& tile, int row, int column) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, tile.bytes + row * 64 + column * 2, 2);
+  return brain_value(bits);
+}
+
+template <int kSums, int kRowTile, int kPairs>
+inline void tile_multiply() {
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < 16; ++j) {
+      float total;
+      __builtin_memcpy(&total, tiles[kSums].bytes + i * 64 + j * 4, 4);
+      for (int p = 0; p < 16; ++p) {
+        total += brain_at(tiles[kRowTile], i, 2 * p) * brain_at(tiles[kPairs], p, 2 * j);
+        total += brain_at(tiles[kRowTile], i, 2 * p + 1) * brain_at(tiles[kPairs], p, 2 * j + 1);
+      }
+      __builtin_memcpy(tiles[kSums].bytes + i * 64 + j * 4, &total, 4);
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,297 @@
+// Products in vectors, for any instruction set. Included by each set's .cpp inside its unnamed namespace, behind
+//
+//   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x one pass over the panel multiplies
+//   zero, broadcast, load, store, fused, sum
+//   from_half, from_brain               kLanes float16 or bfloat16 to float32; from_part is defined behind it
+//   rounded<dtype>                      float32 as that dtype would keep it
+//   Group, group_of<dtype>(scale, minimum), restore_bytes<dtype>, restore_pairs<dtype>   codes to float32, from kLanes bytes
+//   split_pairs(one, two, even, odd)    elements of even and odd place
+//
+// A few rows of the weight are restored into a panel in the L1 cache, a block of columns at a time, and multiplied there with
+// all rows of x. What a code stands for is rounded to the dtype of its scale, so that these are the values that a device
+// restores. While a block is restored, the next one is asked for from memory: the processor itself reads ahead only to the end
+// of a page of 4 KiB.
+
+constexpr int64_t kVectorBytes = kLanes * 4;
+constexpr int kRows = 4;  // of the weight in a panel
+
+// Into the L2 cache: L1 holds the panel and x. Other places can be tried (benchmarks/cores_products.py --flags): 3 is L1, 0
+// past the caches, -1 does not ask.
+#if !defined(ZERO_INFERENCE_PREFETCH)
+#define ZERO_INFERENCE_PREFETCH 2
+#endif
+inline void ask_for(const char* p) {
+  if (ZERO_INFERENCE_PREFETCH >= 0) __builtin_prefetch(p, 0, ZERO_INFERENCE_PREFETCH & 3);
+}
+
+// Scalar conversions, for what does not fill a vector.
+inline float brain_value(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  __builtin_memcpy(&value, &word, 4);
+  return value;
+}
+
+inline float half_value(uint16_t bits) {
+  const uint32_t magnitude = bits & 0x7fffu;
+  uint32_t word = magnitude << 13;
+  float value;
+  if (magnitude >= 0x7c00u) {  // an infinity or NaN
+    word |= 0x7f800000u;
+    __builtin_memcpy(&value, &word, 4);
+  } else {
+    __builtin_memcpy(&value, &word, 4);
+    value *= 0x1p112f;  // the difference of the exponents' biases; right for subnormal numbers too
+  }
+  return bits & 0x8000u ? -value : value;
+}
+
+inline float element(const void* values, Dtype dtype, int64_t index) {
+  const char* const p = static_cast<const char*>(values) + index * bytes_of(dtype);
+  float value;
+  uint16_t bits;
+  if (dtype == Dtype::float32) {
+    __builtin_memcpy(&value, p, 4);
+    return value;
+  }
+  __builtin_memcpy(&bits, p, 2);
+  return dtype == Dtype::float16 ? half_value(bits) : brain_value(bits);
+}
+
+template <Dtype kDtype>
+inline Vector from(const char* p) {
+  if constexpr (kDtype == Dtype::float32) return load(reinterpret_cast<const float*>(p));
+  if constexpr (kDtype == Dtype::float16) return from_half(p);
+  if constexpr (kDtype == Dtype::bfloat16) return from_brain(p);
+}
+
+inline Vector from(Dtype dtype, const char* p) {
+  if (dtype == Dtype::float32) return from<Dtype::float32>(p);
+  return dtype == Dtype::float16 ? from<Dtype::float16>(p) : from<Dtype::bfloat16>(p);
+}
+
+// The first `count` lanes, fewer than all, of which no more is read; zeros in the others. Each set has its own, behind this
+// file.
+template <Dtype kDtype>
+Vector from_part(const char* p, int64_t count);
+
+// `count` elements of any dtype, from a place that need not be aligned, to float32, with zeros up to `padded`.
+template <Dtype kDtype>
+inline void widen(const char* p, int64_t count, int64_t padded, float* out, const char* next) {
+  constexpr int64_t kBytes = kDtype == Dtype::float32 ? 4 : 2;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    ask_for(next + i * kBytes);
+    store(out + i, from<kDtype>(p + i * kBytes));
+  }
+  if (i < count) {
+    store(out + i, from_part<kDtype>(p + i * kBytes, count - i));
+    i += kLanes;
+  }
+  for (; i < padded; i += kLanes) store(out + i, zero());
+}
+
+inline void widen(Dtype dtype, const char* p, int64_t count, int64_t padded, float* out, const char* next) {
+  if (dtype == Dtype::float32) return widen<Dtype::float32>(p, count, padded, out, next);
+  if (dtype == Dtype::float16) return widen<Dtype::float16>(p, count, padded, out, next);
+  widen<Dtype::bfloat16>(p, count, padded, out, next);
+}
+
+// Scale and minimum, in float32, of the groups that columns [k, k + count) of a row lie in.
+template <int64_t kMost>
+struct Scales {
+  float scale[kMost + 2 * kLanes];  // with zeros of a vector behind the last
+  float minimum[kMost + 2 * kLanes];
+
+  Scales() {}
+  Scales(const Matrix& matrix, int64_t row, int64_t k, int64_t count) { convert(matrix, row, k, count); }
+
+  void convert(const Matrix& matrix, int64_t row, int64_t k, int64_t count) {
+    const int64_t first = row * groups_in(matrix, matrix.columns) + groups_in(matrix, k);
+    const int64_t groups = groups_in(matrix, k + count - 1) - groups_in(matrix, k) + 1;
+    const int64_t at = first * bytes_of(matrix.dtype);
+    const char* const scales = static_cast<const char*>(matrix.scales) + at;
+    const char* const minima = static_cast<const char*>(matrix.minima) + at;
+    widen(matrix.dtype, scales, groups, groups + kLanes, scale, scales);
+    widen(matrix.dtype, minima, groups, groups + kLanes, minimum, minima);
+  }
+};
+
+inline Vector rounded(Dtype dtype, Vector value) {
+  if (dtype == Dtype::float32) return value;
+  return dtype == Dtype::float16 ? rounded<Dtype::float16>(value) : rounded<Dtype::bfloat16>(value);
+}
+
+// Any group size, in the order of the columns.
+inline void restore_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int64_t count, int64_t padded, float* out) {
+  const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
+  int64_t group = row * groups_in(matrix, matrix.columns) + groups_in(matrix, k);
+  int64_t left = left_in_group(matrix, k);
+  float scale = element(matrix.scales, matrix.dtype, group);
+  float minimum = element(matrix.minima, matrix.dtype, group);
+  for (int64_t i = 0; i < count; ++i, --left) {
+    if (left == 0) {
+      ++group;
+      left = matrix.group;
+      scale = element(matrix.scales, matrix.dtype, group);
+      minimum = element(matrix.minima, matrix.dtype, group);
+    }
+    const int code = matrix.bits == 8 ? codes[i] : codes[i / 2] >> (i % 2 * 4) & 15;
+    out[i] = static_cast<float>(code) * scale + minimum;
+  }
+  for (int64_t i = count; i < padded; ++i) out[i] = 0;
+  for (int64_t i = 0; i < padded; i += kLanes) store(out + i, rounded(matrix.dtype, load(out + i)));
+}
+
+// Products of float32.
+struct Float32 {
+  static constexpr int64_t kBytes = 4;
+  static constexpr int64_t kBlock = kBlockBytes / kBytes;
+
+  static Vector step(Vector total, const char* weight, const char* x) {
+    return fused(load(reinterpret_cast<const float*>(weight)), load(reinterpret_cast<const float*>(x)), total);
+  }
+
+  template <Dtype kDtype>
+  static void restore_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
+    const Scales<kBlock / kLanes + 2> scales(matrix, row, k, count);
+    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
+    int64_t left = left_in_group(matrix, k);
+    int64_t index = 0;
+    Group group = group_of<kDtype>(scales.scale[0], scales.minimum[0]);
+    const int64_t step = matrix.bits == 8 ? kLanes : 2 * kLanes;
+    for (int64_t i = 0; i < count; i += step, left -= step) {
+      if (left == 0) {
+        ++index;
+        left = matrix.group;
+        group = group_of<kDtype>(scales.scale[index], scales.minimum[index]);
+      }
+      if (matrix.bits == 8) {
+        ask_for(next + i);
+        store(out + i, restore_bytes<kDtype>(codes + i, group));
+      } else {
+        ask_for(next + i / 2);
+        Vector even, odd;
+        restore_pairs<kDtype>(codes + i / 2, group, even, odd);
+        store(out + i, even);
+        store(out + i + kLanes, odd);
+      }
+    }
+  }
+
+  // Columns [k, k + count) of a row into `out`, with zeros up to `padded`.
+  static void restore(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
+                      char* panel, const char* next) {
+    float* const out = reinterpret_cast<float*>(panel);
+    if (matrix.bits == 0) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
+    if (!layout.vectors) return restore_one_by_one(matrix, row, k, count, padded, out);
+    if (matrix.dtype == Dtype::float32) restore_groups<Dtype::float32>(matrix, row, k, count, out, next);
+    if (matrix.dtype == Dtype::float16) restore_groups<Dtype::float16>(matrix, row, k, count, out, next);
+    if (matrix.dtype == Dtype::bfloat16) restore_groups<Dtype::bfloat16>(matrix, row, k, count, out, next);
+    for (int64_t i = count; i < padded; i += kLanes) store(out + i, zero());
+  }
+};
+
+// `bytes` of the panel's kRows rows times as many of kCount rows of x, added to sums [kCount][kRows] of vectors. Few sums are
+// done as kTurns that do not wait for each other.
+template <class Product, int kCount, int kTurns>
+inline void multiply(const char* panel, const char* x, int64_t x_stride, int64_t bytes, float* sums, bool first) {
+  constexpr int64_t kPanelStride = kBlockBytes + kRowGap;
+  Vector total[kTurns][kCount][kRows];
+#pragma GCC unroll 16
+  for (int i = 0; i < kTurns * kCount * kRows; ++i) total[i / (kCount * kRows)][i / kRows % kCount][i % kRows] = zero();
+  for (int64_t at = 0; at < bytes; at += kTurns * kVectorBytes) {
+#pragma GCC unroll 2
+    for (int turn = 0; turn < kTurns; ++turn) {
+#pragma GCC unroll 4
+      for (int m = 0; m < kCount; ++m) {
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t here = at + turn * kVectorBytes;
+          total[turn][m][r] = Product::step(total[turn][m][r], panel + r * kPanelStride + here, x + m * x_stride + here);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount * kRows; ++i) {
+    Vector value = total[0][i / kRows][i % kRows];
+    if constexpr (kTurns == 2) value = value + total[1][i / kRows][i % kRows];
+    if (!first) value = value + load(sums + i * kLanes);
+    store(sums + i * kLanes, value);
+  }
+}
+
+template <class Product>
+inline void multiply_all(const char* panel, const char* x, int64_t x_stride, int64_t count, int64_t bytes, float* sums,
+                         bool first) {
+  int64_t m = 0;
+  if constexpr (kTokens == 4) {
+    for (; m + 4 <= count; m += 4) {
+      multiply<Product, 4, 1>(panel, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first);
+    }
+  }
+  for (; m + 2 <= count; m += 2) {
+    multiply<Product, 2, kTokens / 2>(panel, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first);
+  }
+  if (m < count) multiply<Product, 1, 2>(panel, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first);
+}
+
+template <class Product>
+inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
+                               int64_t last, float* out, int64_t stride, char* scratch) {
+  constexpr int64_t kPanelStride = kBlockBytes + kRowGap;
+  char* const panel = scratch;
+  float* const sums = reinterpret_cast<float*>(scratch + kRows * kPanelStride);
+  const int64_t x_stride = input_stride(layout);
+  for (int64_t row = first; row < last; row += kRows) {
+    const int rows = static_cast<int>(last - row < kRows ? last - row : kRows);
+    for (int64_t k = 0; k < matrix.columns; k += Product::kBlock) {
+      const int64_t columns = matrix.columns - k < Product::kBlock ? matrix.columns - k : Product::kBlock;
+      const int64_t padded = round_up(columns, kStep);
+      const bool ends = k + columns == matrix.columns;
+      for (int r = 0; r < rows; ++r) {
+        const int64_t next_row = ends ? row + r + kRows : row + r;
+        const char* const next =
+            next_row < last ? values_at(matrix, next_row, ends ? 0 : k + columns) : values_at(matrix, row, k);
+        Product::restore(matrix, layout, row + r, k, columns, padded, panel + r * kPanelStride, next);
+      }
+      multiply_all<Product>(panel, input + k * Product::kBytes, x_stride, count, padded * Product::kBytes, sums, k == 0);
+    }
+    for (int64_t m = 0; m < count; ++m) {
+      for (int r = 0; r < rows; ++r) out[m * stride + row - first + r] = sum(load(sums + (m * kRows + r) * kLanes));
+    }
+  }
+}
+
+// 2 * kLanes elements of x from column k, with zeros from column `columns` on.
+inline void two_vectors(const char* x, Dtype dtype, int64_t k, int64_t columns, Vector& one, Vector& two) {
+  const int64_t bytes = bytes_of(dtype);
+  const char* p = x + k * bytes;
+  char tail[2 * kVectorBytes] = {};
+  if (k + 2 * kLanes > columns) {
+    if (k < columns) __builtin_memcpy(tail, p, static_cast<size_t>((columns - k) * bytes));
+    p = tail;
+  }
+  one = from(dtype, p);
+  two = from(dtype, p + kLanes * bytes);
+}
+
+inline void prepare_float32(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
+                            int64_t last, int64_t columns, char* input) {
+  for (int64_t m = 0; m < count; ++m) {
+    float* const out = reinterpret_cast<float*>(input + m * input_stride(layout));
+    for (int64_t k = first; k < (last == columns ? layout.columns : last); k += 2 * kLanes) {
+      Vector one, two;
+      two_vectors(x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, one, two);
+      if (layout.pairs) {
+        Vector even, odd;
+        split_pairs(one, two, even, odd);
+        one = even;
+        two = odd;
+      }
+      store(out + k, one);
+      store(out + k + kLanes, two);
+    }
+  }
+}

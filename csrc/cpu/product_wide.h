@@ -1,0 +1,284 @@
+// AVX-512 with BF16: vectors of sixteen, and rows of a weight as bfloat16 in one or two terms. Included by product_avx512.cpp
+// and product_amx.cpp inside their unnamed namespaces, behind <immintrin.h>.
+
+using Vector = __m512;
+
+constexpr int kLanes = 16;
+constexpr int kTokens = 4;  // 16 sums of 32 registers
+
+inline Vector zero() { return _mm512_setzero_ps(); }
+inline Vector broadcast(float value) { return _mm512_set1_ps(value); }
+inline Vector load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vector value) { _mm512_storeu_ps(p, value); }
+inline Vector fused(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline float sum(Vector value) { return _mm512_reduce_add_ps(value); }
+
+inline __m256i load_32_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+inline Vector from_half(const char* p) { return _mm512_cvtph_ps(load_32_bytes(p)); }
+
+inline Vector from_brain(const char* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_32_bytes(p)), 16));
+}
+
+// bfloat16 weights are not multiplied in float32 here.
+template <Dtype kDtype>
+inline Vector rounded(Vector value) {
+  if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  return value;
+}
+
+inline Vector code_vector() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+struct Group {
+  Vector scale, minimum, table;  // the values of codes 0 to 15
+};
+
+template <Dtype kDtype>
+inline Group group_of(float scale, float minimum) {
+  const Vector all_scale = broadcast(scale), all_minimum = broadcast(minimum);
+  return {all_scale, all_minimum, rounded<kDtype>(fused(code_vector(), all_scale, all_minimum))};
+}
+
+inline __m512i bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+template <Dtype kDtype>
+inline Vector restore_bytes(const uint8_t* p, const Group& group) {
+  return rounded<kDtype>(fused(_mm512_cvtepi32_ps(bytes(p)), group.scale, group.minimum));
+}
+
+template <Dtype>
+inline void restore_pairs(const uint8_t* p, const Group& group, Vector& even, Vector& odd) {
+  const __m512i both = bytes(p);  // of an index into a table of 16 only the low four bits count
+  even = _mm512_permutexvar_ps(both, group.table);
+  odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), group.table);
+}
+
+inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
+  const __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even = _mm512_permutex2var_ps(one, places, two);
+  odd = _mm512_permutex2var_ps(one, _mm512_add_epi32(places, _mm512_set1_epi32(1)), two);
+}
+
+#include "product_vectors.h"
+
+template <Dtype kDtype>
+inline Vector from_part(const char* p, int64_t count) {
+  const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (kDtype == Dtype::float32) return _mm512_maskz_loadu_ps(there, p);
+  const __m256i words = _mm256_maskz_loadu_epi16(there, p);
+  if constexpr (kDtype == Dtype::float16) return _mm512_cvtph_ps(words);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+
+// The nearest number with bfloat16's bits; of two as near the greater in magnitude.
+inline Vector kept(Vector value) {
+  const __m512i up = _mm512_add_epi32(_mm512_castps_si512(value), _mm512_set1_epi32(0x8000));
+  return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+// 32 float32 as bfloat16, rounded; or as what is kept of them and, rounded, what is left over.
+template <int kTerms>
+inline void to_brain(Vector one, Vector two, __m512i* terms) {
+  if constexpr (kTerms == 1) {
+    terms[0] = (__m512i)_mm512_cvtne2ps_pbh(two, one);
+  } else {
+    const Vector kept_one = kept(one), kept_two = kept(two);
+    terms[0] = (__m512i)_mm512_cvtne2ps_pbh(kept_two, kept_one);
+    terms[1] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_sub_ps(two, kept_two), _mm512_sub_ps(one, kept_one));
+  }
+}
+
+// Where a row's blocks of 32 columns go: `block` bytes from one to the next, and its second terms `term` bytes behind the
+// first.
+struct Place {
+  char* out;
+  int64_t block, term;
+};
+
+template <int kTerms>
+inline void put(Place place, int64_t block, const __m512i* terms) {
+#pragma GCC unroll 2
+  for (int term = 0; term < kTerms; ++term)
+    _mm512_storeu_si512(place.out + block * place.block + term * place.term, terms[term]);
+}
+
+// What codes stand for: one term is bfloat16 and rounded so when it is made, two terms hold float16.
+template <int kTerms>
+inline Vector value_of(Vector code, Vector scale, Vector minimum) {
+  const Vector value = fused(code, scale, minimum);
+  return kTerms == 2 ? rounded<Dtype::float16>(value) : value;
+}
+
+// The following give columns [k, k + count) of a row, with zeros up to `padded`. No block is over 2048 columns.
+
+template <int kTerms>
+inline void narrow(const float* values, int64_t padded, Place place) {
+  for (int64_t i = 0; i < padded; i += 32) {
+    __m512i terms[kTerms];
+    to_brain<kTerms>(load(values + i), load(values + i + 16), terms);
+    put<kTerms>(place, i / 32, terms);
+  }
+}
+
+inline void brain_plain(const char* p, int64_t count, Place place, const char* next) {
+  for (int64_t i = 0; i < count; i += 32) {
+    ask_for(next + i * 2);
+    const int64_t left = count - i;
+    const __mmask32 there = left >= 32 ? ~0u : (1u << left) - 1;
+    const __m512i value = _mm512_maskz_loadu_epi16(there, p + i * 2);
+    put<1>(place, i / 32, &value);
+  }
+}
+
+// 32 float16 in two terms, of which the first holds 8 of its 11 bits and the second what is left; both are exact. With column i
+// lies column i + 16, so that two vectors are put together by a shift and one logical operation.
+inline void half_block(__m256i one, __m256i two, Place place, int64_t block) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  constexpr int kAndOr = 0xea;  // (a & b) | c
+  const __m512 values[2] = {_mm512_cvtph_ps(one), _mm512_cvtph_ps(two)};
+  const __m512i bits[2] = {_mm512_castps_si512(values[0]), _mm512_castps_si512(values[1])};
+  __m512i left[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    left[i] = _mm512_castps_si512(_mm512_sub_ps(values[i], _mm512_castsi512_ps(_mm512_and_si512(bits[i], upper))));
+  }
+  const __m512i terms[2] = {_mm512_ternarylogic_epi32(bits[1], upper, _mm512_srli_epi32(bits[0], 16), kAndOr),
+                            _mm512_or_si512(left[1], _mm512_srli_epi32(left[0], 16))};
+  put<2>(place, block, terms);
+}
+
+inline void half_plain(const char* p, int64_t count, Place place, const char* next) {
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    ask_for(next + i * 2);
+    half_block(load_32_bytes(p + i * 2), load_32_bytes(p + i * 2 + 32), place, i / 32);
+  }
+  if (i < count) {
+    const __m512i halves = _mm512_maskz_loadu_epi16((1u << (count - i)) - 1, p + i * 2);
+    half_block(_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64(halves, 1), place, i / 32);
+  }
+}
+
+template <int kTerms>
+inline void brain_bytes(const Matrix& matrix, int64_t row, int64_t k, int64_t count, Place place, const char* next) {
+  const Scales<2048 / 32 + 2> scales(matrix, row, k, count);
+  const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
+  int64_t left = left_in_group(matrix, k);
+  int64_t index = 0;
+  for (int64_t i = 0; i < count; i += 32, left -= 32) {
+    if (left == 0) {
+      ++index;
+      left = matrix.group;
+    }
+    ask_for(next + i);
+    const Vector scale = broadcast(scales.scale[index]), minimum = broadcast(scales.minimum[index]);
+    __m512i terms[kTerms];
+    to_brain<kTerms>(value_of<kTerms>(_mm512_cvtepi32_ps(bytes(codes + i)), scale, minimum),
+                     value_of<kTerms>(_mm512_cvtepi32_ps(bytes(codes + i + 16)), scale, minimum), terms);
+    put<kTerms>(place, i / 32, terms);
+  }
+}
+
+// 64 codes through a table of 32 words: the values of 16 codes for the first half and for the second.
+template <int kTerms>
+inline void look_up(__m256i pairs, Vector one, Vector two, bool halves_differ, Place place, int64_t block) {
+  const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(0x100), 1);
+  const __m512i words = _mm512_cvtepu8_epi16(pairs);
+  __m512i low = words, high = words;  // bit 4 of an index chooses the half; with equal halves it may be anything
+  if (halves_differ) {
+    high = _mm512_or_si512(words, second);
+    low = _mm512_ternarylogic_epi32(words, _mm512_set1_epi16(15), _mm512_srli_epi16(second, 4), 0xea);  // (a & b) | c
+  }
+  high = _mm512_srli_epi16(high, 4);
+  __m512i tables[kTerms], even[kTerms], odd[kTerms];
+  to_brain<kTerms>(one, two, tables);
+#pragma GCC unroll 2
+  for (int term = 0; term < kTerms; ++term) {
+    even[term] = _mm512_permutexvar_epi16(low, tables[term]);
+    odd[term] = _mm512_permutexvar_epi16(high, tables[term]);
+  }
+  put<kTerms>(place, block, even);
+  put<kTerms>(place, block + 1, odd);
+}
+
+template <int kTerms>
+inline void brain_pairs(const Matrix& matrix, int64_t row, int64_t k, int64_t count, Place place, const char* next) {
+  const Scales<2048 / 32 + 2> scales(matrix, row, k, count);
+  const char* const codes = values_at(matrix, row, k);
+  const Vector code = code_vector();
+  if (matrix.group == 32) {
+    int64_t i = 0;
+    for (; i + 64 <= count; i += 64) {
+      ask_for(next + i / 2);
+      const Vector one = value_of<kTerms>(code, broadcast(scales.scale[i / 32]), broadcast(scales.minimum[i / 32]));
+      const Vector two = value_of<kTerms>(code, broadcast(scales.scale[i / 32 + 1]), broadcast(scales.minimum[i / 32 + 1]));
+      look_up<kTerms>(load_32_bytes(codes + i / 2), one, two, true, place, i / 32);
+    }
+    if (i < count) {  // the row's last group, and in the place of one more zeros
+      const __m128i last = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
+      const Vector one = value_of<kTerms>(code, broadcast(scales.scale[i / 32]), broadcast(scales.minimum[i / 32]));
+      look_up<kTerms>(_mm256_zextsi128_si256(last), one, zero(), true, place, i / 32);
+    }
+    return;
+  }
+  int64_t left = left_in_group(matrix, k);
+  int64_t index = 0;
+  for (int64_t i = 0; i < count; i += 64, left -= 64) {
+    if (left == 0) {
+      ++index;
+      left = matrix.group;
+    }
+    ask_for(next + i / 2);
+    const Vector values = value_of<kTerms>(code, broadcast(scales.scale[index]), broadcast(scales.minimum[index]));
+    look_up<kTerms>(load_32_bytes(codes + i / 2), values, values, false, place, i / 32);
+  }
+}
+
+template <int kTerms>
+inline void restore_brain(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
+                          Place place, const char* next) {
+  if (matrix.bits != 0 && !layout.vectors) {
+    float values[2048];
+    restore_one_by_one(matrix, row, k, count, padded, values);  // bfloat16 is rounded when it is made
+    return narrow<kTerms>(values, padded, place);
+  }
+  if (matrix.bits == 8) {
+    brain_bytes<kTerms>(matrix, row, k, count, place, next);
+  } else if (matrix.bits == 4) {
+    brain_pairs<kTerms>(matrix, row, k, count, place, next);
+  } else if constexpr (kTerms == 1) {
+    brain_plain(values_at(matrix, row, k), count, place, next);
+  } else {
+    half_plain(values_at(matrix, row, k), count, place, next);
+  }
+  const __m512i zeros[2] = {};
+  for (int64_t i = layout.pairs == 64 ? round_up(count, 64) : round_up(count, 32); i < padded; i += 32)
+    put<kTerms>(place, i / 32, zeros);
+}
+
+// 64 elements of x from column k as bfloat16, in the order that `pairs` stands for (Layout); terms [half][term].
+template <int kTerms>
+inline void brain_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t pairs, __m512i (*terms)[kTerms]) {
+  Vector values[4];
+  two_vectors(x, dtype, k, columns, values[0], values[1]);
+  two_vectors(x, dtype, k + 32, columns, values[2], values[3]);
+  if (pairs == 64) {
+    Vector even[2], odd[2];
+    split_pairs(values[0], values[1], even[0], odd[0]);
+    split_pairs(values[2], values[3], even[1], odd[1]);
+    to_brain<kTerms>(even[0], even[1], terms[0]);
+    to_brain<kTerms>(odd[0], odd[1], terms[1]);
+    return;
+  }
+  to_brain<kTerms>(values[0], values[1], terms[0]);
+  to_brain<kTerms>(values[2], values[3], terms[1]);
+  if (pairs == 32) {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+    for (int part = 0; part < 2 * kTerms; ++part) {
+      __m512i& term = terms[part / kTerms][part % kTerms];
+      term = _mm512_permutexvar_epi16(places, term);
+    }
+  }
+}

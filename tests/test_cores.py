@@ -1,0 +1,160 @@
+"""The cores as a place for tasks: blocks against float64, calls that wait for a flag, threads that rest and end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.nn import functional
+
+from zero_inference.cores.cores import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, FLAGS, Cores, Stage, Weight
+from zero_inference.cores.crossing import HostCalls
+from zero_inference.cores.matrix import Matrix
+from zero_inference.models.feed_forward import ACTIVATIONS
+from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.runtime.transfers import Transfers
+
+HIDDEN, FFN = 96, 208
+
+
+@pytest.fixture
+def cores():
+    made = Cores([-1, -1, -1], spin_us=0)
+    yield made
+    made.close()
+
+
+def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
+    return Weight(Matrix.plain(weight), bias, weight.nbytes)
+
+
+def random(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return (torch.randn(*shape) * shape[-1] ** -0.5).to(dtype)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def test_every_activation_has_a_number_and_is_the_function_of_its_name(cores):
+    assert ACTIVATION_NUMBERS.keys() == ACTIVATIONS.keys()
+    one = torch.eye(64)
+    x = torch.linspace(-12, 12, 9 * 64).view(9, 64)
+    calls = HostCalls(cores, Transfers())
+    for name, function in ACTIVATIONS.items():
+        task = cores.add_block([Stage([plain(one)], "activation", name), Stage([plain(one)])], torch.float32)
+        (out,) = calls(task, x)
+        torch.testing.assert_close(out, function(x), atol=2e-6, rtol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)])
+def test_a_gated_block_with_biases(dtype, bound, cores):
+    torch.manual_seed(0)
+    gate, up, down = random(FFN, HIDDEN, dtype=dtype), random(FFN, HIDDEN, dtype=dtype), random(70, FFN, dtype=dtype)
+    of_gate, of_down = random(FFN, dtype=dtype), random(70, dtype=dtype)
+    stages = [Stage([plain(gate, of_gate), plain(up)], "gated", "silu"), Stage([plain(down, of_down)])]
+    task = cores.add_block(stages, dtype)
+    transfers = Transfers()
+    for rows in (1, 2, 17, 40):
+        x = torch.randn(rows, HIDDEN).to(dtype)
+        (out,) = HostCalls(cores, transfers)(task, x)
+        hidden = functional.silu(x.double() @ gate.double().T + of_gate.double()) * (x.double() @ up.double().T)
+        assert error(out, hidden @ down.double().T + of_down.double()) < bound
+    assert transfers.cores_bytes == 4 * (gate.nbytes + up.nbytes + down.nbytes)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_of_one_input_side_by_side_from_codes(bits, cores):
+    torch.manual_seed(0)
+    scheme = GroupQuantization(bits, 32)
+    weights, kept, restored = [], [], []
+    for rows in (33, 16, 5):
+        packed = quantize(random(rows, HIDDEN), scheme)
+        kept.append(packed)
+        weights.append(Weight(Matrix.groups(*packed, bits, 32, rows), None, 0))
+        restored.append(torch.empty(rows, HIDDEN))
+        dequantize_reference(*packed, bits, 32, restored[-1])
+    task = cores.add_block([Stage(weights)], torch.float32)
+    for rows in (1, 9):
+        x = torch.randn(rows, HIDDEN)
+        for out, weight in zip(HostCalls(cores, Transfers())(task, x), restored):
+            assert out.is_contiguous()
+            assert error(out, x.double() @ weight.double().T) < 1e-5
+
+
+def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(cores):
+    scheme = GroupQuantization(4, 32)
+    packed = quantize(random(64, HIDDEN), scheme)
+    whole = torch.empty(64, HIDDEN)
+    dequantize_reference(*packed, 4, 32, whole)
+    matrix = Matrix.groups(*packed, 4, 32, 64)
+    x = torch.randn(3, HIDDEN)
+    for first in (0, 32):
+        task = cores.add_block([Stage([Weight(matrix.part(first, 32), None, 0)])], torch.float32)
+        (out,) = HostCalls(cores, Transfers())(task, x)
+        assert error(out, x.double() @ whole[first : first + 32].double().T) < 1e-5
+
+
+class Meeting:
+    """A device made of this test: it raises `arrived` and watches `done`."""
+
+    def __init__(self, spin_us: int = 20_000):
+        self.flags = torch.zeros(FLAGS * FLAG_BYTES, dtype=torch.uint8)
+        self.cores = Cores([-1, -1], spin_us, self.flags)
+        self.weight = random(48, HIDDEN)
+        self.task = self.cores.add_block([Stage([plain(self.weight)])], torch.float32)
+        self.x, self.out = torch.randn(4, HIDDEN), torch.full((4, 48), float("nan"))
+
+    def word(self, flag: int) -> torch.Tensor:
+        return self.flags[flag * FLAG_BYTES :][:4].view(torch.int32)
+
+    def submit(self, number: int) -> None:
+        self.cores.submit(self.task, 4, self.x.data_ptr(), self.out.data_ptr(), number)
+
+    def wait(self, number: int) -> None:
+        limit = time.monotonic() + 20
+        while int(self.word(DONE)) != number:
+            assert time.monotonic() < limit, "the cores did not answer"
+            time.sleep(1e-4)
+
+
+def test_calls_wait_for_their_input_and_are_made_in_order():
+    meeting = Meeting()
+    for number in (1, 2, 3):
+        meeting.submit(number)
+    time.sleep(0.05)
+    assert int(meeting.word(DONE)) == 0 and meeting.out.isnan().all(), "no input has arrived"
+    for number in (1, 2, 3):
+        meeting.x.copy_(torch.randn(4, HIDDEN))
+        meeting.word(ARRIVED).fill_(number)
+        meeting.wait(number)
+        assert error(meeting.out, meeting.x.double() @ meeting.weight.double().T) < 1e-6
+    assert meeting.cores.busy_s() > 0
+    meeting.cores.close()
+
+
+@pytest.mark.parametrize("submitted", [0, 3])
+def test_threads_end_though_an_input_never_comes(submitted):
+    meeting = Meeting()
+    for number in range(submitted):
+        meeting.submit(number + 1)
+    start = time.monotonic()
+    meeting.cores.close()
+    meeting.cores.close()
+    assert time.monotonic() - start < 5
+
+
+def test_threads_are_quiet_between_calls():
+    meeting = Meeting(spin_us=1000)
+    meeting.submit(1)
+    meeting.word(ARRIVED).fill_(1)
+    meeting.wait(1)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1, "two threads that spin take a second"
+    meeting.submit(2)
+    meeting.word(ARRIVED).fill_(2)
+    meeting.wait(2)
+    meeting.cores.close()

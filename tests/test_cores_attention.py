@@ -1,0 +1,213 @@
+"""Attention by the host's cores against the same in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zero_inference.cores.attention import attention, attention_reference
+from zero_inference.cores.attention_tasks import AttentionTasks
+from zero_inference.cores.cores import Cores
+from zero_inference.cores.library import best_instructions
+from zero_inference.cores.matrix import INSTRUCTIONS
+
+SETS = INSTRUCTIONS[: INSTRUCTIONS.index(best_instructions()) + 1]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}  # of the largest output: roundings of it
+
+
+def drawn(
+    batch=2, heads=4, kv_heads=4, new=1, positions=37, dim=64, value_dim=None, dtype=torch.float32, block=64, size=1.0
+):
+    """query, keys, values as `attention` takes them; positions behind the last are NaN, so that reading them shows."""
+    generator = torch.Generator().manual_seed(positions * 1009 + heads * 31 + dim)
+    blocks = math.ceil(positions / block)
+
+    def kept(of_dim):
+        rows = torch.randn((blocks, batch, kv_heads, block, of_dim), generator=generator)
+        rows[-1, :, :, positions - (blocks - 1) * block :] = torch.nan
+        return rows.to(dtype)
+
+    query = torch.randn((batch, heads, new, dim), generator=generator) * size
+    return query.to(dtype), kept(dim), kept(value_dim or dim)
+
+
+def assert_right(query, keys, values, instructions=None, threads=1, largest_logit=0.0, **options):
+    found = attention(query, keys, values, instructions=instructions, threads=threads, **options)
+    flat = (kept.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : options["positions"]] for kept in (keys, values))
+    right = attention_reference(query, *(kept[None] for kept in flat), **options)
+    assert found.shape == right.shape and found.dtype == query.dtype
+    error = (found.double() - right).abs().max() / right.abs().max()
+    bound = TOLERANCE[query.dtype] + 2 * largest_logit * 2**-24  # a logit's rounding is a weight's relative error
+    assert error <= bound, f"off by {error:.2e} of the largest output"
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (7, 1)])
+@pytest.mark.parametrize("new", [1, 3])
+def test_groups_of_queries_in_every_dtype_with_every_instruction_set(heads, kv_heads, new, dtype, instructions):
+    tensors = drawn(2, heads, kv_heads, new, 133, 64, dtype=dtype)
+    assert_right(*tensors, instructions, positions=133)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dim, value_dim", [(64, 64), (72, 40), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (5, 3)]
+)
+def test_widths_of_heads(dim, value_dim, dtype, instructions):
+    assert_right(*drawn(1, 6, 2, 1, 67, dim, value_dim, dtype), instructions, positions=67)
+
+
+@pytest.mark.parametrize("batch", range(1, 6))
+@pytest.mark.parametrize("positions", [1, 2, 63, 64, 65, 301])
+def test_batches_and_lengths(batch, positions):
+    assert_right(*drawn(batch, 4, 2, 1, positions, 48, dtype=torch.float16), positions=positions)
+
+
+BIASES = {
+    "window": dict(window=20),
+    "window longer than the context": dict(window=1000),
+    "softcap": dict(softcap=3.0),
+    "alibi": dict(slopes=torch.tensor([0.5, 0.25, 0.125, 2.0])),
+    "sinks": dict(sinks=torch.tensor([0.5, -3.0, 4.0, 90.0])),
+    "scale": dict(scale=0.3),
+    "all at once": dict(
+        window=90, softcap=5.0, slopes=torch.tensor([0.5, 0.25, 0.125, 0.01]), sinks=torch.tensor([1.0, 2.0, -1.0, 0.0])
+    ),
+}
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("new", [1, 3])
+def test_what_is_done_with_logits(name, new, instructions):
+    assert_right(*drawn(2, 4, 2, new, 150, 64, size=2.0), instructions, positions=150, **BIASES[name])
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 1), (3, 4), (1, 4)])
+def test_masks(shape, dtype, instructions):
+    generator = torch.Generator().manual_seed(5)
+    seen = torch.rand((*shape, 2, 110), generator=generator) > 0.4
+    seen[..., :66] &= torch.rand((*shape, 2, 1), generator=generator) > 0.5  # a first piece that some see nothing of
+    seen[..., 104] = True
+    mask = (
+        seen if dtype == torch.bool else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    )
+    assert_right(*drawn(3, 4, 2, 2, 107, 32, dtype=torch.float32), instructions, positions=107, mask=mask)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_a_token_that_sees_nothing_gets_zeros(instructions):
+    query, keys, values = drawn(2, 2, 2, 1, 40, 16)
+    mask = torch.ones((2, 1, 1, 40), dtype=torch.bool)
+    mask[1] = False
+    found = attention(query, keys, values, positions=40, mask=mask, instructions=instructions)
+    assert found[0].abs().min() > 0 and torch.equal(found[1], torch.zeros_like(found[1]))
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_large_logits_over_many_positions(dtype, instructions):
+    query, keys, values = drawn(1, 4, 2, 1, 2000, 64, dtype=dtype, size=40.0)
+    assert_right(query, keys, values, instructions, positions=2000, largest_logit=200.0)
+    grows = (torch.arange(2048) / 100).reshape(32, 1, 1, 64, 1)  # the largest logit comes last, and rises all the time
+    keys = (grows * torch.ones((32, 1, 2, 64, 64))).to(dtype)
+    assert_right(query.abs(), keys, values, instructions, positions=2000, largest_logit=6000.0)
+    assert_right(-query.abs(), keys, values, instructions, positions=2000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("block", [64, 61, 7])
+@pytest.mark.parametrize("options", [{}, dict(window=700), dict(sinks=torch.tensor([3.0, -2.0, 0.0, 1.0]))])
+def test_parts_of_a_long_context_are_merged(options, block, dtype):
+    tensors = drawn(
+        1, 4, 1, 2, 1501, 64, dtype=dtype, block=block
+    )  # one head of keys: 8 threads get parts of its positions
+    assert_right(*tensors, threads=8, positions=1501, **options)
+    mask = torch.ones((1, 1, 2, 1501), dtype=torch.bool)
+    mask[..., :900] = False  # whole parts that are not seen
+    assert_right(*tensors, threads=8, positions=1501, mask=mask, **options)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_memory_that_is_not_aligned_and_other_layouts(dtype, instructions):
+    query, keys, values = drawn(3, 4, 2, 1, 70, 40, dtype=dtype, block=70)
+    shifted = []
+    for tensor in (query, keys, values):
+        memory = torch.empty(tensor.numel() + 1, dtype=dtype)
+        shifted.append(memory[1:].view(tensor.shape).copy_(tensor))
+        assert shifted[-1].data_ptr() % 64 != 0
+    assert_right(*shifted, instructions, positions=70)
+    position_major = (kept.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4) for kept in (keys, values))
+    assert_right(query, *position_major, instructions, positions=70)
+    every_other = (torch.stack([kept, kept], -1).flatten(-2)[..., ::2] for kept in (keys, values))
+    assert_right(query.transpose(1, 2).contiguous().transpose(1, 2), *every_other, instructions, positions=70)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("batch, heads, kv_heads", [(1, 4, 1), (3, 4, 4)])
+def test_tasks_of_the_cores_store_new_rows_and_attend(batch, heads, kv_heads, dtype):
+    _, keys, values = drawn(batch, heads, kv_heads, 1, 700, 40, 24, dtype)
+    cores = Cores([-1] * 3, spin_us=100)
+    try:
+        tasks = AttentionTasks(cores)
+        slopes, sinks = torch.rand((heads, 2)).unbind(1)  # not contiguous
+        task = tasks.add(keys, values, heads, 0.2, softcap=20.0, slopes=slopes, sinks=sinks)
+        for start, new, window in ((0, 3, 0), (3, 1, 0), (690, 1, 0), (691, 5, 0), (696, 1, 100), (697, 3, 650)):
+            packed = torch.randn(batch * new * (heads * 40 + kv_heads * 64)).to(dtype)
+            sizes = [batch * new * width for width in (heads * 40, kv_heads * 40, kv_heads * 24)]
+            query, *newest = packed.split(sizes)
+            out = torch.empty((batch, new, heads, 24), dtype=dtype)
+            tasks.run(task, packed, out, new, start + new, window)
+            for kept, part in zip((keys, values), newest):
+                rows = part.view(batch, kv_heads, new, -1)
+                for position in range(start, start + new):
+                    assert torch.equal(kept[position // 64, :, :, position % 64], rows[:, :, position - start])
+            flat = (kept.permute(1, 2, 0, 3, 4).flatten(2, 3)[None, :, :, : start + new] for kept in (keys, values))
+            options = dict(scale=0.2, softcap=20.0, slopes=slopes, sinks=sinks, window=window)
+            right = attention_reference(query.view(batch, heads, new, 40), *flat, **options)
+            error = (out.transpose(1, 2).double() - right).abs().max() / right.abs().max()
+            assert error <= TOLERANCE[dtype]
+    finally:
+        cores.close()
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_nan_is_not_swallowed(instructions):
+    query, keys, values = drawn(1, 2, 2, 1, 100, 16)
+    keys[0, 0, 1, 30] = torch.nan
+    for options in ({}, dict(softcap=5.0), dict(window=90)):
+        found = attention(query, keys, values, positions=100, instructions=instructions, **options)
+        assert found[0, 0].isfinite().all() and found[0, 1].isnan().all()
+
+
+def test_traced_shapes_and_strides_are_those_of_the_result():
+    query, keys, values = drawn(2, 4, 2, 3, 10, 16, 8)
+    torch.library.opcheck(
+        torch.ops.zero_inference.cpu_decode_attention.default,
+        (query, keys, values, 10, 0.25, None, 0, None, 0.0, None, 1, -1),
+    )
+
+
+def test_what_does_not_belong_together_is_refused():
+    query, keys, values = drawn(2, 4, 2, 1, 10, 16)
+    for tensors, options in (
+        ((query[:, :3], keys, values), {}),
+        ((query[:1], keys, values), {}),
+        ((query, keys[0], values), {}),
+        ((query.half(), keys, values), {}),
+        ((query.double(), keys.double(), values.double()), {}),
+        ((query, keys, values), dict(positions=65)),
+        ((query, keys, values), dict(mask=torch.ones((2, 1, 1, 9), dtype=torch.bool), positions=10)),
+        ((query, keys, values), dict(mask=torch.ones((2, 1, 1, 10), dtype=torch.int32), positions=10)),
+        ((query, keys, values), dict(slopes=torch.ones(3))),
+        ((query, keys, values), dict(sinks=torch.ones(4, dtype=torch.float64))),
+    ):
+        with pytest.raises(ValueError, match="attention on the cores"):
+            attention(*tensors, **options)

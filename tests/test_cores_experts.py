@@ -1,0 +1,160 @@
+"""The experts of a mixture on the cores: against float64, for every form of weights and any choice of the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from zero_inference.cores import library
+from zero_inference.cores.choice import Choice
+from zero_inference.cores.cores import Cores
+from zero_inference.cores.crossing import HostCalls
+from zero_inference.cores.experts import Expert, add_experts
+from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
+from zero_inference.models.feed_forward import ACTIVATIONS
+from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.runtime.transfers import Transfers
+
+EXPERTS, HIDDEN, INNER = 6, 96, 160
+ERROR = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}  # of the result's norm; 16 bits round what goes in and out
+FORMATS = [
+    (torch.float32, 0),
+    (torch.bfloat16, 0),
+    (torch.float16, 0),
+    (torch.float32, 4),
+    (torch.bfloat16, 8),
+    (torch.bfloat16, 4),
+]
+
+
+@dataclass
+class Mixture:
+    """Fused weights as the cores read them, and what they stand for in float64."""
+
+    first: torch.Tensor  # [experts, 2 x inner or inner, hidden]
+    last: torch.Tensor  # [experts, hidden, inner]
+    experts: list[Expert]
+    expert_bytes: int
+    kept: list
+
+    @classmethod
+    def random(cls, dtype: torch.dtype, bits: int, gated: bool = True) -> Mixture:
+        torch.manual_seed(3)
+        first, last, kept = torch.randn(EXPERTS, (1 + gated) * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER), []
+        restored, matrices, nbytes = [], [], 0
+        for fused in (first, last):
+            weight = (fused * fused.shape[-1] ** -0.5).to(dtype)
+            rows = weight.shape[0] * weight.shape[1]
+            if bits:
+                parts = quantize(weight, GroupQuantization(bits, 32))
+                dequantize_reference(*parts, bits, 32, weight)
+                matrices.append(Matrix.groups(*parts, bits, 32, rows))
+            else:
+                parts = (weight.view(rows, -1),)
+                matrices.append(Matrix.plain(*parts))
+            kept.append(parts)
+            restored.append(weight.double())
+            nbytes += sum(part.numel() * part.element_size() for part in parts) // EXPERTS
+        experts = [
+            Expert(
+                matrices[0].part(e * (1 + gated) * INNER, INNER),
+                matrices[0].part((2 * e + 1) * INNER, INNER) if gated else None,
+                matrices[1].part(e * HIDDEN, HIDDEN),
+            )
+            for e in range(EXPERTS)
+        ]
+        return cls(*restored, experts, nbytes, kept)
+
+    def expected(self, x: torch.Tensor, choice: Choice, activation: str = "silu") -> torch.Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for row, (numbers, weights) in enumerate(zip(choice.experts.tolist(), choice.weights.double().tolist())):
+            for number, weight in zip(numbers, weights):
+                if not 0 <= number < EXPERTS:
+                    continue
+                gate, *up = (self.first[number] @ x[row].double()).split(INNER)
+                hidden = ACTIVATIONS[activation](gate)
+                out[row] += weight * (self.last[number] @ (hidden * up[0] if up else hidden))
+        return out
+
+
+def a_choice(rows: int, k: int, dtype: torch.dtype = torch.float32) -> Choice:
+    """Of different experts for a row; the last expert is nobody's."""
+    numbers = torch.stack([torch.randperm(EXPERTS - 1)[:k] for _ in range(rows)])
+    return Choice(numbers, torch.rand(rows, k).to(dtype))
+
+
+def check(mixture, dtype, x, choice, instructions="auto", threads=2, activation="silu") -> torch.Tensor:
+    transfers = Transfers()
+    calls = HostCalls(Cores([-1] * threads, 0, instructions=instructions), transfers)
+    task = add_experts(calls.cores, mixture.experts, activation, dtype)
+    calls.cores.reserve(task, len(x), choice.experts.shape[1])
+    try:
+        (out,) = calls(task, x, choice)
+        expected = mixture.expected(x, choice, activation)
+        error = (out.double() - expected).norm() / expected.norm().clamp(min=1e-9)
+        assert out.dtype == dtype and float(error) <= ERROR[dtype], (len(x), float(error))
+        numbers = {number for number in choice.experts.flatten().tolist() if 0 <= number < EXPERTS}
+        assert transfers.snapshot()[-1] == len(numbers) * mixture.expert_bytes
+    finally:
+        calls.close()
+    return out
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize(("dtype", "bits"), FORMATS, ids=str)
+def test_any_rows_and_experts_agree_with_float64(dtype, bits, instructions):
+    best = library.best_instructions()
+    if INSTRUCTIONS.index(instructions) > INSTRUCTIONS.index(best):
+        pytest.skip(f"this processor has {best} at best")
+    mixture = Mixture.random(dtype, bits)
+    for rows in (1, 2, 3, 5, 9):
+        for k in (1, 2, 4):
+            weights = (torch.float32, dtype)[rows % 2]
+            check(mixture, dtype, torch.randn(rows, HIDDEN).to(dtype), a_choice(rows, k, weights), instructions)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9, 40])
+def test_all_rows_may_choose_one_expert_or_none(rows):
+    mixture, x = Mixture.random(torch.bfloat16, 4), torch.randn(rows, HIDDEN).bfloat16()
+    weights = torch.rand(rows, 2)
+    check(mixture, x.dtype, x, Choice(torch.full((rows, 2), 3), weights))  # and it twice
+    beside = torch.tensor([EXPERTS, -1]).repeat(rows, 1)
+    assert check(mixture, x.dtype, x, Choice(beside, weights)).count_nonzero() == 0
+    beside[:, 1] = torch.arange(rows) % EXPERTS
+    check(mixture, x.dtype, x, Choice(beside, weights))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu_squared"])
+def test_experts_without_a_second_product_and_other_activations(activation):
+    for gated in (False, True):
+        mixture, x = Mixture.random(torch.float32, 0, gated), torch.randn(5, HIDDEN)
+        check(mixture, x.dtype, x, a_choice(5, 3), activation=activation)
+
+
+def test_threads_change_nothing_and_calls_follow_each_other():
+    mixture = Mixture.random(torch.float32, 8)
+    cases = [(torch.randn(rows, HIDDEN), a_choice(rows, 3)) for rows in (7, 1, 9, 2)]
+    alone = [check(mixture, torch.float32, *case, threads=1) for case in cases]
+    calls = HostCalls(Cores([-1] * 3, 0), Transfers())
+    task = add_experts(calls.cores, mixture.experts, "silu", torch.float32)
+    for _ in range(3):
+        for case, expected in zip(cases, alone):
+            assert torch.equal(calls(task, *case)[0], expected)
+    assert calls.transfers.snapshot()[-1] == 3 * mixture.expert_bytes * sum(len(c.experts.unique()) for _, c in cases)
+    calls.close()
+
+
+def test_experts_that_do_not_fit_each_other_are_refused():
+    mixture, cores = Mixture.random(torch.float32, 0), Cores([-1], 0)
+    one = mixture.experts[0]
+    with pytest.raises(ValueError, match="of one form"):
+        add_experts(cores, [one, Expert(one.gate, None, one.down)], "silu", torch.float32)
+    with pytest.raises(ValueError, match="down's columns"):
+        add_experts(cores, [Expert(one.gate, one.up, one.gate)], "silu", torch.float32)
+    cores.close()

@@ -1,0 +1,400 @@
+"""Products on the host's cores: against float64 for every format and instruction set, and how their library is built."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_inference.cores import library, products
+from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
+from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.runtime import extension
+
+# Rows of x: around what vectors, tiles and pairs of tiles take at once.
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)
+# Of the result's norm, whatever the dtype: codes count as the values that are restored elsewhere, and sums are float32. Tiles hold
+# 16 bits of a float16 number's 11, and leave out 2^-16 of a product.
+ERROR = 1e-5
+# Where codes are multiplied as they are, what they stand for is not rounded to the dtype of the scale, as it is elsewhere:
+# the difference between those two.
+UNROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EMULATED = "amx emulated"
+EMULATED_TILES = "-DZERO_INFERENCE_EMULATED_TILES"
+SETS = (*INSTRUCTIONS, EMULATED)
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory) -> ctypes.CDLL:
+    """The same sources, with the tile instructions in plain C++: two objects of their own, the others from the usual build."""
+    folder = tmp_path_factory.mktemp("emulated")
+    usual = library.find_or_build(print).parent
+    if not list(usual.glob("*.o")):  # the library came with the package
+        library.build(library.find_compiler(), folder, folder / "emulated.so", [EMULATED_TILES])
+        return library.declared(folder / "emulated.so")
+    objects = [file for file in usual.glob("*.o") if file.stem not in ("product_amx", "instructions")]
+    sources = [file for file in library.sources() if file.stem in ("product_amx", "instructions")]
+    parts = [*library.FLAGS, EMULATED_TILES, "-shared", *sources, *objects, "-o", folder / "emulated.so"]
+    subprocess.run([library.find_compiler(), *parts], check=True)
+    return library.declared(folder / "emulated.so")
+
+
+@pytest.fixture
+def use(request, monkeypatch):
+    """A function that gives the name to ask for a set's kernels by, and skips the test where the processor lacks it."""
+
+    def use(instructions: str) -> str:
+        best = library.best_instructions()
+        needed = "avx512" if instructions == EMULATED else instructions
+        if INSTRUCTIONS.index(needed) > INSTRUCTIONS.index(best):
+            pytest.skip(f"this processor has {best} at best")
+        if instructions == EMULATED:
+            monkeypatch.setattr(library, "_library", request.getfixturevalue("emulated_library"))
+            return "amx"
+        return instructions
+
+    return use
+
+
+def a_weight(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+def an_input(count: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """With a mean, which a product of codes and minima has to cancel."""
+    return (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) + 0.5).to(dtype)
+
+
+def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
+    """Whether the kernels take codes as they are, not what they stand for (csrc/cpu/product.cpp)."""
+    if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
+        return False
+    if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
+        return True
+    groups = matrix.group in (32, 64, 128, 256)
+    return instructions in ("avx512", "amx") and matrix.bits == 4 and groups and count <= 4
+
+
+def quantized(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix, tuple, torch.Tensor]:
+    """The matrix, its tensors and what they stand for; without rounding that is `matrix.exact`."""
+    parts = quantize(weight, GroupQuantization(bits, group_size))
+    restored = torch.empty_like(weight)
+    dequantize_reference(*parts, bits, group_size, restored)
+    matrix = Matrix.groups(*parts, bits, group_size, len(weight))
+    codes, scale, minimum = parts
+    codes = torch.stack([codes & 15, codes >> 4], 1) if bits == 4 else codes
+    matrix.exact = (codes.view(-1, group_size) * scale.double()[:, None] + minimum.double()[:, None]).view_as(weight)
+    return matrix, parts, restored
+
+
+def check(
+    matrix: Matrix, restored: torch.Tensor, x: torch.Tensor, instructions: str, rows=(0, None), threads=1
+) -> None:
+    first, last = rows[0], matrix.rows if rows[1] is None else rows[1]
+    out = torch.full((len(x), last - first + 3), float("nan"))  # rows with a gap between them
+    products.multiply_rows(matrix, x, first, last, out[:, : last - first], instructions, threads)
+    values = {ERROR: restored}
+    if multiplies_codes(matrix, restored.dtype, len(x), instructions):
+        values = {ERROR: matrix.exact, UNROUNDED[restored.dtype]: restored}
+    for most, weight in values.items():
+        expected = products.linear_reference(x, weight[first:last])
+        error = float((out[:, : last - first] - expected).norm() / expected.norm())
+        assert error <= most, (instructions, list(x.shape), matrix.bits, matrix.group, error)
+    assert out[:, last - first :].isnan().all(), "written beside the rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("instructions", SETS)
+def test_products_agree_with_float64(instructions, dtype, use):
+    name = use(instructions)
+    weight = a_weight(37, 331, dtype)  # neither rows nor columns fill a vector
+    for count in COUNTS:
+        check(Matrix.plain(weight), weight, an_input(count, 331, dtype), name)
+    for bits in (8, 4):
+        # 37 x 64: a block of columns and a part; 9 x 32: half a step is left over
+        for group_size, columns, counts in ((64, 2368, COUNTS), (32, 288, (1, 6, 33)), (128, 640, (2, 17, 64))):
+            matrix, kept, restored = quantized(a_weight(37, columns, dtype), bits, group_size)
+            for count in counts:
+                check(matrix, restored, an_input(count, columns, dtype), name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("instructions", SETS)
+def test_any_group_size(instructions, dtype, use):
+    name = use(instructions)
+    for bits, group_size in (
+        (8, 8),
+        (8, 48),
+        (8, 3),
+        (8, 96),
+        (4, 8),
+        (4, 48),
+        (4, 2),
+        (4, 96),
+        (4, 160),
+        (4, 192),
+        (4, 256),
+        (4, 4096),
+        (8, 224),
+        (8, 256),
+        (8, 512),
+    ):
+        columns = group_size * (1 if group_size > 1000 else 13)
+        matrix, kept, restored = quantized(a_weight(19, columns, dtype), bits, group_size)
+        for count in (1, 6, 35):
+            check(matrix, restored, an_input(count, columns, dtype), name)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_row_ranges_strides_and_threads(instructions, use):
+    name = use(instructions)
+    wide = an_input(18, 1500, torch.bfloat16)[:, 3:1283]  # a view: rows further apart than they are long
+    for bits in (0, 4):
+        weight = a_weight(133, 1280, torch.bfloat16)
+        matrix, kept, restored = quantized(weight, 4, 64) if bits else (Matrix.plain(weight), (), weight)
+        for x in (wide[:1], wide):
+            for rows in ((0, 1), (5, 38), (16, 32), (131, 133), (7, 7), (0, None)):
+                if rows[0] != rows[1]:
+                    check(matrix, restored, x, name, rows)
+            outs = [torch.full((len(x), 133), float("nan")) for _ in range(2)]
+            for out, threads in zip(outs, (1, 3), strict=True):
+                products.multiply_rows(matrix, x, 0, 133, out, name, threads)
+            assert torch.equal(*outs), "threads change nothing"
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_unaligned_weights(instructions, use):
+    name = use(instructions)
+    for dtype in (torch.float16, torch.bfloat16):
+        for bits in (0, 8, 4):
+            weight = a_weight(21, 320, dtype)
+            matrix, kept, restored = quantized(weight, bits, 32) if bits else (Matrix.plain(weight), [weight], weight)
+            moved = [torch.zeros(part.nbytes + 1, dtype=torch.uint8) for part in kept]
+            for place, part in zip(moved, kept, strict=True):
+                place[1:] = part.view(torch.uint8).view(-1)
+            for field, place in zip(("values", "scales", "minima"), moved):
+                setattr(matrix, field, place.data_ptr() + 1)
+            for count in (1, 4, 19):
+                check(matrix, restored, an_input(count, 320, dtype), name)
+
+
+@pytest.fixture
+def at_the_end():
+    """A function that copies a tensor to the end of memory of its own, behind which nothing may be read, and gives its address."""
+    held = []
+
+    def at_the_end(tensor: torch.Tensor) -> int:
+        size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+        view = (ctypes.c_char * len(memory)).from_buffer(memory)
+        held.append((memory, view))
+        begin = ctypes.addressof(view)
+        assert LIBC.mprotect(ctypes.c_void_p(begin + size), mmap.PAGESIZE, 0) == 0
+        address = begin + size - tensor.nbytes
+        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+        return address
+
+    yield at_the_end
+    for memory, view in held:
+        LIBC.mprotect(ctypes.c_void_p(ctypes.addressof(view)), len(memory), 3)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
+    name = use(instructions)
+    for dtype in DTYPES:
+        for bits, group_size, columns in (
+            (0, 0, 331),
+            (8, 32, 288),
+            (4, 32, 288),
+            (4, 64, 192),
+            (4, 128, 128),
+            (4, 6, 66),
+        ):
+            weight = a_weight(5, columns, dtype)
+            matrix, kept, restored = (
+                quantized(weight, bits, group_size) if bits else (Matrix.plain(weight), [weight], weight)
+            )
+            for field, part in zip(("values", "scales", "minima"), kept):
+                setattr(matrix, field, at_the_end(part))
+            for count in (1, 2, 4, 6):
+                x = an_input(count, columns, dtype)
+                moved = torch.frombuffer((ctypes.c_char * x.nbytes).from_address(at_the_end(x)), dtype=dtype)
+                check(matrix, restored, moved.view(count, columns), name)
+
+
+@pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 32), (8, 32), (4, 12), (8, 40), (4, 512), (8, 512)])
+@pytest.mark.parametrize("instructions", ["avx512", "amx", EMULATED])
+def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions, bits, group_size, use):
+    name = use(instructions)
+    columns = group_size * 3
+    matrix, kept, restored = quantized(a_weight(35, columns, torch.bfloat16), bits, group_size)
+    for rows in (torch.eye(columns), torch.eye(columns)[-6:]):
+        out = torch.full((len(rows), 35), float("nan"))
+        products.multiply_rows(matrix, rows.bfloat16(), 0, 35, out, name)
+        if multiplies_codes(matrix, torch.bfloat16, len(rows), name):  # every code, exactly where it belongs
+            torch.testing.assert_close(out.double(), rows.double() @ matrix.exact.T, rtol=0, atol=1e-7)
+        else:
+            assert torch.equal(out, (rows @ restored.float().T))
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_float16_keeps_its_range_and_precision(instructions, use):
+    name = use(instructions)
+    weight = torch.tensor([[65504.0, 2.0**-24, 1.0009765625, -(2.0**-14), -0.0]], dtype=torch.float16).repeat(17, 13)
+    for count in (1, 6):
+        x = torch.eye(65, dtype=torch.float16)[:count]
+        x[0, 0] = 1.0009765625
+        out = torch.full((count, 17), float("nan"))
+        products.multiply_rows(Matrix.plain(weight), x, 0, 17, out, name)
+        expected = x.double() @ weight.double().T
+        torch.testing.assert_close(out.double(), expected, rtol=2**-16, atol=0)
+
+
+def test_operators_add_a_bias_round_once_and_keep_shapes():
+    for x_dtype in DTYPES:
+        x = an_input(6, 96, x_dtype).view(2, 3, 96)
+        bias = a_weight(1, 11, torch.float32)[0]
+        weight = a_weight(11, 96, torch.float32)
+        out = products.linear(x, weight, bias)
+        assert out.dtype == x_dtype and out.shape == (2, 3, 11)
+        expected = products.linear_reference(x, weight, bias, torch.float32).to(x_dtype)
+        torch.testing.assert_close(out, expected)
+        parts = quantize(weight, GroupQuantization(8, 32))
+        out = products.linear_groups(x.transpose(0, 1), *parts, 8, 32, 11, bias, instructions="portable", threads=2)
+        expected = products.linear_groups_reference(x, *parts, 8, 32, 11, bias, torch.float32).to(x_dtype)
+        torch.testing.assert_close(out, expected.transpose(0, 1))
+    assert products.linear(torch.ones(0, 96), weight).shape == (0, 11)
+
+
+def test_opcheck():
+    x, weight = an_input(3, 64, torch.bfloat16), a_weight(5, 64, torch.bfloat16)
+    plain = torch.ops.zero_inference.cpu_linear.default
+    torch.library.opcheck(plain, (x, weight, None, "auto", 0))
+    torch.library.opcheck(plain, (x.view(1, 3, 64).transpose(0, 1), weight, weight[:, 0].contiguous(), "portable", 2))
+    parts = quantize(weight, GroupQuantization(4, 32))
+    groups = torch.ops.zero_inference.cpu_linear_groups.default
+    torch.library.opcheck(groups, (x, *parts, 4, 32, 5, None, "auto", 0))
+
+
+def test_what_does_not_fit_is_refused():
+    x, weight = torch.ones(2, 64), torch.ones(5, 64)
+    codes, scale, minimum = quantize(weight, GroupQuantization(4, 32))
+    with pytest.raises(ValueError, match=r"\[\.\.\., 64\].*\[2, 63\]"):
+        products.linear(x[:, 1:], weight)
+    with pytest.raises(ValueError, match="contiguous"):
+        products.linear(x, weight.t())
+    with pytest.raises(ValueError, match="auto, portable, avx2, avx512, amx, found 'sse'"):
+        products.linear(x, weight, instructions="sse")
+    with pytest.raises(ValueError, match=r"bias must be \[5\]"):
+        products.linear(x, weight, torch.ones(4))
+    with pytest.raises(ValueError, match="159 bytes of codes"):
+        products.linear_groups(x, codes[1:], scale, minimum, 4, 32, 5)
+    with pytest.raises(ValueError, match="one size"):
+        products.linear_groups(x, codes, scale, minimum[1:], 4, 32, 5)
+    with pytest.raises(ValueError, match="even group size"):
+        products.linear_groups(x, codes, scale, minimum, 4, 31, 5)
+    with pytest.raises(ValueError, match=r"rows 3 to 6"):
+        products.multiply_rows(Matrix.plain(weight), x, 3, 6, torch.empty(2, 3))
+    with pytest.raises(ValueError, match=r"out must be float32 \[2, 3\]"):
+        products.multiply_rows(Matrix.plain(weight), x, 2, 5, torch.empty(2, 4))
+    best = library.best_instructions()
+    if best != INSTRUCTIONS[-1]:
+        with pytest.raises(ValueError, match=f"'amx': this processor has '{best}' at best"):
+            products.linear(x, weight, instructions="amx")
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_the_reading_loop_reads_every_byte_once(instructions, use):
+    which = INSTRUCTIONS.index(use(instructions))
+    data = torch.randint(0, 256, (4999,), dtype=torch.uint8)
+    for size in (0, 1, 7, 8, 63, 300, 4999 - 3):
+        words = bytes(data[3 : 3 + size].tolist()) + bytes(-size % 8)
+        expected = sum(int.from_bytes(words[at : at + 8], "little") for at in range(0, len(words), 8)) % 2**64
+        found = library.needed_library().zero_inference_read_bytes_sum(data.data_ptr() + 3, size, which)
+        assert found == expected
+
+
+def test_no_function_of_one_instruction_set_can_be_linked_into_another():
+    folder = library.find_or_build(print).parent
+    if not list(folder.glob("*.o")):
+        pytest.skip("the library came compiled")
+    for name in ("product_avx2", "product_avx512", "product_amx"):
+        said = subprocess.run(
+            ["nm", "-C", "--defined-only", folder / f"{name}.o"], capture_output=True, text=True, check=True
+        )
+        shared = [line for line in said.stdout.splitlines() if line.split()[1] in "uvVwW"]
+        assert not shared, "weak symbols, of which the linker keeps any one"
+
+
+@pytest.fixture
+def no_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def a_compiler(folder: Path, text: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# Writes down that it was called, and makes empty files.
+COMPILER = """echo called >>{calls}; while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done; [ "$1" != -o ] || echo made >"$2" """
+
+
+def test_a_build_is_made_once_and_again_where_it_is_damaged(no_cache, monkeypatch):
+    calls = no_cache / "calls"
+    monkeypatch.setenv("CXX", a_compiler(no_cache, COMPILER.format(calls=calls)))
+    said: list[str] = []
+    path = library.find_or_build(said.append)
+    assert path.read_text() == "made\n" and len(said) == 1 and "once" in said[0]
+    made = len(calls.read_text().splitlines())
+    assert made == 1 + len(library.sources()) + 1, "asked for its version, each source, linked"
+    assert library.find_or_build(said.append) == path and len(said) == 1
+    path.write_text("cut off")
+    assert library.find_or_build(said.append) == path and len(said) == 2 and path.read_text() == "made\n"
+
+
+def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
+    for name, value in (("_tried", False), ("_library", None), ("_reason", None)):
+        monkeypatch.setattr(library, name, value)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library.load_library(print) is None
+    assert library.why_unavailable() == "no C++ compiler: CXX=no-such-compiler was not found on PATH"
+    with pytest.raises(RuntimeError, match="not found on PATH"):
+        products.linear(torch.ones(1, 8), torch.ones(2, 8))
+    monkeypatch.setattr(library, "_tried", False)
+    failing = 'case "$*" in *portable*) echo "product.cpp:3: error: no such thing"; exit 1;; esac'
+    monkeypatch.setenv("CXX", a_compiler(no_cache, failing))
+    assert library.load_library(print) is None
+    assert library.why_unavailable() == "product.cpp:3: error: no such thing"
+
+
+def test_what_pip_compiled_is_used(no_cache, monkeypatch):
+    monkeypatch.setenv("CXX", a_compiler(no_cache, COMPILER.format(calls=no_cache / "calls")))
+    assert library.prebuilt_library(no_cache) is None
+    library.prebuild(no_cache / extension.PREBUILT)
+    prebuilt = library.prebuilt_library(no_cache)
+    assert prebuilt is not None and [path.suffix for path in prebuilt.parent.iterdir()] == [".so"]
+    monkeypatch.setattr(library, "package_folder", lambda: no_cache)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library.find_or_build(print) == prebuilt
+
+
+def test_the_cuda_library_is_without_these_sources(tmp_path):
+    folder = extension.source_folder()
+    assert library.sources() and not set(library.sources()) & set(extension.sources())
+    assert all(path.is_relative_to(folder / extension.FOR_CORES) for path in library.sources())
+    (tmp_path / "one.cu").write_text("// kernel\n")
+    before = extension.library_name("9.0", tmp_path)
+    (tmp_path / extension.FOR_CORES).mkdir()
+    (tmp_path / extension.FOR_CORES / "product.cpp").write_text("// product\n")
+    assert extension.library_name("9.0", tmp_path) == before

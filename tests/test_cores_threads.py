@@ -1,0 +1,69 @@
+"""Which cores multiply, on machines made of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_inference.cores.threads import choose_cpus, numa_node_of_gpu
+from zero_inference.errors import UsageError
+
+
+def machine(root: Path, cores: int, threads_of_core: int = 1, nodes: int = 1, quota: str | None = None) -> set[int]:
+    """Files of a machine whose CPUs are numbered as Linux does: the second thread of each core behind all first ones."""
+    for thread in range(threads_of_core):
+        for core in range(cores):
+            folder = root / f"sys/devices/system/cpu/cpu{thread * cores + core}"
+            (folder / "topology").mkdir(parents=True)
+            (folder / "topology/core_id").write_text(f"{core}\n")
+            (folder / "topology/physical_package_id").write_text("0\n")
+            (folder / f"node{core * nodes // cores}").mkdir()
+    if quota is not None:
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/cgroup").write_text("0::/\n")
+        (root / "sys/fs/cgroup").mkdir(parents=True)
+        (root / "sys/fs/cgroup/cpu.max").write_text(quota)
+    return set(range(cores * threads_of_core))
+
+
+def test_one_thread_a_physical_core_and_one_core_for_python(tmp_path):
+    allowed = machine(tmp_path, 8, threads_of_core=2)
+    assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == list(range(1, 8))
+    assert choose_cpus(3, root=str(tmp_path), allowed=allowed) == [5, 6, 7]
+    assert choose_cpus(8, root=str(tmp_path), allowed=allowed) == list(range(8))
+    with pytest.raises(UsageError, match="--cpu-threads 9: this rank has 8 physical cores"):
+        choose_cpus(9, root=str(tmp_path), allowed=allowed)
+
+
+def test_those_near_the_gpu_that_the_process_may_use(tmp_path):
+    allowed = machine(tmp_path, 8, nodes=2)
+    assert choose_cpus(None, numa_node=1, root=str(tmp_path), allowed=allowed) == [5, 6, 7]
+    assert choose_cpus(None, numa_node=1, root=str(tmp_path), allowed={0, 1, 6, 7}) == [7]
+    assert choose_cpus(None, numa_node=1, root=str(tmp_path), allowed={0, 1, 2}) == [1, 2]
+
+
+def test_ranks_share_the_cores(tmp_path):
+    allowed = machine(tmp_path, 8)
+    shares = [choose_cpus(None, None, rank, 2, str(tmp_path), allowed) for rank in range(2)]
+    assert shares == [[1, 2, 3], [5, 6, 7]]
+
+
+def test_a_cgroup_grants_fewer(tmp_path):
+    allowed = machine(tmp_path, 8, quota="350000 100000\n")
+    assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == [1, 2]
+
+
+def test_one_core_does_both(tmp_path):
+    allowed = machine(tmp_path, 1)
+    assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == [0]
+
+
+def test_the_node_of_a_gpu(tmp_path):
+    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text("1\n")
+    assert numa_node_of_gpu(0, 0x1B, 0, str(tmp_path)) == 1
+    (folder / "numa_node").write_text("-1\n")
+    assert numa_node_of_gpu(0, 0x1B, 0, str(tmp_path)) is None
+    assert numa_node_of_gpu(0, 2, 0, str(tmp_path)) is None

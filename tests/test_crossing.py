@@ -1,0 +1,125 @@
+"""The meeting of a device's stream with the cores, by a device made of Python: its kernels copy and raise flags when they are called."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import pytest
+import torch
+from test_attended_cache import prompts, small_model
+from test_cores import error, plain, random
+from transformers import DynamicCache
+
+from zero_inference.cores import crossing
+from zero_inference.cores.cores import FLAG_BYTES, FLAGS, Cores, Stage
+from zero_inference.cores.crossing import Crossing
+from zero_inference.kv_cache.attended import AttendedCache
+from zero_inference.kv_cache.diverted import divert_attention
+from zero_inference.kv_cache.meetings import CoresMeeting
+from zero_inference.runtime.transfers import Transfers
+
+COLUMNS, ROWS = 64, 48
+
+
+def word(address: int) -> ctypes.c_uint32:
+    return ctypes.c_uint32.from_address(address)
+
+
+def push(tensor, target, flag, number, scratch) -> None:
+    ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
+    if flag:
+        word(flag).value = number
+
+
+def pull(out, source, flag, stop, number, scratch) -> None:
+    limit = time.monotonic() + 20
+    while word(flag).value != number:
+        assert time.monotonic() < limit, "the cores did not answer"
+        time.sleep(1e-4)
+    ctypes.memmove(out.data_ptr(), source, out.nbytes)
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """meet(input_bytes, output_bytes) -> a Crossing of two threads, and its counters."""
+    monkeypatch.setattr(torch.ops.zero_inference, "crossing_push", push, raising=False)
+    monkeypatch.setattr(torch.ops.zero_inference, "crossing_pull", pull, raising=False)
+    monkeypatch.setattr(crossing, "host_empty", lambda shape, dtype, pinned: torch.empty(shape, dtype=dtype))
+    made = []
+
+    def make(input_bytes: int, output_bytes: int) -> tuple[Crossing, Transfers]:
+        cores, transfers = Cores([-1, -1], 1000, torch.zeros(FLAGS * FLAG_BYTES, dtype=torch.uint8)), Transfers()
+        made.append(cores)
+        return Crossing(cores, torch.device("cpu"), input_bytes, output_bytes, transfers), transfers
+
+    yield make
+    for cores in made:
+        cores.close()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 19])
+def test_more_rows_than_there_is_memory_for_go_in_parts(rows, meet):
+    weight, other = random(ROWS, COLUMNS), random(5, COLUMNS)
+    calls, transfers = meet(4 * COLUMNS * 4, 4 * (ROWS + 5) * 4)  # for 4 rows of float32
+    task = calls.cores.add_block([Stage([plain(weight), plain(other)])], torch.float32)
+    calls.cores.reserve(task, 4)
+    for _ in range(2):
+        x = torch.randn(rows, COLUMNS)
+        for out, of in zip(calls(task, x), (weight, other)):
+            assert error(out, x.double() @ of.double().T) < 1e-6
+    assert transfers.device_to_host_bytes == 2 * x.nbytes
+    assert transfers.host_to_device_bytes == 2 * rows * (ROWS + 5) * 4
+    assert transfers.cores_bytes == 2 * -(-rows // 4) * task.nbytes
+
+
+def test_numbers_go_on_behind_32_bits(meet):
+    weight = random(ROWS, COLUMNS)
+    calls, _ = meet(4 * COLUMNS, 4 * ROWS)
+    task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
+    calls.number = 2**31 - 2
+    for flag in (calls.arrived, calls.done):
+        word(flag).value = calls.number
+    for start in (2**31 - 2, 2**32 - 2):
+        calls.number = start
+        for flag in (calls.arrived, calls.done):
+            word(flag).value = start & 0xFFFFFFFF
+        for _ in range(4):
+            x = torch.randn(1, COLUMNS)
+            (out,) = calls(task, x)
+            assert error(out, x.double() @ weight.double().T) < 1e-6
+
+
+def test_several_inputs_lie_one_behind_the_other_and_the_last_one_raises_the_flag(meet):
+    calls, _ = meet(4096, 4096)
+    inputs = [torch.randn(3), torch.arange(5), torch.randn(2, 2)]
+    seen: list[list[bytes]] = []
+
+    def submit(addresses, number):
+        assert word(calls.arrived).value == number
+        seen.append([ctypes.string_at(address, tensor.nbytes) for address, tensor in zip(addresses, inputs)])
+        assert all(address % FLAG_BYTES == addresses[0] % FLAG_BYTES for address in addresses)
+        word(calls.done).value = number
+
+    calls.meet(inputs, torch.empty(4), submit)
+    assert seen == [[tensor.numpy().tobytes() for tensor in inputs]]
+    with pytest.raises(ValueError, match="an input of 8192 bytes"):
+        calls.meet([torch.empty(2048)], torch.empty(4), submit)
+
+
+def test_attention_and_products_share_one_meeting(meet):
+    """Over a cache in host memory the logits are those of transformers, with products of the same threads in between."""
+    model, ids = small_model("llama"), prompts(3, 40)
+    divert_attention(model)
+    calls, transfers = meet(1 << 16, 1 << 16)
+    weight, x = random(ROWS, COLUMNS), torch.randn(2, COLUMNS)
+    task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
+    cache = AttendedCache(model.config, 40, False, False, transfers, CoresMeeting(calls))
+    theirs = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for start, end in ((0, 30), *((i, i + 1) for i in range(30, 36)), (36, 39)):
+            found = model(ids[:, start:end], past_key_values=cache).logits
+            expected = model(ids[:, start:end], past_key_values=theirs).logits
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            (out,) = calls(task, x)
+            assert error(out, x.double() @ weight.double().T) < 1e-6

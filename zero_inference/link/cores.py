@@ -1,0 +1,271 @@
+"""What the host's cores give beside a busy link: products of weights where they lie, and what a meeting with the device costs."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from zero_inference.cores.cores import FLAG_BYTES, FLAGS, SPIN_US, Cores, Stage, Task, Weight
+from zero_inference.cores.crossing import Crossing
+from zero_inference.cores.library import best_instructions, needed_library
+from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
+from zero_inference.cores.threads import choose_cpus, numa_node_of_gpu
+from zero_inference.errors import UsageError
+from zero_inference.link.caches import block_bytes
+from zero_inference.link.copy import BLOCK_BYTES
+from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.host_memory import host_empty
+from zero_inference.runtime.transfers import Transfers
+
+MATRIX_BYTES = 32 << 20
+RANDOM_BYTES = 16 << 20  # of which the weights are copies
+SOURCES, COPIES = 4, 8  # blocks in host memory, and copies of a round of the link: 39 ms at 55 GB/s
+ROUNDS = 5
+PRODUCTS_S = 0.3
+CROSSINGS = 200
+AHEAD_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
+
+
+@dataclass(frozen=True)
+class BesideLink:
+    """Rates in GB/s of 1e9 bytes; those of copies, and of both together, are medians of rounds.
+
+    Attributes:
+        rows: of the products.
+        link_alone_gb_per_s: page-locked copies to the device while the cores rest.
+        link_gb_per_s, cores_gb_per_s: copies, and stored bytes of weights multiplied, at the same time.
+        cores_alone_gb_per_s: products while the link rests.
+        read_gb_per_s: host memory read by the cores, while the link is busy.
+        crossing_s: from the moment when the device has an input for the cores to the one when it has their output, for a product
+            of no size.
+    """
+
+    rows: int
+    link_alone_gb_per_s: float
+    link_gb_per_s: float
+    cores_gb_per_s: float
+    cores_alone_gb_per_s: float
+    read_gb_per_s: float
+    crossing_s: float
+
+
+@functools.cache  # a plan is made for many options
+def measure_beside_link(
+    device: torch.device,
+    cpus: tuple[int, ...],
+    dtype: torch.dtype,
+    scheme: GroupQuantization | None,
+    rows: int,
+    columns: int,
+) -> BesideLink:
+    """Measure on the CUDA device `device` and the CPUs `cpus`, in about two seconds.
+
+    Args:
+        scheme: how the weights are stored; None for plain ones of `dtype`.
+        rows: of the inputs.
+        columns: of the weights.
+
+    Raises:
+        RunError: no host memory.
+    """
+    flags = host_empty((FLAGS * FLAG_BYTES,), torch.uint8, pinned=True).zero_()
+    cores = Cores(cpus, SPIN_US, flags)
+    try:
+        products = Products(cores, dtype, scheme, rows, columns)
+        link = _Copies(device)
+        cores_alone = products.rate(PRODUCTS_S)
+        link_alone = statistics.median(link.round() for _ in range(ROUNDS))
+        together = [_together(products, link) for _ in range(ROUNDS)]
+        return BesideLink(
+            rows,
+            link_alone,
+            statistics.median(rate for rate, _ in together),
+            statistics.median(rate for _, rate in together),
+            cores_alone,
+            statistics.median(_read_beside(cpus, link, products.kept) for _ in range(3)),
+            _crossing_s(cores, device, dtype, rows),
+        )
+    finally:
+        torch.cuda.synchronize(device)
+        cores.close()
+        torch.cuda.empty_cache()  # the plan looks at the memory that is free
+
+
+def cpus_of(ranks: Ranks, asked: int | None = None) -> tuple[int, ...]:
+    """CPUs for the threads of this rank; -1 for each that is not bound to one: without a GPU the cores also compute what a device would,
+    and the system keeps the two out of each other's way.
+
+    Raises:
+        UsageError: more threads than cores were asked for.
+    """
+    if ranks.device.type != "cuda":
+        usable = len(os.sched_getaffinity(0))
+        if asked is not None and asked > usable:
+            raise UsageError(f"--cpu-threads {asked}: this process may use {usable} cores; use {usable} or fewer.")
+        return (-1,) * (asked or torch.get_num_threads())
+    properties = torch.cuda.get_device_properties(ranks.device)
+    node = numa_node_of_gpu(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+    return tuple(choose_cpus(asked, node, ranks.local_rank, ranks.local_world_size))
+
+
+def product_gb_per_s(
+    cpus: tuple[int, ...], dtype: torch.dtype, scheme: GroupQuantization | None, rows: int, columns: int = 8192
+) -> float:
+    """GB/s of stored bytes of weights that the cores multiply while the link rests."""
+    cores = Cores(cpus, SPIN_US)
+    try:
+        products = Products(cores, dtype, scheme, rows, columns)
+        return products.rate(PRODUCTS_S)
+    finally:
+        cores.close()
+
+
+def read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Tensor | None = None) -> float:
+    """GB/s at which the cores read host memory, and do no more with it than add it up.
+
+    Args:
+        memory: uint8, what they read; None takes as much as the caches do not hold.
+    """
+    memory = _random_bytes(2 * block_bytes()) if memory is None else memory
+    numbers = (ctypes.c_int32 * len(cpus))(*cpus)
+    moved = ctypes.c_int64()
+    instructions = INSTRUCTIONS.index(best_instructions())
+    spent = needed_library().zero_inference_measure_reads(
+        memory.data_ptr(), memory.numel(), instructions, len(cpus), numbers, seconds, ctypes.byref(moved)
+    )
+    return moved.value / spent / 1e9
+
+
+class Products:
+    """Products of `rows` rows with weights that the caches do not hold, in the form that a run stores them."""
+
+    def __init__(self, cores: Cores, dtype: torch.dtype, scheme: GroupQuantization | None, rows: int, columns: int):
+        self.cores = cores
+        of_row = columns * dtype.itemsize if scheme is None else scheme.stored_bytes(columns, dtype)
+        height = max(64, MATRIX_BYTES // of_row // 64 * 64)
+        count = max(1, 2 * block_bytes() // (height * of_row))
+        self.kept = _random_bytes(count * height * of_row)
+        self.tasks: list[Task] = []
+        for index in range(count):
+            buffer = self.kept[index * height * of_row :][: height * of_row]
+            self.tasks.append(cores.add_block([Stage([_weight(buffer, height, columns, dtype, scheme)])], dtype))
+        self.x = torch.randn(rows, columns).to(dtype)
+        self.out = torch.empty(rows * height, dtype=dtype)
+        self.next = 0
+
+    def rate(self, seconds: float) -> float:
+        """GB/s over about so many seconds, from the third product on."""
+        for _ in range(2):
+            self.one()
+        start, moved = time.perf_counter(), 0
+        while (spent := time.perf_counter() - start) < seconds:
+            moved += self.one()
+        return moved / spent / 1e9
+
+    def one(self) -> int:
+        """Multiply the next weight and return its bytes."""
+        task = self.tasks[self.next]
+        self.next = (self.next + 1) % len(self.tasks)
+        self.cores.run(task, self.x, self.out)
+        return task.nbytes
+
+
+class _Copies:
+    """Copies from page-locked host memory, on a stream of their own."""
+
+    def __init__(self, device: torch.device):
+        self.source = host_empty((SOURCES * BLOCK_BYTES,), torch.uint8, pinned=True)
+        self.source.copy_(_random_bytes(self.source.numel()))
+        self.target = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.Stream(device)
+
+    def begin(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Ask for a round; events at its ends."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self.stream):
+            start.record()
+            for block in self.source.split(BLOCK_BYTES) * (COPIES // SOURCES):
+                self.target.copy_(block, non_blocking=True)
+            end.record()
+        return start, end
+
+    def rate(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return COPIES * BLOCK_BYTES / start.elapsed_time(end) / 1e6
+
+    def round(self) -> float:
+        return self.rate(*self.begin())
+
+
+def _together(products: Products, link: _Copies) -> tuple[float, float]:
+    """GB/s of the link and of the cores while both work."""
+    products.one()
+    events = link.begin()
+    start, moved = time.perf_counter(), 0
+    while not events[1].query():
+        moved += products.one()
+    spent = time.perf_counter() - start
+    return link.rate(*events), moved / spent / 1e9
+
+
+def _read_beside(cpus: tuple[int, ...], link: _Copies, memory: torch.Tensor) -> float:
+    """GB/s of the cores while the link copies."""
+    rounds = [link.begin() for _ in range(3)]  # a tenth of a second and more
+    rate = read_gb_per_s(cpus, 0.05, memory)
+    rounds[-1][1].synchronize()
+    return rate
+
+
+def _crossing_s(cores: Cores, device: torch.device, dtype: torch.dtype, rows: int) -> float:
+    """Of a product with a weight of a kilobyte."""
+    size = 16
+    weight = torch.randn(size, size).to(dtype)
+    task = cores.add_block([Stage([Weight(Matrix.plain(weight), None, 0)])], dtype)
+    cores.reserve(task, rows)
+    bytes_of_row = size * dtype.itemsize
+    crossing = Crossing(cores, device, rows * bytes_of_row, rows * bytes_of_row, Transfers())
+    x = torch.zeros(rows, size, dtype=dtype, device=device)
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD_CYCLES)  # until Python has asked for all of them: its time is not what is measured
+        start.record()
+        for _ in range(CROSSINGS):
+            (x,) = crossing(task, x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / CROSSINGS)
+    return statistics.median(times)
+
+
+def _weight(
+    buffer: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, scheme: GroupQuantization | None
+) -> Weight:
+    """A weight in random bytes; scales and minima are made numbers of the usual size."""
+    if scheme is None:
+        plain = buffer.view(dtype)
+        random = torch.randn(min(plain.numel(), RANDOM_BYTES // 4)).to(dtype)
+        for part in plain.split(random.numel()):
+            part.copy_(random[: part.numel()])
+        return Weight(Matrix.plain(plain.view(rows, columns)), None, buffer.numel())
+    codes, rest = buffer[: scheme.packed_bytes(rows * columns)], buffer[scheme.packed_bytes(rows * columns) :]
+    groups = rows * columns // scheme.group_size
+    scales, minima = rest.view(dtype)[:groups].fill_(0.01), rest.view(dtype)[groups:].fill_(-0.07)
+    matrix = Matrix.groups(codes, scales, minima, scheme.bits, scheme.group_size, rows)
+    return Weight(matrix, None, buffer.numel())
+
+
+def _random_bytes(count: int) -> torch.Tensor:
+    """uint8 [count] in host memory: the same `RANDOM_BYTES` again and again."""
+    random = torch.randint(0, 256, (RANDOM_BYTES,), dtype=torch.uint8)
+    memory = host_empty((count,), torch.uint8, pinned=False)
+    for part in memory.split(RANDOM_BYTES):
+        part.copy_(random[: part.numel()])
+    return memory
