@@ -190,4 +190,45 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;              // loads in flight a thread: the latency of HBM wants several
 constexpr int kBlocksOfProcessor = 32;  // four waves of full occupancy; what is left goes round the grid-stride loop
 
+// --- Products of a few tokens with codes (product.cu) ---
+
+// Eight warps a block, which share its rows and its columns between them, each with 32 rows at once: tokens read from shared
+// memory serve two tiles of 16 rows. Three stages of 2 KB a warp, of which two are on their way: with two blocks a processor
+// 64 KB, twice what 4.2 TB/s times a microsecond asks of each. None of these was swept.
+constexpr int kProductThreads = 256;
+constexpr int kProductTiles = 2;
+constexpr int kProductStages = 3;
+constexpr int kProductTokens = 32;  // the most of one call
+
+// Blocks of a processor, for __launch_bounds__: three where 80 registers a thread are enough but for a few words, which is with
+// the accumulators of eight tokens.
+constexpr int product_blocks(int token_tiles) { return token_tiles == 1 ? 3 : 2; }
+
+// Of a block's eight warps, those that share rows and split columns. A block reads all its tokens' columns out of the L2 cache,
+// 2 * tokens bytes a column where a row of int4 is about 0.56 bytes: as many rows as keep that below half of the weight's
+// bytes. Sets the order of sums.
+constexpr int product_column_warps(int64_t tokens) { return tokens <= 4 ? 8 : tokens <= 8 ? 4 : tokens <= 16 ? 2 : 1; }
+
+// A warp's steps between two barriers, at which the block's next tokens and scales have to be there: four where three blocks
+// still fit a processor's 227 KB, else two, which is the fewest that bring those in time through the ring of stages.
+constexpr int kProductChunk = 4;
+constexpr int kProductLeastChunk = kProductStages - 1;
+constexpr int kProductSharedBytes = 74 << 10;
+
+// Blocks of one cluster, which split columns and add their sums through each other's shared memory: doubled until there are
+// three blocks for two processors, as long as each warp has two steps. Eight is what every device with clusters allows. Sets
+// the order of sums.
+constexpr int kProductSplits = 8;
+constexpr int kProductLeastSteps = 2;
+constexpr bool product_fills(int64_t blocks, int processors) { return 2 * blocks >= 3 * int64_t{processors}; }
+
 }  // namespace zero_inference::quantization
+
+namespace zero_inference::crossing {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // 16-byte accesses of a thread on their way at once
+// Enough to fill a link of 64 GB/s and 8 us: 32 * 256 * 4 * 16 bytes. All have to run at once, since they wait for one of them.
+constexpr int kMostBlocks = 32;
+
+}  // namespace zero_inference::crossing

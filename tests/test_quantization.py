@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -39,14 +40,19 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@functools.cache
+def exact_logits(model: str) -> torch.Tensor:
+    ids = random_ids(5, 2, 24, VOCAB)
+    return logits_of(RunConfig(model=model, engine="resident", dtype="float32"), ids)[0]
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("family", [*FAMILIES, "smollm2"])
 def test_logits_stay_close(family, bits, checkpoints):
     if family == "smollm2":
         need_smollm2()
     model = "smollm2-135m" if family == "smollm2" else str(checkpoints(family, lively=False))
-    ids = random_ids(5, 2, 24, VOCAB)
-    exact, _ = logits_of(RunConfig(model=model, engine="resident", dtype="float32"), ids)
+    ids, exact = random_ids(5, 2, 24, VOCAB), exact_logits(model)
     config = RunConfig(
         model=model, dtype="float32", cpu_offload=True, quant_bits=bits, quant_group_size=GROUP.get(family, 32)
     )

@@ -1,0 +1,234 @@
+"""Products of a few tokens with codes on a CUDA device: how fast beside what else there is, and what every launch gives.
+
+    python benchmarks/quantized_products.py [--save FILE] [--dtype float16] [--sweep]    (exit code 2 without device or kernel)
+
+Microseconds are those of one product among many that follow each other in a CUDA graph, median of replays; each takes another of as
+many weights as the L2 cache cannot hold. GB/s are 10^9 stored bytes of the weight (codes, scales, minima) a second, the share is
+that of a copy inside the device, whose bytes read and written both count. `--sweep` times every launch of the fused operator
+instead, which is what csrc/launch_sizes.cuh is chosen from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+SHAPES = (  # rows, columns: Llama 13B, then 70B
+    (5120, 5120),
+    (13824, 5120),
+    (5120, 13824),
+    (8192, 8192),
+    (28672, 8192),
+    (8192, 28672),
+    (1024, 8192),
+)
+TOKENS = (1, 2, 4, 8, 16, 32)
+GROUP_SIZE = 64
+CACHES = 4  # times the L2 cache that the weights of one measurement fill at least
+LAUNCHES = 24  # of a graph, at least
+REPLAYS = 5
+COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)
+FIELDS = ("rows", "columns", "bits", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write every measurement, tab-separated")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--sweep", action="store_true", help="time every launch of the fused operator")
+    args = parser.parse_args()
+    import torch
+
+    from zero_inference.quantization import products  # noqa: F401  its schema
+    from zero_inference.runtime.extension import load_extension, why_unavailable
+
+    if not load_extension():
+        print(f"no fused product: {why_unavailable()}", file=sys.stderr)
+        return 2
+    dtype = getattr(torch, args.dtype)
+    copy = copy_gb_per_s()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}, groups of {GROUP_SIZE}")
+    print(f"a copy inside the device: {copy:.0f} GB/s\n")
+    rows = []
+    for (height, width), bits in itertools.product(SHAPES, (4, 8)):
+        weights = Weights(height, width, bits, dtype)
+        timed = sweep(weights) if args.sweep else compare(weights)
+        for tokens, what, launch, us in timed:
+            rate = weights.stored_bytes / us / 1e3
+            rows.append((height, width, bits, tokens, what, launch, f"{us:.2f}", f"{rate:.0f}", f"{rate / copy:.3f}"))
+        (show_best if args.sweep else show)(weights, timed, copy)
+        del weights
+    if args.save:
+        args.save.write_text("".join("\t".join(map(str, row)) + "\n" for row in (FIELDS, *rows)))
+    return 0
+
+
+class Weights:
+    """As many weights of one shape as the L2 cache cannot hold, each drawn as codes; the plain ones are what these stand for."""
+
+    def __init__(self, rows: int, columns: int, bits: int, dtype):
+        import torch
+
+        from zero_inference.quantization.groups import GroupQuantization, dequantize
+
+        self.rows, self.columns, self.bits, self.dtype = rows, columns, bits, dtype
+        self.stored_bytes = GroupQuantization(bits, GROUP_SIZE).stored_bytes(rows * columns, dtype)
+        cache = torch.cuda.get_device_properties("cuda").L2_cache_size
+        count = max(2, -(-CACHES * cache // self.stored_bytes))
+        groups = rows * columns // GROUP_SIZE
+        self.packed = [
+            (
+                torch.randint(0, 256, (rows * columns * bits // 8,), dtype=torch.uint8, device="cuda"),
+                (0.01 + 0.01 * torch.rand(groups, device="cuda")).to(dtype),
+                (0.05 * torch.randn(groups, device="cuda") - 0.1).to(dtype),
+            )
+            for _ in range(count)
+        ]
+        self.plain = [torch.empty(rows, columns, dtype=dtype, device="cuda") for _ in self.packed[:8]]
+        for packed, plain in zip(self.packed, self.plain):
+            dequantize(*packed, bits, GROUP_SIZE, plain)
+        self.workspace = torch.empty_like(self.plain[0])
+        self.tinygemm = self._for_tinygemm()
+
+    def _for_tinygemm(self) -> list:
+        """The codes in the layout of torch's own int4 product, which is another copy of them; empty where it does not run."""
+        import torch
+
+        if self.bits != 4 or self.dtype != torch.bfloat16:
+            return []
+        groups = torch.rand(self.columns // GROUP_SIZE, self.rows, 2, dtype=self.dtype, device="cuda")
+        try:
+            return [
+                (torch._convert_weight_to_int4pack(codes.view(self.rows, self.columns // 2), 8), groups)
+                for codes, *_ in self.packed
+            ]
+        except RuntimeError as error:
+            print(f"note: torch's int4 product is left out: {str(error).splitlines()[0]}", file=sys.stderr)
+            return []
+
+    def input(self, tokens: int):
+        import torch
+
+        return torch.randn(tokens, self.columns, device="cuda").to(self.dtype)
+
+    def fused(self, x, packed, launch: tuple[int, ...] = ()):
+        import torch
+
+        from zero_inference.quantization.products import no_bias
+
+        none = no_bias(x.device, x.dtype)
+        return torch.ops.zero_inference.linear_groups(x, *packed, self.bits, GROUP_SIZE, self.rows, none, *launch)
+
+    def dequantized(self, x, packed):
+        from torch.nn import functional
+
+        from zero_inference.quantization.groups import dequantize
+
+        dequantize(*packed, self.bits, GROUP_SIZE, self.workspace)
+        return functional.linear(x, self.workspace)
+
+
+def compare(weights: Weights) -> list[tuple[int, str, str, float]]:
+    """(tokens, what, launch, microseconds) of the fused operator, twice, and of what it stands beside."""
+    import torch
+    from torch.nn import functional
+
+    timed = []
+    for tokens in TOKENS:
+        x = weights.input(tokens)
+        ways: list[tuple[str, Callable, list]] = [
+            ("fused", lambda packed, x=x: weights.fused(x, packed), weights.packed),
+            ("fused again", lambda packed, x=x: weights.fused(x, packed), weights.packed),
+            ("dequantize + linear", lambda packed, x=x: weights.dequantized(x, packed), weights.packed),
+            ("16-bit linear", lambda plain, x=x: functional.linear(x, plain), weights.plain),
+        ]
+        if weights.tinygemm:
+            torch_int4 = torch._weight_int4pack_mm
+            ways.append(("torch int4", lambda each, x=x: torch_int4(x, each[0], GROUP_SIZE, each[1]), weights.tinygemm))
+        timed += [(tokens, what, "table", microseconds(work, inputs)) for what, work, inputs in ways]
+    return timed
+
+
+def sweep(weights: Weights) -> list[tuple[int, str, str, float]]:
+    """(tokens, "fused", launch, microseconds) of the launch that the table chooses and of all that fit the device."""
+    import torch
+
+    clusters = torch.cuda.get_device_capability()[0] >= 9
+    launches = [launch for launch in itertools.product(COLUMN_WARPS, SPLITS, CHUNK_STEPS) if clusters or launch[1] == 1]
+    timed = []
+    for tokens in TOKENS:
+        x = weights.input(tokens)
+        timed.append((tokens, "fused", "table", microseconds(lambda p, x=x: weights.fused(x, p), weights.packed)))
+        for launch in launches:
+            try:
+                weights.fused(x, weights.packed[0], launch)
+            except RuntimeError:  # more shared memory than a block may have
+                continue
+            us = microseconds(lambda p, x=x, launch=launch: weights.fused(x, p, launch), weights.packed)
+            timed.append((tokens, "fused", "x".join(map(str, launch)), us))
+    return timed
+
+
+def microseconds(work: Callable, inputs: list) -> float:
+    """Of one `work(input)` among many in a CUDA graph, the inputs taken in turn; median of replays."""
+    import torch
+
+    turns = -(-LAUNCHES // len(inputs)) * len(inputs)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work(inputs[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for turn in range(turns):
+            work(inputs[turn % len(inputs)])
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / turns)
+    return statistics.median(times)
+
+
+def copy_gb_per_s() -> float:
+    """Bytes read and written by a copy of 1 GiB inside the device, a second."""
+    import torch
+
+    source = torch.randint(0, 256, (1 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds(lambda _: target.copy_(source), [None]) / 1e3
+
+
+def show(weights: Weights, timed: list, copy: float) -> None:
+    print(f"{weights.rows} x {weights.columns}, int{weights.bits}, {weights.stored_bytes / 1e6:.1f} MB")
+    for tokens in TOKENS:
+        of = {what: us for count, what, _, us in timed if count == tokens}
+        share = weights.stored_bytes / of["fused"] / 1e3 / copy
+        print(
+            f"  {tokens:2d} tokens: {share:4.0%} of a copy;", "us:", ", ".join(f"{w} {us:.1f}" for w, us in of.items())
+        )
+
+
+def show_best(weights: Weights, timed: list, copy: float) -> None:
+    print(f"{weights.rows} x {weights.columns}, int{weights.bits} (column warps x splits x steps of a chunk)")
+    for tokens in TOKENS:
+        of = sorted((us, launch) for count, _, launch, us in timed if count == tokens)
+        table = next(us for us, launch in of if launch == "table")
+        share = weights.stored_bytes / of[0][0] / 1e3 / copy
+        best = ", ".join(f"{launch} {us:.1f}" for us, launch in of[:4])
+        print(f"  {tokens:2d} tokens: table {table:.1f} us; {best} ({share:.0%} of a copy)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,580 @@
+// zero_inference::linear_groups: a few tokens times a weight in int8 / int4 groups, which is read as it is stored.
+//
+//   out[m, n] = round(sum_k x[m, k] * weight[n, k] + bias[n]),   weight[n, k] = round(code * scale + minimum)
+//
+// The weight is rounded to its 16 bits as dequantize_groups does (once instead of twice, which differs where the first rounding
+// makes a tie), products are exact and sums float32, so what is left between this and dequantize_groups with a matrix product
+// is the order of sums. No atomics: the same bits in every run.
+//
+// A block has rows of the weight, its warps share them and their columns. Codes come 16 bytes a lane through a ring of stages
+// in shared memory, which only that lane reads; tokens and scales come for the whole block, a chunk of columns ahead. Sums of
+// warps, and of the blocks of a cluster, which split the columns, are added in their order at the end.
+
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "../alignment.cuh"
+#include "../launch_sizes.cuh"
+#include "../norms/async_copy.cuh"
+#include "product.cuh"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+using namespace zero_inference::quantization;
+using zero_inference::aligned;
+using zero_inference::norms::copy_commit;
+using zero_inference::norms::copy_wait;
+using zero_inference::norms::dynamic_shared;
+
+constexpr int kWarp = 32;
+constexpr int kWarps = kProductThreads / kWarp;
+constexpr int kWarpRows = kProductTiles * kTileRows;
+constexpr int kSlice = 128;  // columns: the unit in which blocks of a cluster split them, whole steps and whole groups
+constexpr int kLargestGroup = 128;
+constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp;
+
+// Where sums of the block's warps lie: rows beside each other, four apart from token to token so that a warp's stores meet in
+// no bank.
+constexpr int kSumsPad = 4;
+
+struct Task {
+  const void* x;
+  const uint8_t* codes;
+  const void* scale;
+  const void* minimum;
+  const void* bias;  // or null
+  void* out;
+  int64_t rows;
+  int columns, tokens, group_shift;
+  int column_warps, splits, chunk_steps;
+
+  __host__ __device__ int block_rows() const { return kWarps / column_warps * kWarpRows; }
+  __host__ __device__ int chunk_columns(int step) const { return column_warps * chunk_steps * step; }
+  __host__ __device__ int slices() const { return (columns + kSlice - 1) / kSlice; }
+  // Bytes of a row's scales of a chunk: an odd number of vectors, so that rows lie in different banks.
+  __host__ __device__ int scale_stride(int step) const {
+    return ((chunk_columns(step) >> group_shift) * 2 + kVectorBytes - 1) / kVectorBytes * kVectorBytes | kVectorBytes;
+  }
+  __host__ __device__ int input_bytes(int step) const { return tokens * chunk_columns(step) * 2; }
+  __host__ __device__ int chunk_bytes(int step) const { return input_bytes(step) + 2 * block_rows() * scale_stride(step); }
+  // One buffer where no block has a second chunk.
+  int shared_bytes(int step) const {
+    const int most = (slices() + splits - 1) / splits * kSlice;
+    return kRingVectors * kVectorBytes + chunk_bytes(step) * (most > chunk_columns(step) ? 2 : 1);
+  }
+};
+
+// Of a power of two, as warps, steps, rows of a block and groups are.
+__device__ __forceinline__ int log2_of(int value) { return __ffs(value) - 1; }
+
+// The columns of this block, and which of its rows and columns a thread works on.
+template <int kBits>
+struct Place {
+  int64_t first_row;
+  int first, last;  // columns
+  int steps;        // of the block
+  int row_warp, column_warp, row_lane, column_lane;
+
+  __device__ explicit Place(const Task& task) {
+    const int split = static_cast<int>(blockIdx.x % task.splits);
+    const int warp = threadIdx.x / kWarp;
+    const int lane = threadIdx.x % kWarp;
+    first_row = static_cast<int64_t>(blockIdx.x / task.splits) * task.block_rows();
+    first = static_cast<int>(int64_t{task.slices()} * split / task.splits) * kSlice;
+    last = min(task.columns, static_cast<int>(int64_t{task.slices()} * (split + 1) / task.splits) * kSlice);
+    steps = (last - first + Step<kBits>::kElements - 1) / Step<kBits>::kElements;
+    column_warp = warp % task.column_warps;
+    row_warp = warp / task.column_warps;
+    row_lane = lane / kRowShares;
+    column_lane = lane % kRowShares;
+  }
+};
+
+// Tokens of a chunk: the vectors that a warp's lanes read together lie together, in the order of the lanes. Zeros behind the
+// last column.
+template <int kBits>
+__device__ __forceinline__ void stage_input(const Task& task, const Place<kBits>& place, int chunk_first, uint4* to) {
+  using S = Step<kBits>;
+  constexpr int kStepVectors = S::kElements / 8;
+  const int shift = log2_of(task.chunk_columns(S::kElements) / 8);
+  const int stop = place.first + place.steps * S::kElements;
+  const uint16_t* x = static_cast<const uint16_t*>(task.x);
+#pragma unroll 1  // nothing waits for these copies
+  for (int index = threadIdx.x; index < task.tokens << shift; index += kProductThreads) {
+    const int token = index >> shift;
+    const int vector = index - (token << shift);
+    const int column = chunk_first + vector * 8;
+    if (column >= stop) continue;
+    const int of_step = vector % kStepVectors;
+    const int part = vector / kStepVectors * S::kInputs + of_step % S::kInputs;
+    const bool there = column < task.columns;
+    const uint16_t* from = x + (there ? int64_t{token} * task.columns + column : 0);
+    copy_or_zeros<kVectorBytes>(to + (part * task.tokens + token) * kRowShares + of_step / S::kInputs, from, there);
+  }
+}
+
+// Scales and minima of a chunk, kBytes at a time (2: not asynchronous). Zeros behind the last group of a row.
+template <int kBits, int kBytes>
+__device__ __forceinline__ void stage_groups(const Task& task, const Place<kBits>& place, int chunk_first, uint8_t* to) {
+  using S = Step<kBits>;
+  constexpr int kInUnit = kBytes / 2;
+  const int row_groups = task.columns >> task.group_shift;
+  const int first = chunk_first >> task.group_shift;
+  const int stop = min(chunk_first + task.chunk_columns(S::kElements), place.first + place.steps * S::kElements);
+  const int shift = log2_of((task.chunk_columns(S::kElements) >> task.group_shift) / kInUnit);
+  const int rows = task.block_rows();
+  const int stride = task.scale_stride(S::kElements);
+#pragma unroll 1
+  for (int index = threadIdx.x; index < 2 * rows << shift; index += kProductThreads) {
+    const int line = index >> shift;  // the rows of the scales, then those of the minima
+    const int unit = index - (line << shift);
+    const int group = first + unit * kInUnit;
+    if (group << task.group_shift >= stop) continue;
+    const uint16_t* from = static_cast<const uint16_t*>(line < rows ? task.scale : task.minimum);
+    const int64_t row = min(place.first_row + (line & (rows - 1)), task.rows - 1);
+    const bool there = group < row_groups;
+    from += row * row_groups + (there ? group : 0);
+    uint8_t* slot = to + line * stride + unit * kBytes;
+    if constexpr (kBytes == 2) {
+      *reinterpret_cast<uint16_t*>(slot) = there ? *from : 0;
+    } else {
+      copy_or_zeros<kBytes>(slot, from, there);
+    }
+  }
+}
+
+template <int kBits>
+__device__ __forceinline__ void stage_chunk(const Task& task, const Place<kBits>& place, int chunk, uint8_t* to) {
+  using S = Step<kBits>;
+  const int chunk_first = place.first + chunk * task.chunk_columns(S::kElements);
+  stage_input<kBits>(task, place, chunk_first, reinterpret_cast<uint4*>(to));
+  // What every row's part begins with and consists of: groups in a row, those before this chunk, those of a chunk.
+  const int groups = ((task.columns >> task.group_shift) | (chunk_first >> task.group_shift) |
+                      (task.chunk_columns(S::kElements) >> task.group_shift));
+  to += task.input_bytes(S::kElements);
+  if (groups % 8 == 0) {
+    stage_groups<kBits, 16>(task, place, chunk_first, to);
+  } else if (groups % 2 == 0) {
+    stage_groups<kBits, 4>(task, place, chunk_first, to);
+  } else {
+    stage_groups<kBits, 2>(task, place, chunk_first, to);
+  }
+}
+
+// Scale and minimum of the columns that a lane has of one row in a step, each twice in a word: kGroups of them.
+template <int kGroups>
+struct LaneGroups {
+  uint32_t scale[kGroups], minimum[kGroups];
+
+  __device__ __forceinline__ void load(const uint8_t* scales, int minima_behind) {
+    if constexpr (kGroups == 1) {
+      scale[0] = *reinterpret_cast<const uint16_t*>(scales) * 0x10001u;
+      minimum[0] = *reinterpret_cast<const uint16_t*>(scales + minima_behind) * 0x10001u;
+    } else {
+      const uint32_t two_scales = *reinterpret_cast<const uint32_t*>(scales);
+      const uint32_t two_minima = *reinterpret_cast<const uint32_t*>(scales + minima_behind);
+      scale[0] = __byte_perm(two_scales, 0u, 0x1010);
+      scale[1] = __byte_perm(two_scales, 0u, 0x3232);
+      minimum[0] = __byte_perm(two_minima, 0u, 0x1010);
+      minimum[1] = __byte_perm(two_minima, 0u, 0x3232);
+    }
+  }
+};
+
+// The weights of one row that are multiplied with vector `part` of x, as pairs.
+template <typename T, int kBits, int kGroups>
+__device__ __forceinline__ void weight_pairs(const uint32_t (&words)[4], int part, const LaneGroups<kGroups>& groups,
+                                             uint32_t (&pairs)[4]) {
+  using S = Step<kBits>;
+  constexpr int kInWord = 4 / S::kCodeWords;
+  const int group = kGroups == 1 ? 0 : part * kGroups / S::kInputs;
+#pragma unroll
+  for (int word = 0; word < S::kCodeWords; ++word) {
+    uint32_t numbers[kInWord];
+    Codes<T, kBits>::numbers(words[part * S::kCodeWords + word], numbers);
+#pragma unroll
+    for (int i = 0; i < kInWord; ++i) {
+      pairs[word * kInWord + i] = Pair<T>::fused(numbers[i], groups.scale[group], groups.minimum[group]);
+    }
+  }
+}
+
+template <int kTokenTiles>
+using Sums = float[kProductTiles][kTokenTiles][4];
+
+// One step of a warp: 32 rows times 64 bytes of codes times all tokens. `ring` is this lane's first vector of the stage, `step`
+// counts within the chunk.
+template <typename T, int kBits, int kTokenTiles, int kGroups>
+__device__ __forceinline__ void multiply_step(const Task& task, const Place<kBits>& place, const uint4* ring,
+                                              const uint8_t* chunk, int step, Sums<kTokenTiles>& sums) {
+  using S = Step<kBits>;
+  uint32_t codes[kProductTiles][2][4];
+  LaneGroups<kGroups> groups[kProductTiles][2];
+  const int stride = task.scale_stride(S::kElements);
+  const int minima_behind = task.block_rows() * stride;
+  const int row = place.row_warp * kWarpRows + place.row_lane;
+  const int group = (step * S::kElements + place.column_lane * S::kLaneElements) >> task.group_shift;
+  const uint8_t* scales = chunk + task.input_bytes(S::kElements) + row * stride + group * 2;
+#pragma unroll
+  for (int tile = 0; tile < kProductTiles; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 packed = ring[(tile * 2 + half) * kWarp];
+      codes[tile][half][0] = packed.x;
+      codes[tile][half][1] = packed.y;
+      codes[tile][half][2] = packed.z;
+      codes[tile][half][3] = packed.w;
+      groups[tile][half].load(scales + (tile * kTileRows + half * (kTileRows / 2)) * stride, minima_behind);
+    }
+  }
+  const uint4* x = reinterpret_cast<const uint4*>(chunk) + step * S::kInputs * task.tokens * kRowShares + place.column_lane;
+#pragma unroll
+  for (int part = 0; part < S::kInputs; ++part) {
+    uint32_t tokens[kTokenTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {  // lanes behind the last token repeat it: their sums are thrown away
+      const int token = min(tile * kTileTokens + place.row_lane, task.tokens - 1);
+      input_pairs<kBits>(x[(part * task.tokens + token) * kRowShares], tokens[tile]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < kProductTiles; ++tile) {
+      uint32_t upper[4], lower[4];
+      weight_pairs<T, kBits, kGroups>(codes[tile][0], part, groups[tile][0], upper);
+      weight_pairs<T, kBits, kGroups>(codes[tile][1], part, groups[tile][1], lower);
+#pragma unroll
+      for (int product = 0; product < S::kProducts; ++product) {
+        const uint32_t weight[4] = {upper[2 * product], lower[2 * product], upper[2 * product + 1], lower[2 * product + 1]};
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+          Pair<T>::multiply(sums[tile][t], weight, tokens[t][2 * product], tokens[t][2 * product + 1]);
+        }
+      }
+    }
+  }
+}
+
+// This lane's sums to where the block adds them: [column warp][token][row].
+template <int kBits, int kTokenTiles>
+__device__ __forceinline__ void store_sums(const Task& task, const Place<kBits>& place, const Sums<kTokenTiles>& sums,
+                                           float* shared) {
+  const int pitch = task.block_rows() + kSumsPad;
+  float* mine = shared + place.column_warp * kTokenTiles * kTileTokens * pitch + place.row_warp * kWarpRows + place.row_lane;
+#pragma unroll
+  for (int tile = 0; tile < kProductTiles; ++tile) {
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = t * kTileTokens + place.column_lane * 2 + i % 2;
+        mine[token * pitch + tile * kTileRows + i / 2 * (kTileRows / 2)] = sums[tile][t][i];
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_result(const Task& task, int64_t row, int token, float sum) {
+  if (row >= task.rows) return;
+  if (task.bias != nullptr) sum += Pair<T>::load(static_cast<const T*>(task.bias)[row]);
+  static_cast<T*>(task.out)[token * task.rows + row] = Pair<T>::round(sum);
+}
+
+// Adds the sums of the block's warps, then of the cluster's blocks, each of which writes a part of the rows.
+template <typename T, int kTokenTiles>
+__device__ __forceinline__ void finish(const Task& task, int64_t first_row, float* shared) {
+  const int rows = task.block_rows();
+  const int pitch = rows + kSumsPad;
+  const int shift = log2_of(rows);
+#pragma unroll 1
+  for (int index = threadIdx.x; index < task.tokens << shift; index += kProductThreads) {
+    const int token = index >> shift;
+    const int row = index - (token << shift);
+    float* slot = shared + token * pitch + row;
+    float sum = slot[0];
+    for (int warp = 1; warp < task.column_warps; ++warp) sum += slot[warp * kTokenTiles * kTileTokens * pitch];
+    if (task.splits == 1) {
+      store_result<T>(task, first_row + row, token, sum);
+    } else {
+      slot[0] = sum;
+    }
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (task.splits == 1) return;
+  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  cluster.sync();
+  const int part_shift = shift - log2_of(task.splits);
+  const int first = static_cast<int>(blockIdx.x % task.splits) << part_shift;
+#pragma unroll 1
+  for (int index = threadIdx.x; index < task.tokens << part_shift; index += kProductThreads) {
+    const int token = index >> part_shift;
+    const int row = first + index - (token << part_shift);
+    float sum = 0.0f;
+    for (int block = 0; block < task.splits; ++block) {
+      sum += cluster.map_shared_rank(shared, static_cast<unsigned int>(block))[token * pitch + row];
+    }
+    store_result<T>(task, first_row + row, token, sum);
+  }
+  cluster.sync();  // no block may end while another reads its shared memory
+#endif
+}
+
+template <typename T, int kBits, int kTokenTiles, int kGroups>
+__global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) multiply(const Task task) {
+  using S = Step<kBits>;
+  static_assert(kProductStages >= 2 && kProductLeastChunk >= kProductStages - 1);
+  static_assert(kWarps * kTokenTiles * kTileTokens * (kWarpRows + kSumsPad) * 4 <= kRingVectors * kVectorBytes,
+                "sums take the place of the ring");
+  constexpr int kStageVectors = kProductTiles * 2 * kWarp;
+  const Place<kBits> place(task);
+  uint4* ring = dynamic_shared() + threadIdx.x / kWarp * (kProductStages * kStageVectors) + threadIdx.x % kWarp;
+  uint8_t* chunks = reinterpret_cast<uint8_t*>(dynamic_shared() + kRingVectors);
+  const int chunk_bytes = task.chunk_bytes(S::kElements);
+
+  const int64_t row_bytes = int64_t{task.columns} * kBits / 8;
+  const uint8_t* from[kProductTiles * 2];
+#pragma unroll
+  for (int half = 0; half < kProductTiles * 2; ++half) {  // rows behind the last one repeat it: they are not written
+    const int64_t row = place.first_row + place.row_warp * kWarpRows + half * (kTileRows / 2) + place.row_lane;
+    from[half] = task.codes + min(row, task.rows - 1) * row_bytes + place.column_lane * kVectorBytes;
+  }
+  // Step `turn` of this warp into stage `stage` of its ring; every turn is one group of copies, though it be empty.
+  const auto fetch = [&](int turn, int stage) {
+    const int step = turn * task.column_warps + place.column_warp;
+    const int column = place.first + step * S::kElements;
+    if (step < place.steps && column + place.column_lane * S::kLaneElements < task.columns) {
+      const int64_t offset = int64_t{column} * kBits / 8;
+#pragma unroll
+      for (int half = 0; half < kProductTiles * 2; ++half) {
+        copy_codes(ring + stage * kStageVectors + half * kWarp, from[half] + offset);
+      }
+    }
+  };
+
+  const int turns = (place.steps + task.column_warps - 1) / task.column_warps;
+  if (turns > 0) stage_chunk<kBits>(task, place, 0, chunks);
+#pragma unroll
+  for (int turn = 0; turn < kProductStages - 1; ++turn) {
+    fetch(turn, turn);
+    copy_commit();
+  }
+  Sums<kTokenTiles> sums = {};
+  int stage = 0, of_chunk = 0, chunk = 0;
+  for (int turn = 0; turn < turns; ++turn) {
+    copy_wait<kProductStages - 2>();
+    if (of_chunk == 0) {
+      __syncthreads();  // the chunk is there for all, and nobody reads the one before it
+      if ((chunk + 1) * task.chunk_steps < turns)
+        stage_chunk<kBits>(task, place, chunk + 1, chunks + (chunk + 1) % 2 * chunk_bytes);
+    }
+    fetch(turn + kProductStages - 1, stage == 0 ? kProductStages - 1 : stage - 1);  // read a turn ago
+    copy_commit();
+    if (turn * task.column_warps + place.column_warp < place.steps) {
+      multiply_step<T, kBits, kTokenTiles, kGroups>(task, place, ring + stage * kStageVectors, chunks + chunk % 2 * chunk_bytes,
+                                                    of_chunk * task.column_warps + place.column_warp, sums);
+    }
+    stage = stage + 1 == kProductStages ? 0 : stage + 1;
+    if (++of_chunk == task.chunk_steps) {
+      of_chunk = 0;
+      ++chunk;
+    }
+  }
+  copy_wait<0>();
+  __syncthreads();  // the ring is free
+  float* shared = reinterpret_cast<float*>(dynamic_shared());
+  store_sums<kBits, kTokenTiles>(task, place, sums, shared);
+  __syncthreads();
+  finish<T, kTokenTiles>(task, place.first_row, shared);
+}
+
+struct Device {
+  int index, processors, shared_bytes;
+};
+
+// Asked once a device and kernel: whether its code has clusters, which code for a device before Hopper has not. It then also
+// has leave to use all shared memory. 0 is not asked yet.
+enum Clusters : int { kUnknown = 0, kWithout = 1, kWith = 2 };
+constexpr int kDevices = 64;
+
+template <typename Kernel>
+Clusters clusters_of(Kernel kernel, const Device& device, std::atomic<int> (&known)[kDevices]) {
+  int answer = device.index < kDevices ? known[device.index].load(std::memory_order_relaxed) : kUnknown;
+  if (answer == kUnknown) {
+    cudaFuncAttributes attributes;
+    STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes));
+    STD_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+    answer = attributes.ptxVersion >= 90 ? kWith : kWithout;
+    if (device.index < kDevices) known[device.index].store(answer, std::memory_order_relaxed);
+  }
+  return static_cast<Clusters>(answer);
+}
+
+// What the caller left open (0), from the table of launch sizes.
+void choose(Task& task, int step, const Device& device, bool clusters) {
+  if (task.column_warps == 0) task.column_warps = product_column_warps(task.tokens);
+  const int64_t blocks = (task.rows + task.block_rows() - 1) / task.block_rows();
+  if (task.splits == 0) {
+    const int turns = (task.columns + step - 1) / step / task.column_warps;
+    task.splits = 1;
+    while (clusters && task.splits < kProductSplits && !product_fills(blocks * task.splits, device.processors) &&
+           turns >= 2 * task.splits * kProductLeastSteps) {
+      task.splits *= 2;
+    }
+  }
+  if (task.chunk_steps == 0) {
+    task.chunk_steps = kProductChunk;
+    while (task.chunk_steps > kProductLeastChunk && task.shared_bytes(step) > kProductSharedBytes) task.chunk_steps /= 2;
+  }
+  // one that was asked for, too
+  while (task.chunk_steps > kProductLeastChunk && task.shared_bytes(step) > device.shared_bytes) task.chunk_steps /= 2;
+}
+
+template <typename T, int kBits, int kTokenTiles, int kGroups>
+void launch(Task task, const Device& device, cudaStream_t stream) {
+  constexpr int kStep = Step<kBits>::kElements;
+  static std::atomic<int> known[kDevices];
+  const auto kernel = multiply<T, kBits, kTokenTiles, kGroups>;
+  const bool clusters = clusters_of(kernel, device, known) == kWith;
+  STD_TORCH_CHECK(clusters || task.splits <= 1, "linear_groups: splits must be 1 on a device without clusters, found ",
+                  task.splits);
+  choose(task, kStep, device, clusters);
+  const int shared_bytes = task.shared_bytes(kStep);
+  STD_TORCH_CHECK(shared_bytes <= device.shared_bytes, "linear_groups: needs ", shared_bytes,
+                  " bytes of shared memory a block, this device has ", device.shared_bytes, "; use dequantize_groups");
+  const int64_t blocks = (task.rows + task.block_rows() - 1) / task.block_rows() * task.splits;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned int>(task.splits);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned int>(blocks));
+  config.blockDim = dim3(kProductThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = task.splits > 1 ? 1 : 0;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, task));
+}
+
+template <typename T, int kBits, int kGroups>
+void launch_tokens(const Task& task, const Device& device, cudaStream_t stream) {
+  if (task.tokens <= kTileTokens) {
+    launch<T, kBits, 1, kGroups>(task, device, stream);
+  } else if (task.tokens <= 2 * kTileTokens) {
+    launch<T, kBits, 2, kGroups>(task, device, stream);
+  } else {
+    launch<T, kBits, 4, kGroups>(task, device, stream);
+  }
+}
+
+template <typename T>
+void launch_bits(const Task& task, int64_t bits, const Device& device, cudaStream_t stream) {
+  if (bits == 8) {
+    launch_tokens<T, 8, 1>(task, device, stream);
+  } else if (1 << task.group_shift >= Step<4>::kLaneElements) {
+    launch_tokens<T, 4, 1>(task, device, stream);
+  } else {
+    launch_tokens<T, 4, 2>(task, device, stream);
+  }
+}
+
+// A contiguous, aligned tensor on the device of x.
+const void* checked(const char* name, const Tensor& tensor, ScalarType dtype, int64_t numel, const Tensor& x) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "linear_groups: ", name,
+                  " must be on CUDA device ", x.get_device_index(), " like x");
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel && tensor.is_contiguous(), "linear_groups: ", name,
+                  " must be ", torch::headeronly::toString(dtype), ", contiguous, of ", numel, " elements, found ",
+                  torch::headeronly::toString(tensor.scalar_type()), " of ", tensor.numel());
+  STD_TORCH_CHECK(aligned(tensor.const_data_ptr(), kVectorBytes), "linear_groups: ", name, " must begin on ", kVectorBytes,
+                  " bytes");
+  return tensor.const_data_ptr();
+}
+
+int group_shift_of(int64_t group_size) {
+  for (int shift = 4; 1 << shift <= kLargestGroup; ++shift) {
+    if (group_size == 1 << shift) return shift;
+  }
+  return -1;
+}
+
+Device device_of(const Tensor& x) {
+  Device device = {x.get_device_index(), 0, 0};
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, device.index));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index));
+  return device;
+}
+
+bool power_of_two_up_to(int64_t value, int64_t most) { return value > 0 && value <= most && (value & (value - 1)) == 0; }
+
+// column_warps, splits and chunk_steps are 0 where the table of launch sizes decides.
+Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
+                     int64_t group_size, int64_t rows, const Tensor& bias, int64_t column_warps, int64_t splits,
+                     int64_t chunk_steps) {
+  const ScalarType dtype = x.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                  "linear_groups: x must be Half or BFloat16, found ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups: x must be [tokens, columns] on a CUDA device");
+  const int64_t tokens = x.size(0);
+  const int64_t columns = x.size(1);
+  const int group_shift = group_shift_of(group_size);
+  STD_TORCH_CHECK(tokens <= kProductTokens, "linear_groups: ", kProductTokens, " tokens at most, found ", tokens);
+  STD_TORCH_CHECK(bits == 8 || bits == 4, "linear_groups: bits must be 8 or 4, found ", bits);
+  STD_TORCH_CHECK(group_shift > 0, "linear_groups: group_size must be 16, 32, 64 or 128, found ", group_size);
+  STD_TORCH_CHECK(rows >= 0 && columns < (int64_t{1} << 30) && columns % group_size == 0 && columns * bits % 128 == 0,
+                  "linear_groups: columns must be whole groups and whole vectors of 16 bytes, found ", columns);
+  STD_TORCH_CHECK((column_warps == 0 || power_of_two_up_to(column_warps, kWarps)) &&
+                      (splits == 0 || power_of_two_up_to(splits, kProductSplits)) &&
+                      (chunk_steps == 0 || (chunk_steps >= kProductLeastChunk && power_of_two_up_to(chunk_steps, 64))),
+                  "linear_groups: no such launch: column_warps ", column_warps, ", splits ", splits, ", chunk_steps ",
+                  chunk_steps);
+  Task task = {};
+  task.x = checked("x", x, dtype, tokens * columns, x);
+  task.codes = static_cast<const uint8_t*>(checked("codes", codes, ScalarType::Byte, rows * columns * bits / 8, x));
+  task.scale = checked("scale", scale, dtype, rows * (columns / group_size), x);
+  task.minimum = checked("minimum", minimum, dtype, rows * (columns / group_size), x);
+  task.bias = bias.numel() > 0 || rows == 0 ? checked("bias", bias, dtype, rows, x) : nullptr;  // empty: there is none
+  task.rows = rows;
+  task.columns = static_cast<int>(columns);
+  task.tokens = static_cast<int>(tokens);
+  task.group_shift = group_shift;
+  task.column_warps = static_cast<int>(column_warps);
+  task.splits = static_cast<int>(splits);
+  task.chunk_steps = static_cast<int>(chunk_steps);
+
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int64_t sizes[] = {tokens, rows};
+  Tensor out = torch::stable::new_empty(x, sizes);
+  if (tokens == 0 || rows == 0) return out;
+  task.out = out.mutable_data_ptr();
+  const Device device = device_of(x);
+  void* current = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &current));
+  const cudaStream_t stream = static_cast<cudaStream_t>(current);
+  if (dtype == ScalarType::Half) {
+    launch_bits<__half>(task, bits, device, stream);
+  } else {
+    launch_bits<__nv_bfloat16>(task, bits, device, stream);
+  }
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("linear_groups", TORCH_BOX(&linear_groups)); }

@@ -1,0 +1,157 @@
+// What a lane of a warp does with codes in registers: weights as operands of the tensor cores' m16n8k16 products, and copies
+// into shared memory that may bring zeros. The map from lanes to elements stands here once, and
+// tests/test_quantized_products.py repeats it on a CPU.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace zero_inference::quantization {
+
+// One product multiplies 16 rows of the weight with 8 tokens over 16 columns. Lane L holds of the weight rows L / 4 and
+// L / 4 + 8, of the tokens L / 4, of the result those rows and tokens 2 (L % 4) and the next; columns L % 4 has of either.
+// Which columns these are is free as long as both operands agree, so a lane takes 16 bytes of codes of a row as they lie.
+constexpr int kTileRows = 16;
+constexpr int kTileTokens = 8;
+constexpr int kRowShares = 4;   // lanes with columns of one row
+constexpr int kStepBytes = 64;  // of a row's codes, 16 a lane: what a warp multiplies at once
+constexpr int kVectorBytes = 16;
+
+template <int kBits>
+struct Step {
+  static constexpr int kElements = kStepBytes * 8 / kBits;  // columns of a step: 128 or 64
+  static constexpr int kLaneElements = kElements / kRowShares;
+  static constexpr int kInputs = kLaneElements / 8;  // 16-byte vectors of x a lane and token
+  static constexpr int kCodeWords = 4 / kInputs;     // of a row, that one such vector is multiplied with
+  static constexpr int kProducts = 2;                // m16n8k16, of one such vector
+};
+
+// Two elements of 16 bits in a word. `fused` is a * b + c in both halves, rounded once.
+template <typename T>
+struct Pair;
+
+template <>
+struct Pair<__half> {
+  static __device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&weight)[4], uint32_t x0, uint32_t x1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
+  }
+  static __device__ __forceinline__ float load(__half value) { return __half2float(value); }
+  static __device__ __forceinline__ __half round(float value) { return __float2half_rn(value); }
+};
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ __forceinline__ uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+  }
+  static __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&weight)[4], uint32_t x0, uint32_t x1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(weight[0]), "r"(weight[1]), "r"(weight[2]), "r"(weight[3]), "r"(x0), "r"(x1));
+  }
+  static __device__ __forceinline__ float load(__nv_bfloat16 value) { return __bfloat162float(value); }
+  static __device__ __forceinline__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
+};
+
+// (word & mask) | bits in one instruction: the compiler makes two of it where both are constants, of the units that are
+// busiest.
+__device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(word), "r"(mask), "r"(bits));
+  return d;
+}
+
+// The codes of a word as exact numbers in pairs. A code in the low bits of a number of known exponent is that number plus the
+// code: 1024 in float16 has ten bits for it, 128 in bfloat16 seven. Taking the number away again is exact.
+template <typename T, int kBits>
+struct Codes;
+
+template <>
+struct Codes<__half, 4> {  // pairs 0-4, 1-5, 2-6, 3-7; 1 and 3 as sixteen times the code, brought back by an exact 1 / 16
+  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[4]) {
+    pairs[0] = Pair<__half>::fused(masked(word, 0x000f000fu, 0x64006400u), 0x3c003c00u, 0xe400e400u);
+    pairs[1] = Pair<__half>::fused(masked(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
+    word >>= 8;
+    pairs[2] = Pair<__half>::fused(masked(word, 0x000f000fu, 0x64006400u), 0x3c003c00u, 0xe400e400u);
+    pairs[3] = Pair<__half>::fused(masked(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd400d400u);
+  }
+};
+
+template <>
+struct Codes<__nv_bfloat16, 4> {  // the same pairs
+  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = Pair<__nv_bfloat16>::fused(masked(word >> (4 * i), 0x000f000fu, 0x43004300u), 0x3f803f80u, 0xc300c300u);
+    }
+  }
+};
+
+template <>
+struct Codes<__half, 8> {  // pairs 0-1, 2-3
+  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[2]) {
+    pairs[0] = Pair<__half>::fused(__byte_perm(word, 0x64646464u, 0x4140), 0x3c003c00u, 0xe400e400u);
+    pairs[1] = Pair<__half>::fused(__byte_perm(word, 0x64646464u, 0x4342), 0x3c003c00u, 0xe400e400u);
+  }
+};
+
+template <>
+struct Codes<__nv_bfloat16,
+             8> {  // the same pairs; the code's upper bit decides whether the 128 has to go: -128 is 0x80 * 0x186
+  static __device__ __forceinline__ void numbers(uint32_t word, uint32_t (&pairs)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t codes = __byte_perm(word, 0u, i == 0 ? 0x4140 : 0x4342);
+      const uint32_t without = (~codes & 0x00800080u) * 0x186u;
+      pairs[i] = Pair<__nv_bfloat16>::fused(masked(codes, 0x007f007fu, 0x43004300u), 0x3f803f80u, without);
+    }
+  }
+};
+
+// The same columns of x: for int4 elements i and i + 4 as a pair, for int8 as they lie.
+template <int kBits>
+__device__ __forceinline__ void input_pairs(const uint4& x, uint32_t (&pairs)[4]) {
+  if constexpr (kBits == 4) {
+    pairs[0] = __byte_perm(x.x, x.z, 0x5410);
+    pairs[1] = __byte_perm(x.x, x.z, 0x7632);
+    pairs[2] = __byte_perm(x.y, x.w, 0x5410);
+    pairs[3] = __byte_perm(x.y, x.w, 0x7632);
+  } else {
+    pairs[0] = x.x;
+    pairs[1] = x.y;
+    pairs[2] = x.z;
+    pairs[3] = x.w;
+  }
+}
+
+// 16 bytes of codes, past the L1 cache; a row's next 64 bytes come to the L2 cache with them, and are wanted next.
+__device__ __forceinline__ void copy_codes(uint4* to_shared, const void* from_global) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from_global) : "memory");
+}
+
+// kBytes (16 or 4) where `there`, else zeros; nothing is read then.
+template <int kBytes>
+__device__ __forceinline__ void copy_or_zeros(void* to_shared, const void* from_global, bool there) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  const int bytes = there ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from_global), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from_global), "r"(bytes) : "memory");
+  }
+}
+
+}  // namespace zero_inference::quantization
