@@ -1,15 +1,21 @@
 import json
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 from zero_inference import utils
 from zero_inference.models import preset_table
+from zero_inference.models.skeleton import LazyZeros, build_skeleton
+from zero_inference.models.spec import ModelSpec
 
 # Parameters as the hub counts them in the published weights (tied ones once). OPT-30B, 66B and 175B are
-# worked out from the paper's table: L (12 h^2 + 13 h) + (V + 2050) h + 2 h.
+# worked out from the paper's table: L (12 h^2 + 13 h) + (V + 2050) h + 2 h. DeepSeek-V3 (671B) is without its prediction layer,
+# gpt-oss-120b (116.83B in its model card) without its mxfp4 scales, Llama-4-Scout (109B) without the image encoder.
 PARAMETERS = {
     "facebook/opt-125m": 125239296,
     "facebook/opt-1.3b": 1315758080,
@@ -30,8 +36,25 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-405B": 405853388800,
     "meta-llama/Llama-3.2-1B": 1235814400,
     "mistralai/Mixtral-8x7B-v0.1": 46702792704,
+    "mistralai/Mixtral-8x22B-v0.1": 140620634112,
+    "deepseek-ai/DeepSeek-V3": 671026404352,
+    "openai/gpt-oss-120b": 116829156672,
+    "meta-llama/Llama-4-Scout-17B-16E": 107769861120,
+    "Qwen/Qwen3-30B-A3B": 30532122624,
+    "Qwen/Qwen3-235B-A22B": 235093634560,
     "Qwen/Qwen3-8B": 8190735360,
     "Qwen/Qwen3-32B": 32762123264,
+}
+
+# Billions that a token goes through, as published. DeepSeek's and OpenAI's leave the embedding out and keep the head; the others
+# count both.
+ACTIVE = {
+    "mistralai/Mixtral-8x7B-v0.1": (12.9, True),
+    "mistralai/Mixtral-8x22B-v0.1": (39, True),
+    "deepseek-ai/DeepSeek-V3": (36.6, False),
+    "openai/gpt-oss-120b": (5.1, False),
+    "Qwen/Qwen3-30B-A3B": (3.3, True),
+    "Qwen/Qwen3-235B-A22B": (22, True),
 }
 
 
@@ -60,6 +83,38 @@ def test_preset_is_a_whole_config(name):
     longest = getattr(config, "max_position_embeddings", None) or config.seq_length
     assert longest >= 2048
     assert preset.source
+
+
+def skeleton_of(name):
+    config = preset_table.find_preset(name).to_config()
+    return build_skeleton(ModelSpec(name, config, None, None, torch.bfloat16, dummy=True))
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_experts_that_were_not_chosen_are_idle(name):
+    skeleton = skeleton_of(name)
+    billions, embedding_counts = ACTIVE[name]
+    embedding = skeleton.model.get_input_embeddings().weight.numel()
+    active = skeleton.sizes.parameters - skeleton.sizes.idle_parameters + embedding_counts * embedding
+    assert active / 1e9 == pytest.approx(billions, rel=0.02), "published with two digits"
+    assert skeleton.sizes.idle_bytes == 2 * skeleton.sizes.idle_parameters
+
+
+def test_no_expert_of_llama_4_is_idle_because_its_module_multiplies_all():
+    skeleton = skeleton_of("llama-4-scout")
+    assert skeleton.sizes.idle_parameters == skeleton.model.get_input_embeddings().weight.numel()
+
+
+def test_large_zeros_of_a_model_that_is_built_touch_no_memory():
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    with LazyZeros():
+        zeros = torch.zeros(2, 1 << 28)
+        assert torch.zeros(3).tolist() == [0, 0, 0] and torch.zeros((2, 2), dtype=torch.int8).dtype == torch.int8
+    assert resident_bytes() - before < 1 << 28, "2 GiB of float32"
+    assert zeros.shape == (2, 1 << 28) and zeros.dtype == torch.float32 and zeros[1, -3:].tolist() == [0, 0, 0]
 
 
 def test_opt_66b_gives_the_sizes_of_the_contract():

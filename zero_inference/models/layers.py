@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
 from torch import nn
 
 from zero_inference.errors import UsageError
+
+T = TypeVar("T")
+
+
+def remembered(read: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
+    """`read`, whose answer for a module is kept as long as the module: a model is planned for many options, and stays as it is."""
+    known: weakref.WeakKeyDictionary[nn.Module, T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(read)
+    def answer(module: nn.Module) -> T:
+        if module not in known:
+            known[module] = read(module)
+        return known[module]
+
+    return answer
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -7,6 +7,7 @@ What is decided is decided by these, and by the parameters themselves where an e
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +113,17 @@ def _idle_parameters(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype
         (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0
     )
     chosen = getattr(config, "num_experts_per_tok", None) or experts
-    if experts:
-        idle += [
-            (p.numel() * (experts - chosen) // experts, p.dtype)
-            for name, p in model.named_parameters()
-            if ".experts." in name and (p.dim() == 3 and p.shape[0] == experts or p.dim() == 2)
-        ]
+    for name, module in model.named_modules():
+        if experts and f".{name}.".count(".experts.") and not _multiplies_all(module):
+            idle += [
+                (p.numel() * (experts - chosen) // experts, p.dtype)
+                for p in module.parameters(recurse=False)
+                if p.dim() == 3 and p.shape[0] == experts or p.dim() == 2
+            ]
     return idle
+
+
+def _multiplies_all(experts: torch.nn.Module) -> bool:
+    """Whether a module of stacked experts is not told which were chosen, as that of Llama 4: a token goes through all of them."""
+    stacked = any(p.dim() == 3 for p in experts.parameters(recurse=False))
+    return stacked and len(inspect.signature(type(experts).forward).parameters) == 2  # self and the hidden states

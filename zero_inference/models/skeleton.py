@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
+from torch.overrides import TorchFunctionMode
 
 from zero_inference.errors import UsageError
 from zero_inference.models.greedy import drop_own_settings
 from zero_inference.models.sizes import ModelSizes, model_sizes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.text import first_line
+
+LARGE_ELEMENTS = 1 << 20  # less is written in under a millisecond
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def empty_model(spec: ModelSpec):
     from transformers import AutoModelForCausalLM
 
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), LazyZeros():
             model = AutoModelForCausalLM.from_config(
                 spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code
             )
@@ -55,6 +59,23 @@ def empty_model(spec: ModelSpec):
     drop_own_settings(model)
     model.requires_grad_(False)
     return model.eval()
+
+
+class LazyZeros(TorchFunctionMode):
+    """Large `torch.zeros` from pages that the system clears when they are first touched.
+
+    Each parameter is made before it goes to the meta device. Llama-4-Scout makes its experts with `torch.zeros`: writing 129 GB
+    of zeros, only to drop them, took 102 s before a dry run could answer.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.zeros and not kwargs:
+            size = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+            if size.numel() >= LARGE_ELEMENTS:
+                dtype = torch.get_default_dtype()
+                pages = numpy.zeros(size.numel() * dtype.itemsize, numpy.uint8)
+                return torch.from_numpy(pages).view(dtype).view(size)
+        return func(*args, **(kwargs or {}))
 
 
 def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -1,0 +1,283 @@
+"""Decode attention by the host's cores over keys and values in host memory, against plain transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import FAMILIES, VOCAB, build_model
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from zero_inference.cores.cores import FLAG_BYTES, FLAGS, Cores
+from zero_inference.cores.crossing import Crossing, HostCalls
+from zero_inference.errors import RunError, UsageError
+from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, blocks_for
+from zero_inference.kv_cache.diverted import divert_attention, why_not_attended
+from zero_inference.kv_cache.masks import window_of
+from zero_inference.kv_cache.meetings import CopyMeeting, CoresMeeting, crossing_bytes
+from zero_inference.models.greedy import greedy
+from zero_inference.runtime.host_memory import host_empty
+from zero_inference.runtime.transfers import Transfers
+
+SMALL = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=256)
+OWN = {
+    "mistral": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=9,
+    ),
+    "gemma2": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        query_pre_attn_scalar=40,
+        attn_logit_softcapping=2.0,
+        sliding_window=11,
+        attn_implementation="eager",
+    ),
+    "gpt_oss": dict(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=10,
+    ),
+    "mpt": dict(d_model=64, n_layers=3, n_heads=4, max_seq_len=256),
+    "gpt2": dict(n_embd=64, n_layer=3, n_head=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def functions_as_they_were():
+    before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    yield
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
+    ALL_ATTENTION_FUNCTIONS._local_mapping.update(before)
+    AttendedLayer.waiting = None
+
+
+def small_model(family: str):
+    if family in FAMILIES:
+        return build_model(family)
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(family, **SMALL, **OWN[family])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.05 if "embed" in name else 0.2)
+    return model
+
+
+def make(model, length: int, **options) -> AttendedCache:
+    transfers = Transfers()
+    return AttendedCache(model.config, length, False, False, transfers, CopyMeeting(transfers, **options))
+
+
+def prompts(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(batch * 100 + length))
+
+
+def generated(model, ids: torch.Tensor, new_tokens: int, cache) -> torch.Tensor:
+    with torch.no_grad():
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=greedy(new_tokens), past_key_values=cache
+        )
+
+
+@pytest.mark.parametrize("batch, length", [(1, 5), (3, 61)])
+@pytest.mark.parametrize("family", [*FAMILIES, *OWN])
+def test_generated_ids_are_those_of_plain_transformers(family, batch, length):
+    model, ids = small_model(family), prompts(batch, length)
+    plain = generated(model, ids, 12, DynamicCache(config=model.config))
+    assert len(plain[:, length:].unique()) > 1
+    divert_attention(model)
+    cache = make(model, length + 12)
+    assert torch.equal(generated(model, ids, 12, cache), plain)
+    cache.reset()
+    assert torch.equal(generated(model, ids, 12, cache), plain)
+    assert torch.equal(generated(model, ids, 12, DynamicCache(config=model.config)), plain)  # which stays as it was
+
+
+@pytest.mark.parametrize("family", ["opt", "bloom", "mistral"])
+def test_tokens_by_the_threads_that_multiply(family):
+    model, ids = small_model(family), prompts(3, 70)
+    plain = generated(model, ids, 12, DynamicCache(config=model.config))
+    divert_attention(model)
+    calls = HostCalls(Cores([-1, -1], spin_us=100), Transfers())
+    try:
+        cache = AttendedCache(model.config, 82, False, False, calls.transfers, CoresMeeting(calls))
+        assert torch.equal(generated(model, ids, 12, cache), plain)
+        seen = [min(length, 9) if family == "mistral" else length for length in range(71, 82)]  # positions of each pass
+        kv_width = 32 if family == "mistral" else 64
+        assert calls.transfers.cores_bytes == sum(seen) * 3 * 2 * kv_width * 3 * 4  # layers, K and V, batch, bytes
+    finally:
+        calls.close()
+
+
+@pytest.fixture
+def crossing():
+    """Calls in the order of the GPU's stream, of two threads."""
+    from zero_inference.runtime.extension import load_extension, why_unavailable
+
+    assert load_extension(), why_unavailable()
+    flags = host_empty((FLAGS * FLAG_BYTES,), torch.uint8, pinned=True).zero_()
+    calls = Crossing(Cores([-1, -1], 1000, flags), torch.device("cuda"), 1 << 20, 1 << 20, Transfers())
+    yield calls
+    calls.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("family", ["opt", "bloom", "llama", "mistral", "gemma2", "gpt_oss", "mpt"])
+def test_logits_on_a_gpu_by_both_ways_to_the_cores(family, asynchronous, crossing):
+    model, ids = small_model(family).cuda(), prompts(3, 120).cuda()
+    divert_attention(model)
+    transfers = Transfers()
+    caches = [
+        AttendedCache(model.config, 120, True, asynchronous, meeting.transfers, meeting)
+        for meeting in (CopyMeeting(transfers, threads=2), CoresMeeting(crossing))
+    ]
+    for turn in range(2):
+        theirs = DynamicCache(config=model.config)
+        with torch.no_grad():
+            for start, end in ((0, 100 - turn), *((i, i + 1) for i in range(100 - turn, 115)), (115, 119)):
+                logits = [model(ids[:, start:end], past_key_values=cache).logits for cache in (*caches, theirs)]
+                torch.testing.assert_close(logits[0], logits[2], atol=5e-4, rtol=5e-4)
+                torch.testing.assert_close(logits[1], logits[2], atol=5e-4, rtol=5e-4)
+        for cache in caches:
+            cache.reset()
+    assert transfers.cores_bytes == crossing.transfers.cores_bytes > 0
+    assert transfers.host_to_device_bytes == crossing.transfers.host_to_device_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "bloom", "mpt"])
+def test_logits_of_passes_of_any_length(family):
+    model, ids = small_model(family), prompts(2, 90)
+    divert_attention(model)
+    ours, theirs = make(model, 90), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for start, end in ((0, 60), (60, 61), (61, 70), (70, 71), (71, 90)):
+            logits = [model(ids[:, start:end], past_key_values=cache).logits for cache in (ours, theirs)]
+            torch.testing.assert_close(*logits, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "bloom"])
+def test_padding_on_the_left_is_not_seen(family):
+    model, ids = small_model(family), prompts(3, 20)
+    divert_attention(model)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    mask[2, :15] = 0
+    found = []
+    for cache in (make(model, 26), DynamicCache(config=model.config)):
+        with torch.no_grad():
+            found.append(model.generate(ids, attention_mask=mask, generation_config=greedy(6), past_key_values=cache))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OWN])
+def test_memory_for_a_crossing_is_what_a_pass_of_one_token_takes(family, monkeypatch):
+    model, ids = small_model(family), prompts(3, 5)
+    divert_attention(model)
+    taken = set()
+    attend = CopyMeeting.attend
+
+    def watched(self, layer, query, window=0, mask=None):
+        out = attend(self, layer, query, window, mask)
+        taken.add((query.nbytes + sum(new.nbytes for new in layer.newest), out.nbytes))  # before they are let go
+        return out
+
+    monkeypatch.setattr(CopyMeeting, "attend", watched)
+    generated(model, ids, 3, make(model, 8))
+    assert taken == {crossing_bytes(model.config, 3, 4)}
+
+
+def test_a_window_on_the_host_is_recognised():
+    seen = torch.ones((3, 1, 1, 20), dtype=torch.bool)
+    seen[..., :8] = False
+    added = torch.zeros((3, 1, 1, 20)).masked_fill(~seen, torch.finfo(torch.float32).min)
+    assert window_of(seen) == window_of(added) == 12
+    seen[1, ..., 8] = False
+    assert window_of(seen) == window_of(added + 0.5) == 0
+    assert window_of(torch.ones((1, 1, 2, 20), dtype=torch.bool)) == 0
+
+
+def test_blocks_hold_little_more_than_all_positions():
+    for length in range(1, 2000):
+        count, positions = blocks_for(length)
+        assert positions <= 64 and 0 <= count * positions - length < count
+
+
+def test_memory_is_exact_and_kept_over_a_reset():
+    model, ids = small_model("llama"), prompts(2, 70)
+    divert_attention(model)
+    cache = make(model, 80)
+    generated(model, ids, 3, cache)
+    places = [layer.kept[0].data_ptr() for layer in cache.layers]
+    cache.reset()
+    generated(model, ids, 3, cache)
+    assert places == [layer.kept[0].data_ptr() for layer in cache.layers]
+    assert cache.nbytes() == 3 * 2 * 80 * 2 * 2 * 8 * 4  # layers, K and V, positions, batch, kv heads, head_dim, bytes
+
+
+def falcon():
+    fields = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, new_decoder_architecture=False)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **SMALL, **fields)).eval()
+
+
+def test_what_the_cores_cannot_attend_for_is_said_before():
+    assert why_not_attended(small_model("llama")) is None
+    with pytest.raises(RunError, match="falcon does not attend by transformers' attention functions"):
+        divert_attention(falcon())
+    compressed = small_model("llama")
+    compressed.config.kv_lora_rank = 32
+    assert "compressed" in why_not_attended(compressed)
+    flexible = small_model("llama")
+    flexible.config._attn_implementation = "flex_attention"
+    assert "flex_attention" in why_not_attended(flexible)
+
+
+def test_attention_that_passes_the_functions_by_is_an_error():
+    model, ids = falcon(), prompts(1, 5)
+    with pytest.raises(RunError, match="use --cpu-compute off"):
+        generated(model, ids, 4, make(model, 20))
+
+
+def test_keys_that_are_changed_behind_the_cache_are_an_error():
+    model, ids = small_model("llama"), prompts(1, 5)
+    divert_attention(model)
+
+    class Changed(AttendedCache):
+        def update(self, *args, **options):
+            keys, values = super().update(*args, **options)
+            return keys * 2, values
+
+    transfers = Transfers()
+    cache = Changed(model.config, 20, False, False, transfers, CopyMeeting(transfers))
+    with pytest.raises(RunError, match="changes keys"):
+        generated(model, ids, 4, cache)
+
+
+def test_one_token_too_many_is_an_error():
+    model = small_model("opt")
+    divert_attention(model)
+    cache = make(model, 4)
+    with pytest.raises(RunError, match="holds 4 positions"), torch.no_grad():
+        model(prompts(1, 4), past_key_values=cache)
+        model(prompts(1, 1), past_key_values=cache)
+
+
+def test_state_space_layers_are_refused():
+    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    with pytest.raises(UsageError, match="linear_attention"):
+        AttendedCache(config, 4, False, False, Transfers(), CopyMeeting(Transfers()))

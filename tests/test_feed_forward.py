@@ -1,0 +1,79 @@
+"""What a module computes is read in its graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zero_inference.models.feed_forward import ACTIVATIONS, FeedForward, name_activation, read_feed_forward
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+
+
+def block_of(model_type: str, name: str) -> nn.Module:
+    config = AutoConfig.for_model(model_type, **SMALL, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return next(module for path, module in model.named_modules() if path.endswith("layers.0." + name))
+
+
+@pytest.mark.parametrize(
+    "model_type, name, expected",
+    [
+        ("llama", "mlp", FeedForward(("gate_proj", "up_proj"), "silu", "down_proj")),
+        ("gemma2", "mlp", FeedForward(("gate_proj", "up_proj"), "gelu_tanh", "down_proj")),
+        ("gpt_neox", "mlp", FeedForward(("dense_h_to_4h",), "gelu", "dense_4h_to_h")),
+        ("phi3", "mlp", FeedForward(("gate_up_proj", "gate_up_proj"), "silu", "down_proj")),
+        ("llama", "self_attn", None),
+        ("mixtral", "mlp", None),
+    ],
+)
+def test_families(model_type, name, expected):
+    assert read_feed_forward(block_of(model_type, name)) == expected
+
+
+class Odd(nn.Module):
+    """`kind` says how it differs from a feed-forward."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.first, self.second, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.shape = nn.PReLU()
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.kind == "branches" and hidden.sum() > 0:
+            hidden = -hidden
+        if self.kind == "learned":
+            return self.last(self.shape(hidden))
+        if self.kind == "sum":
+            return self.last(functional.relu(hidden) + self.second(x))
+        if self.kind == "residual":
+            return x + self.last(functional.relu(hidden))
+        if self.kind == "deep":
+            return self.last(functional.relu(self.second(functional.relu(hidden))))
+        if self.kind == "unknown":
+            return self.last(torch.sin(hidden))
+        if self.kind == "slices":
+            return self.last(torch.cat((functional.relu(hidden[..., :4]), hidden[..., 4:]), -1))
+        return self.last(functional.dropout(functional.relu(hidden), 0.1, self.training))
+
+
+@pytest.mark.parametrize("kind", ["branches", "learned", "sum", "residual", "deep", "unknown", "slices"])
+def test_another_computation_is_not_taken_for_one(kind):
+    assert read_feed_forward(Odd(kind)) is None
+
+
+def test_dropout_is_looked_through():
+    assert read_feed_forward(Odd("dropout")) == FeedForward(("first",), "relu", "last")
+
+
+def test_activations_are_told_apart():
+    for name, function in ACTIVATIONS.items():
+        assert name_activation(function) == name
+    assert name_activation(torch.tanh) is None
+    assert name_activation(lambda x: x.sum()) is None

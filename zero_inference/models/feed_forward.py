@@ -1,0 +1,175 @@
+"""Reading what a module computes, where that is the feed-forward part of a layer: found in its graph, not listed by family."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from zero_inference.models.layers import remembered
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu_squared": lambda x: functional.relu(x).square(),
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),
+    "identity": lambda x: x,
+}
+DROPOUTS = (nn.Dropout, nn.Identity)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """`last(f(first(x)))`, or gated: `last(f(gate(x)) * up(x))`. Names are of `nn.Linear` modules, relative to the module.
+
+    Attributes:
+        first: one name; or, gated, those of gate and up. One name twice: its rows are those of gate and then those of up.
+        activation: f, a key of `ACTIVATIONS`.
+        gate_is_second: of a name that stands twice: up's rows come first.
+    """
+
+    first: tuple[str, ...]
+    activation: str
+    last: str
+    gate_is_second: bool = False
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.first, self.last)))
+
+
+@remembered
+def read_feed_forward(module: nn.Module) -> FeedForward | None:
+    """What `module`, which may be on the meta device, computes of one tensor; None where it is something else."""
+    try:
+        graph = _Tracer().trace(module)
+        if sum(node.op == "placeholder" for node in graph.nodes) != 1:
+            return None
+        output = next(node for node in graph.nodes if node.op == "output").args[0]
+        return _Reader(module).feed_forward(output)
+    except Exception:  # symbolic tracing runs the module's own code, which may do with its input whatever it likes
+        return None
+
+
+def name_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """The key of `ACTIVATIONS` that `function` equals, by its values; None for another function."""
+    with torch.device("cpu"):
+        x = torch.linspace(-9, 9, 1001)
+        values = function(x)
+    if not torch.is_tensor(values) or values.shape != x.shape:
+        return None
+    return next((name for name, known in ACTIVATIONS.items() if torch.allclose(known(x), values, atol=2e-6)), None)
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return not any(isinstance(part, nn.Linear) for part in module.modules()) or isinstance(module, nn.Linear)
+
+
+class _NotThis(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A linear module's result for the input: all of it (0 of 1 parts), or one of the parts that it was cut into."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+class _Reader:
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def feed_forward(self, output: Any) -> FeedForward:
+        node = self._without_dropout(output)
+        last = self._linear(node)
+        if last is None:
+            raise _NotThis
+        node = self._without_dropout(node.args[0])
+        activation = self._activation(node)
+        if activation is not None:
+            return FeedForward((self._whole(activation[1]).name,), activation[0], last)
+        if node.target not in (operator.mul, torch.mul, "mul") or len(node.args) != 2:
+            raise _NotThis
+        for gate, up in (node.args, node.args[::-1]):
+            activation = self._activation(self._without_dropout(gate))
+            if activation is not None:
+                return self._gated(activation[0], self._product(activation[1]), self._product(up), last)
+        return self._gated("identity", self._product(node.args[0]), self._product(node.args[1]), last)
+
+    def _gated(self, activation: str, gate: _Product, up: _Product, last: str) -> FeedForward:
+        if gate.name != up.name and gate.parts == up.parts == 1:
+            return FeedForward((gate.name, up.name), activation, last)
+        if gate.name == up.name and gate.parts == up.parts == 2 and gate.part != up.part:
+            return FeedForward((gate.name, up.name), activation, last, gate_is_second=gate.part == 1)
+        raise _NotThis
+
+    def _whole(self, node: Any) -> _Product:
+        product = self._product(node)
+        if product.parts != 1:
+            raise _NotThis
+        return product
+
+    def _product(self, node: Any) -> _Product:
+        node = self._without_dropout(node)
+        name = self._linear(node)
+        if name is not None:
+            if node.args[0].op != "placeholder":
+                raise _NotThis
+            return _Product(name)
+        if node.target is operator.getitem and node.args[0].target in ("chunk", torch.chunk):
+            cut, part = node.args[0], node.args[1]
+            arguments = dict(zip(("chunks", "dim"), cut.args[1:])) | dict(cut.kwargs)
+            if arguments.get("chunks") == 2 and arguments.get("dim") == -1:
+                return _Product(self._whole(cut.args[0]).name, part, 2)
+        raise _NotThis
+
+    def _linear(self, node: fx.Node) -> str | None:
+        if node.op == "call_module" and type(self._module(node)) is nn.Linear:
+            return str(node.target)
+        return None
+
+    def _activation(self, node: fx.Node) -> tuple[str, Any] | None:
+        """Name of the function and the node that it takes, if `node` is a function of one tensor that is known."""
+        inputs = node.all_input_nodes
+        if (
+            len(inputs) != 1
+            or self._linear(node) is not None
+            or node.target in (operator.getitem, "chunk", torch.chunk)
+        ):
+            return None
+        if node.op == "call_module":
+            function: Any = self._module(node)
+            if any(True for _ in function.parameters()):
+                return None
+        elif node.op == "call_function":
+            function = node.target
+        elif node.op == "call_method":
+            method = str(node.target)
+            function = lambda x, *rest, **options: getattr(x, method)(*rest, **options)  # noqa: E731
+        else:
+            return None
+        name = name_activation(lambda x: function(x, *node.args[1:], **node.kwargs))
+        return None if name is None else (name, inputs[0])
+
+    def _without_dropout(self, node: Any) -> Any:
+        while True:
+            if node.op == "call_module" and isinstance(self._module(node), DROPOUTS):
+                node = node.args[0]
+            elif node.target is functional.dropout:
+                node = node.args[0] if node.args else node.kwargs["input"]
+            else:
+                return node
+
+    def _module(self, node: fx.Node) -> nn.Module:
+        return self.module.get_submodule(str(node.target))
