@@ -256,7 +256,7 @@ def run_model(tmp_path, fork_server):
     It runs on the CPU if `on_cpu`, by default where there are fewer GPUs than ranks. `memory_bytes` is the address space that it
     may take beyond what Python and its libraries have when they are loaded, which is much more where torch was built for CUDA.
     `env` is added to the environment and wins over what is there. "By hand" are ranks without a launcher. These and "python" are
-    copies of a process that has imported the libraries, where there is no GPU.
+    copies of a process that has imported the libraries, where there is no GPU; `server` is one that did so with another environment.
     """
 
     def start(
@@ -267,13 +267,15 @@ def run_model(tmp_path, fork_server):
         timeout: float = 240,
         memory_bytes: int | None = None,
         env: dict[str, str] | None = None,
+        server: ForkServer | None = None,
     ) -> Finished:
         program = ROOT / "run_model.py"
         if memory_bytes is not None:
             program = tmp_path / "limited.py"
             program.write_text(LIMITED.format(root=str(ROOT), memory_bytes=memory_bytes))
         log_dir = tmp_path / "logs"
-        server = fork_server(LIBRARIES if env else PROGRAM) if memory_bytes is None else None
+        if server is None and memory_bytes is None:
+            server = fork_server(LIBRARIES if env else PROGRAM)
         port = free_port()
         launch = {
             "python": [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import math
@@ -31,6 +32,13 @@ from zero_inference.runtime.child_runs import Ended
 from zero_inference.utils import GB
 
 
+@functools.cache
+def decay(steps: int) -> np.ndarray:
+    """Of noise that each step passes on to the next, by 0.9: row i has what step i still has of each step before."""
+    age = np.subtract.outer(np.arange(steps), np.arange(steps))
+    return np.tril(0.9 ** np.maximum(age, 0))
+
+
 def runs_of(
     rng: np.random.Generator, speeds: list[float], rounds: int, noise: str, steps: int = 60
 ) -> list[list[float]]:
@@ -48,8 +56,7 @@ def runs_of(
             machine = rng.normal(0, 0.1)  # a neighbour comes or goes, and stays
         level = spread * (rng.standard_t(2) if noise == "heavy" else rng.normal()) + drift * turn / len(order) + machine
         within = np.zeros(steps)
-        for step in range(1, steps):
-            within[step] = 0.9 * within[step - 1] + rng.normal(0, 0.01)
+        within[1:] = decay(steps - 1) @ rng.normal(0, 0.01, steps - 1)
         times = np.exp(level + within) / speeds[arm]
         times[rng.random(steps) < (0.0005 if noise == "quiet" else 0.02)] *= rng.uniform(2, 8)
         results[arm].append(steps / times.sum())
@@ -421,36 +428,9 @@ def test_the_last_words_of_a_run(tmp_path):
     )
 
 
-def test_every_arm_is_checked_before_any_run(checkpoints, tmp_path, capfd):
-    """An arm that only a run can see to be wrong: the model has 128 positions."""
-    folder = checkpoints("llama")
-    capfd.readouterr()
-    options = ["--engine", "resident", "--prompt-len", "6", "--gen-len", "4", "--dtype", "float32"]
-    code = console_main(
-        [
-            "zero-inference",
-            "compare",
-            "--arm",
-            f"good=--model {folder}",
-            "--arm",
-            f"long=--model {folder} --prompt-len 500",
-            "--log-dir",
-            str(tmp_path),
-            "--",
-            *options,
-        ]
-    )
-    shown = capfd.readouterr()
-    assert (
-        code == 2
-        and "error: arm long: --prompt-len 500 and --gen-len 4 need 504 positions" in shown.err
-        and not shown.out
-    )
-    assert not list(tmp_path.glob("*.jsonl")) and not list(tmp_path.glob("*-0.out"))
-
-
-def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_path, capfd, monkeypatch):
-    """The second arm is refused, so nothing is run; the check of the first went on to it. No file of the current folder is run."""
+def test_every_arm_is_checked_before_any_run_and_one_that_may_not_fit_is_warned_of(tmp_path, capfd, monkeypatch):
+    """The first arm is estimated not to fit, and the check goes on to the second, of which only a run can see that it is wrong: the
+    model has 2048 positions. So nothing is run, and no file of the current folder either."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "torch.py").write_text("raise SystemExit('a file of the current folder was run')")
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -460,7 +440,7 @@ def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_pa
             "zero-inference",
             "compare",
             "--arm",
-            "big=--model opt-175b --engine stream --batch-size 1024",
+            "big=--model opt-6.7b --engine stream --batch-size 65536",
             "--arm",
             "long=--model opt-125m --batch-size 2 --prompt-len 5000",
             "--num-gpus",
@@ -475,7 +455,8 @@ def test_an_arm_that_is_estimated_not_to_fit_is_warned_of_and_not_refused(tmp_pa
     assert (
         code == 2
         and "warning: arm big: It does not fit. " in shown.err
-        and "error: arm long: --prompt-len 5000" in shown.err
+        and "error: arm long: --prompt-len 5000 and --gen-len 32 need 5032 positions" in shown.err
+        and not shown.out
     )
     assert "--dry-run" not in shown.err
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["big-check.out", "long-check.out"]

@@ -537,7 +537,7 @@ def test_accelerate_refuses_several_ranks(checkpoints, run_model):
         "--engine",
         "accelerate",
         "--cpu-offload",
-        launcher="torchrun",
+        launcher="by hand",
         ranks=2,
     )
     assert done.code != 0 and "one process" in done.stderr

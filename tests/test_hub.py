@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
 from conftest import VOCAB, free_port, need_lm_eval
-from hub_server import Hub
+from forks import PROGRAM, ForkServer
+from hub_server import COMMIT, Hub
 
 SHORT = [
     "--prompt-len",
@@ -24,10 +26,50 @@ SHORT = [
     "resident",
 ]
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
+READ_ON_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE")  # by the hub's libraries
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home") / "cache"
 
 
 @pytest.fixture
-def hub(checkpoints, tmp_path):
+def cache(home):
+    """An empty cache, in one place for all tests, so that a process which has imported the libraries serves them all."""
+    shutil.rmtree(home, ignore_errors=True)
+    return home
+
+
+@pytest.fixture(scope="module")
+def copied():
+    """environment -> the process that has imported all of a run in it."""
+    servers: dict[tuple[str, ...], ForkServer] = {}
+
+    def get(env):
+        return servers.setdefault(tuple(env[name] for name in READ_ON_IMPORT), ForkServer(PROGRAM, os.environ | env))
+
+    yield get
+    for server in servers.values():
+        server.stop()
+
+
+@pytest.fixture
+def run_model(run_model, copied, hub):
+    def start(*options, env):
+        return run_model(*options, env=env, server=copied(env) if env["HF_ENDPOINT"] == hub.endpoint else None)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with Hub(tmp_path_factory.mktemp("hub")) as running:
+        yield running
+
+
+@pytest.fixture
+def hub(checkpoints, tmp_path, server):
     """A hub with `some/llama`: shards with their index, a tokenizer, code, and the same weights in other formats beside them."""
     folder = tmp_path / "hub" / "some" / "llama"
     shutil.copytree(checkpoints("llama"), folder)
@@ -49,8 +91,8 @@ def hub(checkpoints, tmp_path):
     ):
         (folder / other).parent.mkdir(exist_ok=True)
         (folder / other).write_bytes(b"not to be fetched")
-    with Hub(tmp_path / "hub") as running:
-        yield running
+    server.root, server.files, server.commit = tmp_path / "hub", [], COMMIT
+    return server
 
 
 def save_tokenizer(folder) -> None:
@@ -69,22 +111,22 @@ def shards(hub) -> set[str]:
     return set(index["weight_map"].values())
 
 
-def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, run_model, tmp_path):
-    done = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
+def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, run_model, cache):
+    done = run_model("--model", "some/llama", *SHORT, env=hub.environment(cache))
     assert done.code == 0, done.stderr
     assert len(shards(hub)) > 1
     assert sorted(hub.files) == sorted({"config.json", "model.safetensors.index.json"} | TOKENIZER | shards(hub))
     assert done.record["load_s"] > 0 and "[0] " in done.stdout
 
     hub.files.clear()
-    again = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
+    again = run_model("--model", "some/llama", *SHORT, env=hub.environment(cache))
     unreachable = run_model(
         "--model",
         "some/llama",
         *SHORT,
-        env=hub.environment(tmp_path / "cache", HF_ENDPOINT=f"http://127.0.0.1:{free_port()}"),
+        env=hub.environment(cache, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}"),
     )
-    offline = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"))
+    offline = run_model("--model", "some/llama", *SHORT, env=hub.environment(cache, HF_HUB_OFFLINE="1"))
     for run in (again, offline, unreachable):
         assert run.code == 0, run.stderr
         assert run.record["output_ids_sha256"] == done.record["output_ids_sha256"]
@@ -92,27 +134,25 @@ def test_a_run_fetches_config_tokenizer_and_the_shards_of_the_index_once(hub, ru
 
 
 @pytest.mark.parametrize("quality", [False, True], ids=["plain", "quality"])
-def test_a_dry_run_fetches_no_weights_even_where_it_reads_the_tokenizer(hub, run_model, tmp_path, quality):
+def test_a_dry_run_fetches_no_weights_even_where_it_reads_the_tokenizer(hub, run_model, tmp_path, quality, cache):
     options = []
     if quality:
         need_lm_eval()
         (tmp_path / "text.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8\n")
         options = ["--quality", "perplexity", "--quality-data", tmp_path / "text.txt"]
-    done = run_model("--model", "some/llama", *SHORT, "--dry-run", *options, env=hub.environment(tmp_path / "cache"))
+    done = run_model("--model", "some/llama", *SHORT, "--dry-run", *options, env=hub.environment(cache))
     assert done.code == 0 and "It fits." in done.stdout, done.stderr
     assert set(hub.files) == {"config.json"} | (TOKENIZER if quality else set())
 
 
-def test_code_is_fetched_only_where_it_is_trusted(hub, run_model, tmp_path):
-    done = run_model(
-        "--model", "some/llama", *SHORT, "--dry-run", "--trust-remote-code", env=hub.environment(tmp_path / "cache")
-    )
+def test_code_is_fetched_only_where_it_is_trusted(hub, run_model, cache):
+    done = run_model("--model", "some/llama", *SHORT, "--dry-run", "--trust-remote-code", env=hub.environment(cache))
     assert done.code == 0, done.stderr
     assert set(hub.files) == {"config.json", "modeling_own.py"}
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"])
-def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, tmp_path, kind):
+def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, cache, kind):
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -134,13 +174,11 @@ def test_weights_in_one_file_or_in_torch_files(hub, run_model, checkpoints, tmp_
         torch.save(tensors, folder / "pytorch_model-1.bin")
         (folder / kind).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "pytorch_model-1.bin")}))
         expected.add("pytorch_model-1.bin")
-    done = run_model("--model", "some/other", *SHORT, env=hub.environment(tmp_path / "cache"))
+    done = run_model("--model", "some/other", *SHORT, env=hub.environment(cache))
     assert done.code == 0, done.stderr
     assert set(hub.files) == expected and "no tokenizer" in done.stderr
     if kind == "pytorch_model.bin":
-        offline = run_model(
-            "--model", "some/other", *SHORT, env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1")
-        )
+        offline = run_model("--model", "some/other", *SHORT, env=hub.environment(cache, HF_HUB_OFFLINE="1"))
         assert offline.code == 0 and "no tokenizer" in offline.stderr, offline.stderr
 
 
@@ -154,14 +192,14 @@ def error_of(done) -> str:
 @pytest.mark.parametrize(
     "part, token", [("config", ""), ("config", "hf_made_up"), ("tokenizer", ""), ("weights", "hf_made_up")]
 )
-def test_a_gated_repository(hub, run_model, checkpoints, tmp_path, part, token):
+def test_a_gated_repository(hub, run_model, checkpoints, cache, part, token):
     name = (
         "locked/config" if part == "config" else "locked/weights"
     )  # whose config can be read, as that of many on the hub
     shutil.copytree(checkpoints("llama"), hub.root / name)
     if part == "weights":
         (hub.root / name / "generation_config.json").unlink()
-    message = error_of(run_model("--model", name, *SHORT, env=hub.environment(tmp_path / "cache", HF_TOKEN=token)))
+    message = error_of(run_model("--model", name, *SHORT, env=hub.environment(cache, HF_TOKEN=token)))
     assert f"{name} is gated" in message and f"its {part}" in message and f"{hub.endpoint}/{name}" in message
     assert "hf auth login" in message and "HF_TOKEN" in message and "cannot be reached" not in message
     assert ("no token was sent" in message) == (not token) and ("ask for access" in message) == bool(token)
@@ -182,17 +220,15 @@ def test_a_gated_repository(hub, run_model, checkpoints, tmp_path, part, token):
         ),
     ],
 )
-def test_a_missing_repository(hub, run_model, tmp_path, token, words, absent):
-    message = error_of(
-        run_model("--model", "some/lama", *SHORT, env=hub.environment(tmp_path / "cache", HF_TOKEN=token))
-    )
+def test_a_missing_repository(hub, run_model, cache, token, words, absent):
+    message = error_of(run_model("--model", "some/lama", *SHORT, env=hub.environment(cache, HF_TOKEN=token)))
     assert all(word in message for word in words), message
     assert not any(word in message for word in absent), message
 
 
-def test_no_network_and_offline_mode(hub, run_model, tmp_path):
+def test_no_network_and_offline_mode(hub, run_model, cache):
     nobody = f"http://127.0.0.1:{free_port()}"
-    environment = hub.environment(tmp_path / "cache")
+    environment = hub.environment(cache)
     message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_ENDPOINT": nobody}))
     assert nobody in message and "cannot be reached" in message and "refused" in message, message
     assert "HF_HUB_OFFLINE" not in message and "gated" not in message and "HF_TOKEN" not in message
@@ -216,9 +252,9 @@ def test_no_network_and_offline_mode(hub, run_model, tmp_path):
         ("weights", ["config.json", *sorted(TOKENIZER), "first shard"]),
     ],
 )
-def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, tmp_path, missing, cached):
+def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, cache, missing, cached):
     """A cache as older clients and downloads of single files leave it, without the list of the commit's files."""
-    repository = tmp_path / "cache" / "hub" / "models--some--llama"
+    repository = cache / "hub" / "models--some--llama"
     snapshot = repository / "snapshots" / hub.commit
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
@@ -227,7 +263,7 @@ def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, 
     groups = {"weights": [index, *several], "first shard": [index, several[0]]}
     for file in (file for entry in cached for file in groups.get(entry, [entry])):
         shutil.copy(hub.root / "some" / "llama" / file, snapshot)
-    environment = hub.environment(tmp_path / "cache")
+    environment = hub.environment(cache)
     message = error_of(run_model("--model", "some/llama", *SHORT, env=environment | {"HF_HUB_OFFLINE": "1"}))
     assert f"its {missing} is not in the local cache" in message, message
     assert "HF_HUB_OFFLINE" in message and "on the hub" not in message and "not complete" not in message
@@ -239,28 +275,28 @@ def test_offline_nothing_is_said_about_a_hub_that_was_not_asked(hub, run_model, 
         assert done.code == 0, done.stderr
 
 
-def test_a_complete_cache_without_a_list_of_files_runs_offline(hub, run_model, tmp_path):
-    online = run_model("--model", "some/llama", *SHORT, env=hub.environment(tmp_path / "cache"))
-    shutil.rmtree(tmp_path / "cache" / "hub" / "models--some--llama" / "trees")
+def test_a_complete_cache_without_a_list_of_files_runs_offline(hub, run_model, cache):
+    online = run_model("--model", "some/llama", *SHORT, env=hub.environment(cache))
+    shutil.rmtree(cache / "hub" / "models--some--llama" / "trees")
     offline = run_model(
         "--model",
         "some/llama",
         *SHORT,
         "--trust-remote-code",
-        env=hub.environment(tmp_path / "cache", HF_HUB_OFFLINE="1"),
+        env=hub.environment(cache, HF_HUB_OFFLINE="1"),
     )
     assert offline.code == 0, offline.stderr
     assert offline.record["output_ids_sha256"] == online.record["output_ids_sha256"]
 
 
-def test_a_hub_that_is_down_and_a_repository_in_another_format(hub, run_model, tmp_path):
-    message = error_of(run_model("--model", "broken/llama", *SHORT, env=hub.environment(tmp_path / "cache")))
+def test_a_hub_that_is_down_and_a_repository_in_another_format(hub, run_model, cache):
+    message = error_of(run_model("--model", "broken/llama", *SHORT, env=hub.environment(cache)))
     assert "answered 501" in message and hub.endpoint in message
     (hub.root / "some" / "gguf").mkdir()
     (hub.root / "some" / "gguf" / "model.gguf").write_bytes(b"")
-    message = error_of(run_model("--model", "some/gguf", *SHORT, env=hub.environment(tmp_path / "cache")))
+    message = error_of(run_model("--model", "some/gguf", *SHORT, env=hub.environment(cache)))
     assert "some/gguf has no config.json" in message
     shutil.copy(hub.root / "some" / "llama" / "config.json", hub.root / "some" / "gguf")
     hub.commit = hub.commit[::-1]
-    message = error_of(run_model("--model", "some/gguf", *SHORT, env=hub.environment(tmp_path / "cache")))
+    message = error_of(run_model("--model", "some/gguf", *SHORT, env=hub.environment(cache)))
     assert "model.safetensors or pytorch_model.bin" in message

@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT, free_port
 
 from zero_inference.errors import RunError
-from zero_inference.link import command, compute, copy, system
+from zero_inference.link import command, compute, copy, rooflines, system
 from zero_inference.link.system import GpuLink, Host, warnings_for
 from zero_inference.runtime.distributed import Ranks
 
@@ -252,6 +252,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(copy, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
     monkeypatch.setattr(compute, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
+    monkeypatch.setattr("zero_inference.link.rooflines._of_cores", lambda ranks: [])
     monkeypatch.setattr("zero_inference.link.report.while_copying", lambda device, read: refused(device))
     uuids = UUID.removeprefix("GPU-"), SECOND_UUID.removeprefix("GPU-")
     properties = [types.SimpleNamespace(uuid=uuid, name="NVIDIA H200") for uuid in uuids]
@@ -299,6 +300,8 @@ def test_json_of_one_process(tmp_path):
     assert set(ceilings) == {
         "host_memory_copy_gbps",
         "host_memory_two_copies_gbps",
+        "cores_read_gbps",
+        *(f"cores_{name}_{rows}_rows_gbps" for name in ("bfloat16", "int4") for rows in (1, 8, 32)),
         "device_copy_gbps",
         "matmul_bfloat16_tflops",
         "matmul_float32_tflops",
@@ -313,6 +316,17 @@ def test_json_of_one_process(tmp_path):
     assert "host memory copy" in ceilings["host_memory_copy_gbps"]["what"]
     assert report["host"]["memory_available_bytes"] <= report["host"]["memory_bytes"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_compiler_it_says_why_the_cores_are_missing(monkeypatch):
+    monkeypatch.setattr(rooflines, "load_library", lambda: None)
+    monkeypatch.setattr(rooflines, "why_unavailable", lambda: "no C++ compiler: c++ and g++ were not found on PATH")
+    monkeypatch.setattr(rooflines, "_of_host_memory", lambda device: [])
+    monkeypatch.setattr(rooflines, "_of_device", lambda device: [])
+    results, warnings = rooflines.measure_rooflines(Ranks(0, 1, 0, 1, torch.device("cpu")), None)
+    assert results == [] and warnings == [
+        "the host's cores were not measured: no C++ compiler: c++ and g++ were not found on PATH"
+    ]
 
 
 def test_two_ranks_measure_at_once_and_the_first_prints_the_sum():

@@ -14,7 +14,7 @@ from torch import nn
 from zero_inference.config import RunConfig
 from zero_inference.engines.deepspeed.quantization import plan_quantization
 from zero_inference.engines.stream.layout import lay_out
-from zero_inference.engines.stream.store import LayerStore
+from zero_inference.engines.stream.store import BlockStore
 from zero_inference.errors import RunError
 from zero_inference.measure.generation import use_repeatable_attention
 from zero_inference.models.greedy import drop_own_settings, greedy
@@ -285,9 +285,11 @@ def test_a_matrix_that_is_kept_in_float32_is_not_quantized(way, checkpoint):
 
 def test_a_tensor_that_does_not_fill_its_place_is_refused():
     layer = nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)
-    store = LayerStore([lay_out(layer, set(), None, 1)], set(), Ranks(0, 1, 0, 1, torch.device("cpu")), pinned=False)
+    store = BlockStore(
+        [lay_out(layer.named_parameters(), None, 1)], set(), Ranks(0, 1, 0, 1, torch.device("cpu")), pinned=False
+    )
     for values in (torch.ones(8, 64), torch.ones(8, 32, dtype=torch.bfloat16)):
-        with pytest.raises(RunError, match="layer 0: weight is .* and its place is for torch.bfloat16"):
+        with pytest.raises(RunError, match="block 0: weight is .* and its place is for torch.bfloat16"):
             store.put(0, "weight", values, None)
     store.put(0, "weight", layer.weight.detach(), None)
     assert torch.equal(store.layouts[0]["weight"].plain.of(store.buffers[0]), layer.weight)

@@ -83,7 +83,11 @@ def test_what_the_stream_engine_stores_and_moves_is_what_was_planned(family, bit
     record = read_records(tmp_path / "a.jsonl")[-1]
     assert record["weight_bytes"] == weights.residency.stored_bytes
     assert record["transfers"]["host_to_device_bytes_per_step"] == weights.footprint.host
-    assert record["stream"]["streamed_layers"] == len(weights.residency.streamed) == FAMILIES[family].get("n_layer", 3)
+    assert (
+        record["stream"]["streamed_layers"]
+        == len(weights.residency.in_host_memory)
+        == FAMILIES[family].get("n_layer", 3)
+    )
 
 
 def test_the_same_numbers_are_in_the_dry_run_and_in_the_record(checkpoints, tmp_path, capfd):
@@ -112,7 +116,7 @@ def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     config = RunConfig(model="opt-13b", dummy=True, engine="stream").validate()
     job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
     tight = make_plan(replace(job, free_device_bytes=12 << 30))
-    assert tight.weights.residency.resident and tight.weights.residency.streamed
+    assert tight.weights.residency.resident and tight.weights.residency.in_host_memory
     assert tight.weights.footprint.device <= 12 << 30
     with pytest.raises(DoesNotFit, match="do not fit into the 0.00 GiB"):
         make_plan(replace(job, free_device_bytes=2 << 30))
@@ -268,3 +272,16 @@ def test_every_engine_that_can_be_asked_for_is_there():
         assert all(callable(getattr(engine, each)) for each in ("connect", "plan", "check", "load")), name
     with pytest.raises(KeyError):
         engine_module("another")
+
+
+def test_advice_takes_back_what_only_the_stream_engine_has(checkpoints):
+    from zero_inference.plan import changes
+
+    config = RunConfig(
+        model=str(checkpoints("llama")), engine="stream", gpu_memory=0, cpu_compute="0.5", cpu_threads=1
+    ).validate()
+    ranks = detect_ranks()
+    job = describe_job(config, resolve_model(config, "cpu"), ranks)
+    disk = next(change for change in changes._changes(job.config, job) if "--disk-offload" in change.options)
+    assert disk.instead_of == ("--gpu-memory", "--cpu-compute", "--cpu-threads")
+    assert replace(job.config, **disk.fields).validate().engine == "deepspeed"

@@ -16,10 +16,10 @@ import torch
 from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, too_few_gpus, without_gpus
 
 from zero_inference.config import RunConfig
-from zero_inference.engines.stream.layout import LayerLayout
+from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import decide_residency
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
-from zero_inference.engines.stream.timeline import Copy, LayerSpan, Timeline
+from zero_inference.engines.stream.timeline import BlockSpan, Copy, Timeline
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.link import copy
@@ -497,15 +497,15 @@ print((memory("VmHWM") - before - on_device) / loaded.weight_bytes, loaded.weigh
 
 
 def layouts_of(*sizes, workspace=0):
-    return [LayerLayout(nbytes=size, stored_bytes=size, workspace_bytes=workspace) for size in sizes]
+    return [BlockLayout(nbytes=size, stored_bytes=size, workspace_bytes=workspace) for size in sizes]
 
 
 def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     gib = 1 << 30
     plan = decide_residency(layouts_of(*[gib] * 8), 0, None, 4, 2)
-    assert plan.resident == [1, 3, 5, 7] and plan.streamed == [0, 2, 4, 6] and plan.depth == 2
+    assert plan.resident == [1, 3, 5, 7] and plan.in_host_memory == [0, 2, 4, 6] and plan.depth == 2
     everything = decide_residency(layouts_of(*[gib] * 8), gib, 9 * gib, None, None)
-    assert everything.streamed == [] and everything.depth == 0 and everything.device_bytes == 9 * gib
+    assert everything.in_host_memory == [] and everything.depth == 0 and everything.device_bytes == 9 * gib
     tight = decide_residency(layouts_of(*[gib] * 8), 0, 5 * gib, None, None)
     assert tight.resident_bytes + tight.depth * tight.slot_bytes <= 5 * gib and tight.depth >= 2
     eight = layouts_of(*[gib] * 8)
@@ -537,7 +537,7 @@ def test_plans_fit_and_their_advice_works(seed):
                 continue
             gib = float(advice["gpu-memory"]) if "gpu-memory" in advice else wanted
             plan = decide_residency(layouts, 0, free, gib, int(advice.get("ring-depth", depth or 0)) or None)
-        assert plan.device_bytes <= free and len(plan.resident) + len(plan.streamed) == len(layouts)
+        assert plan.device_bytes <= free and len(plan.resident) + len(plan.in_host_memory) == len(layouts)
 
 
 def test_the_ring_covers_as_much_time_over_several_links():
@@ -563,7 +563,7 @@ def test_idle_time_goes_to_who_caused_it():
 
     def copy(start, end, free=None, span=None, first=False):
         timeline.copies.append(
-            Copy(0, 10, free and Moment(free), span and LayerSpan(*span), Moment(start), Moment(end), 1, first)
+            Copy(0, 10, free and Moment(free), span and BlockSpan(*span), Moment(start), Moment(end), 1, first)
         )
 
     copy(0, 10)
@@ -590,10 +590,10 @@ def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time()
     fetched(100, 10, 20)
     fetched(200, 20, 40)  # the last layer of the prefill ended after a quarter of it
     fetched(400, 40, 50)
-    timeline.layers.append(LayerSpan(2, Moment(5), Moment(25)))
+    timeline.spans.append(BlockSpan(2, Moment(5), Moment(25)))
     timeline.forward_begins(3)
     assert timeline.link_use() is None, "no copy of a decode step yet"
-    timeline.layers.append(LayerSpan(0, Moment(25), Moment(60)))
+    timeline.spans.append(BlockSpan(0, Moment(25), Moment(60)))
     for start in (50, 60, 70):
         fetched(800, start, start + 10)
     assert timeline.link_use().ahead_bytes == 100 + 200 // 4
@@ -602,7 +602,7 @@ def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time()
     assert timeline.link_use().ahead_bytes == 150
     timeline.restart()
     timeline.forward_begins(3)
-    timeline.layers.append(LayerSpan(2, Moment(0), Moment(1)))
+    timeline.spans.append(BlockSpan(2, Moment(0), Moment(1)))
     timeline.forward_begins(0)  # nothing was asked for ahead
     for start in (1, 11):
         fetched(800, start, start + 10)

@@ -23,6 +23,7 @@ LAYERS = {
     "config": "Every choice of a run and what can be refused before a model is known.",
     "records": "The log and the record of a run, written and read.",
     "quantization": "Groups of int8 and int4, whoever stores them.",
+    "cores": "What the host's cores compute, and how a device's stream meets them.",
     "norms": "Norm kernels, their reference, and their place in models.",
     "models": "A name becomes a config, a skeleton and weights.",
     "kv_cache": "Keys and values, on the device or in host memory.",

@@ -89,7 +89,7 @@ def with_large_matrices(tmp_path_factory):
     def get(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("large") / family
-            build_model(family, hidden_size=512, intermediate_size=1536, num_hidden_layers=2).save_pretrained(
+            build_model(family, hidden_size=256, intermediate_size=1088, num_hidden_layers=2).save_pretrained(
                 made[family]
             )
         return made[family]
@@ -129,7 +129,12 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
 
     tokenizer = load_tokenizer(resolve_model(RunConfig(model="smollm2-135m"), "cpu"))
     expected = plain_ids(smollm2_folder, text_ids(tokenizer, read_prompts(None, 2), 40), 12)
-    for way in (["--cpu-offload", "--kv-offload"], ["--engine", "accelerate", "--cpu-offload"], ["--engine", "stream"]):
+    for way in (
+        ["--cpu-offload", "--kv-offload"],
+        ["--engine", "accelerate", "--cpu-offload"],
+        ["--engine", "stream"],
+        ["--engine", "stream", "--cpu-compute", "0.6", "--kv-offload"],
+    ):
         log = tmp_path / "-".join(["smollm2", *way]).replace("/", "")
         assert (
             main(
@@ -166,7 +171,7 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
 @pytest.mark.parametrize(
     "launcher, options",
     [
-        ("deepspeed", ["--cpu-offload"]),
+        ("by hand", ["--cpu-offload"]),
         ("deepspeed", ["--disk-offload"]),
         ("torchrun", ["--cpu-offload", "--kv-offload"]),
     ],

@@ -119,7 +119,20 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
         "--ring-depth",
         type=int,
         metavar="N",
-        help="stream engine: layers on their way at once (default: as many as keep the link busy)",
+        help="stream engine: layers (or parts of them, where the host's cores multiply) on their way at once "
+        "(default: as many as keep the link busy)",
+    )
+    engine.add_argument(
+        "--cpu-compute",
+        metavar="auto|off|SHARE",
+        help="stream engine: share (0 to 1) of the weights in host memory that the host's cores multiply where they lie, "
+        "instead of sending them over the link (default: %(default)s: the share with which both finish together)",
+    )
+    engine.add_argument(
+        "--cpu-threads",
+        type=int,
+        metavar="N",
+        help="stream engine: host cores that multiply (default: the physical ones near the GPU, less one; without a GPU all)",
     )
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from zero_inference.config.choices import (
+    CPU_COMPUTE,
     DEFAULTS,
     DTYPES,
     ENGINES,
@@ -24,6 +25,7 @@ from zero_inference.config.choices import (
     QUALITY_TASKS,
     QUANT_BITS,
     QUANTIZING_ENGINES,
+    STREAM_OPTIONS,
     WHOLE_NUMBERS,
     Choices,
 )
@@ -73,6 +75,16 @@ def check_values(choices: Choices) -> None:
                 f"--warmup-spread compares three warm-up loops and --warmup {choices.warmup} is the most of them: "
                 "raise --warmup, to 10 or so."
             )
+    if choices.cpu_compute not in CPU_COMPUTE:
+        try:
+            share = float(choices.cpu_compute)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            raise UsageError(
+                f"--cpu-compute {choices.cpu_compute or repr('')}: choose auto, off, or a share of the weights between 0 and 1, "
+                "such as 0.5."
+            )
     if choices.gpu_memory is not None and not 0 <= choices.gpu_memory <= MOST_GIB:
         raise UsageError(f"--gpu-memory {choices.gpu_memory}: must be 0 or more GiB, at most {MOST_GIB}.")
 
@@ -83,8 +95,8 @@ def check_engine(choices: Choices) -> None:
             f"--ring-depth {choices.ring_depth}: a layer has to compute while the next one comes: use {LEAST_RING_DEPTH} or more, "
             "and no more than there are layers."
         )
-    for name in ("gpu_memory", "ring_depth"):
-        if getattr(choices, name) is not None and choices.engine != "stream":
+    for name in STREAM_OPTIONS:
+        if getattr(choices, name) != DEFAULTS[name] and choices.engine != "stream":
             raise UsageError(f"{_flag(name)} belongs to --engine stream, not to --engine {choices.engine}: drop it.")
     if choices.ds_config is not None and choices.engine != "deepspeed":
         raise UsageError(f"--ds-config configures DeepSpeed, but --engine is {choices.engine}: drop one of the two.")
@@ -134,6 +146,8 @@ def check_companions(choices: Choices) -> None:
     ):
         if getattr(choices, name) != DEFAULTS[name] and not other_given:
             raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
+    if choices.cpu_threads is not None and choices.cpu_share == 0:
+        raise UsageError("--cpu-threads has no effect with --cpu-compute off: drop one of the two.")
     if choices.log_file and choices.log_dir != DEFAULTS["log_dir"]:
         raise UsageError(
             f"--log-file {choices.log_file} says where the log goes, and so does --log-dir {choices.log_dir}: keep one of the two."

@@ -12,10 +12,12 @@ from typing import Any
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
+STREAM_OPTIONS = ("gpu_memory", "ring_depth", "cpu_compute", "cpu_threads")  # which no other engine has
 LOG_PREFIX = {"deepspeed": "ds"}  # of a log's name, where it is not the engine's
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 NORM_KERNELS = ("auto", "cuda", "off")
 QUANT_BITS = (16, 8, 4)
+CPU_COMPUTE = {"auto": None, "off": 0.0}  # words for a share
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 # Options that mean nothing without another one, by that one; `--quality TASK` stands for the task among those of --quality.
 QUALITY_COMPANIONS = {
@@ -51,6 +53,7 @@ WHOLE_NUMBERS = {
         (1, MOST),
     ),
     "warmup": (0, MOST),
+    "cpu_threads": (1, MOST),
     "quant_group_size": (2, MOST),
     "seed": (0, 2**63 - 1),
 }
@@ -95,6 +98,8 @@ class Choices:
     pin_memory: bool | None = None
     norm_kernels: str = "auto"
     gpu_memory: float | None = None
+    cpu_compute: str = "auto"
+    cpu_threads: int | None = None
     ring_depth: int | None = None
     trace: str | None = None
     ds_config: str | None = None
@@ -129,6 +134,13 @@ class Choices:
     @property
     def quantized(self) -> bool:
         return self.quant_bits != 16
+
+    @property
+    def cpu_share(self) -> float | None:
+        """Of the weights in host memory, what the host's cores multiply; None where the plan is to find it."""
+        if self.cpu_compute in CPU_COMPUTE:
+            return CPU_COMPUTE[self.cpu_compute]
+        return float(self.cpu_compute)
 
     @property
     def offload(self) -> str:

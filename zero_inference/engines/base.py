@@ -20,11 +20,13 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.errors import UsageError
+from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.sizes import ModelSizes, activation_bytes
 from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import LinkUse
+from zero_inference.records.schema import CoresUse
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.divisors import nearest_divisor
 from zero_inference.runtime.transfers import Transfers
@@ -139,6 +141,10 @@ class EnginePlan:
     footprint: Footprint
     pinned: bool
 
+    def in_words(self) -> list[str]:
+        """Lines about what lies where and how it is used, for people; none where the sizes say all."""
+        return []
+
 
 class Timeline(Protocol):
     """An engine's own record of its copies and layers."""
@@ -165,6 +171,8 @@ class LoadedModel:
         close: releases what the engine holds (files, patches); safe to call twice.
         timeline: when layers were copied and computed, of an engine that keeps it.
         preallocated_cache: the engine is made for a KV cache that takes no memory while the model runs.
+        cores: how the host's cores take part; None where they do not.
+        meeting: of the device and the cores, where those attend over a KV cache in host memory.
         page_locked: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
     """
 
@@ -178,6 +186,8 @@ class LoadedModel:
     timeline: Timeline | None = None
     preallocated_cache: bool = False
     page_locked: Sequence[torch.Tensor] = ()
+    cores: CoresUse | None = None
+    meeting: Meeting | None = None
 
 
 def no_communicator(ranks: Ranks) -> None:

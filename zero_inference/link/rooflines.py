@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,16 @@ from typing import Any
 
 import torch
 
+from zero_inference.cores.library import load_library, why_unavailable
 from zero_inference.errors import RunError
-from zero_inference.link import compute, copy
+from zero_inference.link import compute, copy, cores
 from zero_inference.link.disk import disk_read_gb_per_s
+from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.text import first_line
+
+INT4 = GroupQuantization(4, 64)
+PRODUCT_ROWS = (1, 8, 32)
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,16 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[list[Result], li
         summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
         complete = ranks.total(int(value is not None)) == (1 if roofline.first_only else ranks.world_size)
         results.append(Result(roofline, value, summed if complete else None))
+    if load_library() is None:
+        failures.append(f"the host's cores were not measured: {why_unavailable()}")
     return results, failures
 
 
 def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
-    """Those of this machine: of the link or, without a GPU, of host memory, then of the device, then of `disk`."""
+    """Those of this machine: of the link or, without a GPU, of host memory, then of the cores, the device, and `disk`."""
     on_gpu = ranks.device.type == "cuda"
     of_link = _of_link(ranks) if on_gpu else _of_host_memory(ranks.device)
-    return of_link + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
+    return of_link + _of_cores(ranks) + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
 
 
 def _of_link(ranks: Ranks) -> list[Roofline]:
@@ -136,6 +144,57 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
             f"{copy.kind_of(device)}, two at once, summed",
             "keys and values are written while weights are fetched",
             lambda: copy.both_directions_gb_per_s(device),
+        ),
+    ]
+
+
+def _of_cores(ranks: Ranks) -> list[Roofline]:
+    """What the host's cores read and multiply where it lies; those of the link beside them where there is one."""
+    if load_library() is None:
+        return []
+    cpus = cores.cpus_of(ranks)
+    many = f"{len(cpus)} core{'s' if len(cpus) > 1 else ''}"
+    found = [
+        Roofline(
+            "cores_read_gbps",
+            "GB/s",
+            f"host memory read by {many}",
+            "bounds what they multiply there (--cpu-compute)",
+            lambda: cores.read_gb_per_s(cpus),
+        )
+    ]
+    for name, scheme in (("bfloat16", None), ("int4", INT4)):
+        for rows in PRODUCT_ROWS:
+            found.append(
+                Roofline(
+                    f"cores_{name}_{rows}_rows_gbps",
+                    "GB/s",
+                    f"{name} weights multiplied by {many}, {rows} token{'s' if rows > 1 else ''}",
+                    f"bounds decode of batch {rows} with weights that they multiply",
+                    functools.partial(cores.product_gb_per_s, cpus, torch.bfloat16, scheme, rows),
+                )
+            )
+    return found + (_of_cores_beside_link(ranks.device, cpus, many) if ranks.device.type == "cuda" else [])
+
+
+def _of_cores_beside_link(device: torch.device, cpus: tuple[int, ...], many: str) -> list[Roofline]:
+    def measured() -> cores.BesideLink:
+        return cores.measure_beside_link(device, cpus, torch.bfloat16, None, 1, 8192)
+
+    return [
+        Roofline(
+            "cores_beside_link_gbps",
+            "GB/s",
+            f"bfloat16 weights multiplied by {many}, 1 token, while the link is busy",
+            "with the next line, bounds decode with weights in host memory",
+            lambda: measured().cores_gb_per_s,
+        ),
+        Roofline(
+            "link_beside_cores_gbps",
+            "GB/s",
+            "host to GPU, page-locked, while they do",
+            "they read the same memory",
+            lambda: measured().link_gb_per_s,
         ),
     ]
 

@@ -154,7 +154,7 @@ class _StepClock(StoppingCriteria):
         self.on_device = loaded.device.type == "cuda"
         self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
-        self.moved: list[tuple[int, int, int]] = []
+        self.moved: list[tuple[int, ...]] = []
 
     def start(self) -> None:
         if self.on_device:

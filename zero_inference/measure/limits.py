@@ -50,11 +50,13 @@ def decode_limits(
         device_memory=_seconds(work.device_bytes, rates.device_copy_gb_per_s),
         matmul=work.flops / (rates.matmul_tflops * 1e12) if rates.matmul_tflops else None,
         link=_seconds(moved.host_to_device_bytes_per_step or None, rates.link_gb_per_s) if on_gpu else None,
+        link_and_cores=_link_and_cores_s(rates, moved) if on_gpu else None,
         disk=_seconds(moved.disk_read_bytes_per_step or None, rates.disk_gb_per_s),
     )
     in_all = {name: step_s * steps for name, step_s in as_mapping(floor_step).items()}
-    if "link" in in_all:
-        in_all["link"] = max(0.0, in_all["link"] - ahead_bytes / (rates.link_gb_per_s * 1e9))
+    for name, gb_per_s in (("link", rates.link_gb_per_s), ("link_and_cores", _together_gb_per_s(rates))):
+        if name in in_all and gb_per_s:
+            in_all[name] = max(0.0, in_all[name] - ahead_bytes / (gb_per_s * 1e9))
     bound_by = max(in_all, key=lambda name: in_all[name], default=None)
     floor = in_all[bound_by] if bound_by else 0.0
     return Limit(
@@ -65,6 +67,19 @@ def decode_limits(
         floor_decode_s=floor or None,
         fraction_of_limit=floor / decode_s if floor else None,
     )
+
+
+def _link_and_cores_s(rates: Rates, moved: MovedPerStep) -> float | None:
+    """None where the cores multiply nothing."""
+    if not moved.cores_bytes_per_step:
+        return None
+    return _seconds((moved.host_to_device_bytes_per_step or 0) + moved.cores_bytes_per_step, _together_gb_per_s(rates))
+
+
+def _together_gb_per_s(rates: Rates) -> float | None:
+    if rates.cores_gb_per_s is None or rates.link_beside_cores_gb_per_s is None:
+        return None
+    return rates.link_beside_cores_gb_per_s + rates.cores_gb_per_s
 
 
 def _seconds(nbytes: float | None, gb_per_s: float | None) -> float | None:

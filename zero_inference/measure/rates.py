@@ -16,6 +16,7 @@ from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rat
 from zero_inference.link.disk import disk_read_gb_per_s
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import LinkUse, Rates
+from zero_inference.records.schema import CoresUse
 from zero_inference.runtime.distributed import Ranks
 
 LEAST_BUSY = 0.98  # of the time, for a link that is hardly ever idle
@@ -109,8 +110,10 @@ class AroundLoops:
             self.peak_gpu_bytes = max(self.peak_gpu_bytes or 0, torch.cuda.max_memory_allocated(self.device))
 
 
-def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate, weight_bytes: int) -> Rates:
-    """About a second on a GPU, a quarter without one, and more for a disk.
+def measure_rates(
+    config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRate, weight_bytes: int, cores: CoresUse | None = None
+) -> Rates:
+    """About a second on a GPU, a quarter without one, and more for a disk. What the cores give was measured for the plan.
 
     All ranks copy at the same time, as they do while they run; so do all nodes read, each a file as large as all weights
     if `disk_read_gb_per_s` takes one of that size.
@@ -131,6 +134,8 @@ def measure_rates(config: RunConfig, spec: ModelSpec, ranks: Ranks, link: LinkRa
             lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1 if on_gpu else 0.05)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
+        link_beside_cores_gb_per_s=None if cores is None else cores.link_gb_per_s,
+        cores_gb_per_s=None if cores is None else cores.of_step_gb_per_s,
     )
 
 

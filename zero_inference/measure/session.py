@@ -49,6 +49,8 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
         job.ranks.barrier()
         load_s = time.perf_counter() - start
         progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
+        for line in plan.weights.in_words():
+            progress.say(line)
         loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)
         Result().add_facts(loaded.facts)  # refuses what the record does not declare: now, not after the loops
         if names := loaded.facts.get("not_quantized"):
@@ -88,10 +90,10 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     """Time the loops of the prompts `ids` int64 [batch, prompt_len], and measure the machine between them."""
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkRate(ranks, loaded.page_locked)
-    rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes)
+    rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cores)
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
-    make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers)
+    make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
     measurement = generation.measure(
         loaded,
         own,

@@ -8,7 +8,13 @@ from itertools import islice
 from typing import Any
 
 from zero_inference.config import RunConfig
-from zero_inference.config.choices import LEAST_RING_DEPTH, QUANTIZING_ENGINES, SHARDING_ENGINES
+from zero_inference.config.choices import (
+    DEFAULTS,
+    LEAST_RING_DEPTH,
+    QUANTIZING_ENGINES,
+    SHARDING_ENGINES,
+    STREAM_OPTIONS,
+)
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import other_layer_types
@@ -66,13 +72,13 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         engine = config.engine if config.engine == "accelerate" else "deepspeed"
         dropped = {
             "--cpu-offload": config.cpu_offload and config.engine != "stream",
-            "--gpu-memory": config.gpu_memory is not None,
-            "--ring-depth": config.ring_depth is not None,
+            **{f"--{name.replace('_', '-')}": getattr(config, name) != DEFAULTS[name] for name in STREAM_OPTIONS},
         }
+        of_stream = {name: DEFAULTS[name] for name in STREAM_OPTIONS}
         changes.append(
             Change(
                 f"--engine {engine} --disk-offload" if engine != config.engine else "--disk-offload",
-                {"engine": engine, "cpu_offload": False, "disk_offload": True, "gpu_memory": None, "ring_depth": None},
+                {"engine": engine, "cpu_offload": False, "disk_offload": True, **of_stream},
                 tuple(option for option, given in dropped.items() if given),
             )
         )

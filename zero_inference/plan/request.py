@@ -29,6 +29,8 @@ AS_GIVEN = (
     "async_kv_offload",
     "seed",
     "pin_memory",
+    "cpu_compute",
+    "cpu_threads",
 )
 
 

@@ -27,9 +27,12 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
     for name, size in vars(log_sizes(job)).items():
         print(f"{name.removesuffix('_bytes')} size: {size / 2**30:.3f} GB")  # as the log says it
     print(plan if isinstance(plan, DoesNotFit) else describe(plan.needs))
-    if isinstance(plan, Plan) and plan.fits:
-        print("It fits.", flush=True)
-        return
+    if isinstance(plan, Plan):
+        for line in plan.weights.in_words():
+            print(line)
+        if plan.fits:
+            print("It fits.", flush=True)
+            return
     changes = changes_that_fit(job)
     print(
         f"{DoesNotFit.VERDICT} "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zero_inference.records.key import inline, key
 
 _STREAM = "--engine stream"
+_CORES = "--engine stream with a GPU and --cpu-compute auto or above 0"
 _BUSY = ("s", "the link was copying")
 _COPIED = ("byte", "copied in that time by the first rank")
 _RATE = ("GB/s", "those bytes in that time; null where nothing was copied", "gbps_while_busy")
@@ -29,6 +30,20 @@ class Rates:
     disk_gb_per_s: float | None = key(
         "GB/s", "direct reads, all nodes at once; null without --disk-offload", "disk_gbps"
     )
+    link_beside_cores_gb_per_s: float | None = key(
+        "GB/s",
+        "host to device while the host's cores multiply",
+        "link_beside_cores_gbps",
+        only_with=_CORES,
+        default=None,
+    )
+    cores_gb_per_s: float | None = key(
+        "GB/s",
+        "what the host's cores read for a step's products, keys and values, while the link is busy",
+        "cores_gbps",
+        only_with=_CORES,
+        default=None,
+    )
     link_from: str = key(
         "",
         "whose rate `link_gbps` is: `rounds` of copies between the loops, or the `loops`' own copies, if faster",
@@ -43,6 +58,12 @@ class FloorStep:
     device_memory: float | None = key("s", "to read weights, keys and values", only_with="a known rate", default=None)
     matmul: float | None = key("s", "to multiply", only_with="a known rate", default=None)
     link: float | None = key("s", "to copy what crosses the link", only_with="a GPU and an offload", default=None)
+    link_and_cores: float | None = key(
+        "s",
+        "to copy what crosses the link and to multiply what the cores do, if both could share it as their rates are",
+        only_with=_CORES,
+        default=None,
+    )
     disk: float | None = key("s", "to read from disk", only_with="--disk-offload and a known rate", default=None)
 
 

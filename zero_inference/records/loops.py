@@ -14,6 +14,9 @@ class MovedPerStep:
     host_to_device_bytes_per_step: float | None = key("byte", "weights, keys and values", required="when measured")
     device_to_host_bytes_per_step: float | None = key("byte", "keys and values")
     disk_read_bytes_per_step: float | None = key("byte", "weights", required="when measured")
+    cores_bytes_per_step: float | None = key(
+        "byte", "weights, keys and values that the host's cores read where they lie", default=None
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ STATUS_OK = "ok"
 STATUS_FAILED = "failed"
 
 _STREAM = "--engine stream"
+_CORES = "--engine stream with --cpu-compute auto or above 0"
 _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
 
 
@@ -56,6 +57,8 @@ class Request:
     pin_memory: bool | None = key(
         "", "weights in host memory are page-locked; as asked where the run failed before it was decided"
     )
+    cpu_compute: str = key("", "as asked: auto, off, or the share of the weights in host memory for the host's cores")
+    cpu_threads: int | None = key("threads", "as asked; null where the engine chose")
     weights_place: str = key(
         "",
         "where the weights waited: cpu (host memory), disk or gpu; cpu also for a run without offload on a machine without a GPU. "
@@ -120,6 +123,30 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class CoresUse:
+    """How the host's cores take part, and the rates by which that was decided; those are null where the share was given."""
+
+    threads: int = key("threads", "that multiply, each on a physical core of its own where there is a GPU")
+    instructions: str = key("", "the instruction set of the products: portable, avx2, avx512 or amx")
+    share: float = key("share", "of the bytes in host memory, that the cores were to multiply")
+    rows: int = key("token", "most tokens of a pass in which they do; longer passes fetch everything")
+    link_alone_gb_per_s: float | None = key("GB/s", "copies to the device while the cores rest", "link_alone_gbps")
+    link_gb_per_s: float | None = key("GB/s", "copies to the device while the cores multiply", "link_gbps")
+    cores_gb_per_s: float | None = key(
+        "GB/s", "stored bytes of weights multiplied while the link is busy", "cores_gbps"
+    )
+    cores_alone_gb_per_s: float | None = key("GB/s", "the same while the link rests", "cores_alone_gbps")
+    read_gb_per_s: float | None = key("GB/s", "host memory read by the cores while the link is busy", "read_gbps")
+    of_step_gb_per_s: float | None = key(
+        "GB/s",
+        "of a decode step's products and reading of keys and values together, as the two rates say",
+        "of_step_gbps",
+    )
+    attends: bool = key("", "whether the cores compute decode attention over keys and values in host memory")
+    crossing_s: float | None = key("s", "for a product of no size, from the device to the cores and back")
+
+
+@dataclass(frozen=True, slots=True)
 class StreamPlacement:
     """What the stream engine placed where."""
 
@@ -129,6 +156,13 @@ class StreamPlacement:
     slot_bytes: int = key("byte", "largest layer that is copied, as it is stored")
     resident_bytes: int = key("byte", "weights that stay on the device")
     workspace_bytes: int = key("byte", "device memory to dequantize into")
+    fetched_bytes: int = key("byte", "weights that are copied to the device for each decode step")
+    computed_bytes: int = key(
+        "byte", "weights that the host's cores read in each decode step; of experts those that it is expected to choose"
+    )
+    cores: CoresUse | None = key(
+        "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ COLUMNS = (
     Column("cpu_offload", "cpu offload", _yes_no, dtype="boolean", shown="differs"),
     Column("disk_offload", "disk offload", _yes_no, dtype="boolean", shown="differs"),
     Column("kv_offload", "kv offload", _yes_no, dtype="boolean", shown="differs"),
+    Column("cpu_compute", "cpu compute", dtype="string", shown="differs"),
+    Column("cpu_threads", "cpu threads", dtype="Int64", shown="differs"),
     Column("pin_memory", "pinned", _yes_no, dtype="boolean", shown="differs"),
     Column("norm_kernels", "norm kernels", dtype="string", shown="differs"),
     Column("dummy", "dummy", _yes_no, dtype="boolean", shown="differs"),

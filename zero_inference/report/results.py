@@ -73,9 +73,14 @@ def print_results(block: str, result: Result) -> None:
     if line := limit_in_words(measured.limit, measured.transfers, on_gpu):
         print(line)
     if on_gpu and measured.link_use:
-        print(idle_in_words(measured.link_use) or "the link was hardly ever idle")
-    elif measured.device == "cpu" and to_device:
+        cores_multiply = bool(measured.transfers.cores_bytes_per_step)
+        print(idle_in_words(measured.link_use, cores_multiply) or "the link was hardly ever idle")
+    elif measured.device == "cpu" and to_device and not measured.transfers.cores_bytes_per_step:
         print(f"decode fetches {to_device / 1e9:.3f} GB a step; without a GPU there is no link to cross")
+    if cores_bytes := measured.transfers.cores_bytes_per_step:
+        print(
+            f"each decode step: {(to_device or 0) / 1e9:.3f} GB copied to the device, {cores_bytes / 1e9:.3f} GB read by the host's cores"
+        )
     if engine.quantized_fraction is not None:
         print(f"quantized: {engine.quantized_fraction:.1%} of the weights, {measured.weight_bytes / GB:.3f} GB stored")
     for task, scores in (scored.by_task or {}).items():
@@ -92,6 +97,12 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
             f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step ({rates.link_kind}: "
             f"{rates.link_gb_per_s:.1f} GB/s{spread})"
         )
+    elif limit.bound_by == "link_and_cores":
+        what = (
+            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step (beside the cores at "
+            f"{rates.link_beside_cores_gb_per_s or 0:.1f} GB/s), multiplies {(moved.cores_bytes_per_step or 0) / 1e9:.3f} GB on the "
+            f"host's cores (beside the link at {rates.cores_gb_per_s or 0:.1f} GB/s)"
+        )
     elif limit.bound_by == "disk":
         read = (moved.disk_read_bytes_per_step or 0) / 1e9
         what = f"reads {read:.3f} GB a step from disk ({rates.disk_gb_per_s:.2f} GB/s)"
@@ -105,15 +116,25 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
     return f"decode {what} and runs at {limit.fraction_of_limit:.1%} of that limit"
 
 
-def idle_in_words(use: LinkUse | TracedLinkUse) -> str | None:
-    """Where the rest of the link's time went, or None if there is hardly any."""
+_HOST_LATE = {
+    False: "host late: it asked too late for the next layer",
+    True: "between a step's copies: the host's cores still worked, or Python asked too late for the next layer",
+}
+
+
+def idle_in_words(use: LinkUse | TracedLinkUse, cores_multiply: bool = False) -> str | None:
+    """Where the rest of the link's time went, or None if there is hardly any.
+
+    Args:
+        cores_multiply: the host's cores have a part of the weights; the link may then wait for them.
+    """
     if isinstance(use, TracedLinkUse):
         total = use.busy_s + use.idle_s
         return f"in the trace the link stood idle {use.idle_s / total:.1%} of the time" if total else None
     causes = {
         "waiting for a free slot: the device computes longer than a layer copies": use.slot_wait_s,
         "at the start of a step, while the host prepares it: a larger --ring-depth bridges that": use.step_start_s,
-        "host late: it asked too late for the next layer": use.host_late_s,
+        _HOST_LATE[cores_multiply]: use.host_late_s,
     }
     total = use.busy_s + sum(causes.values())
     worst = max(causes, key=causes.__getitem__)

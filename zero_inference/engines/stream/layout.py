@@ -1,11 +1,11 @@
-"""How a decoder layer lies in memory: one contiguous buffer, the same in host memory and in a device slot."""
+"""How a block of a decoder layer lies in memory: one contiguous buffer, the same in host memory and in a device slot."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from zero_inference.quantization.groups import GroupQuantization
 
@@ -37,8 +37,8 @@ class StoredParameter:
     """A parameter as it is stored.
 
     Attributes:
-        plain: where the model finds its values: in the layer's buffer, or in the workspace if the layer is quantized.
-        packed: codes (uint8), scales and minima in the layer's buffer; None if this parameter is not quantized.
+        plain: where the model finds its values: in the block's buffer, or in the workspace if the block is quantized.
+        packed: codes (uint8), scales and minima in the block's buffer; None if this parameter is not quantized.
     """
 
     name: str
@@ -47,22 +47,22 @@ class StoredParameter:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """What lies in the layer's buffer."""
+        """What lies in the block's buffer."""
         return self.packed or (self.plain,)
 
 
 @dataclass
-class LayerLayout:
-    """The parameters of one decoder layer; names are relative to the layer.
+class BlockLayout:
+    """The parameters of one block; names are relative to its module.
 
     What is not quantized comes first, at the same offsets in the buffer and in the workspace, so that one copy of
-    `plain_bytes` and one dequantization a matrix bring the layer into the workspace, and its buffer is free again.
+    `plain_bytes` and one dequantization a matrix bring the block into the workspace, and its buffer is free again.
 
     Attributes:
         nbytes: length of the buffer, a multiple of `ALIGNMENT` times the number of ranks.
         stored_bytes: what the tensors in it take, without the gaps.
         plain_bytes: length of its first part, which is not quantized.
-        workspace_bytes: length of the workspace; 0 for a layer without quantization, which is used where it lies.
+        workspace_bytes: length of the workspace; 0 for a block without quantization, which is used where it lies.
     """
 
     parameters: list[StoredParameter] = field(default_factory=list)
@@ -75,17 +75,22 @@ class LayerLayout:
         return next(p for p in self.parameters if p.name == name)
 
 
-def lay_out(layer: nn.Module, excluded: set[int], scheme: GroupQuantization | None, ranks: int) -> LayerLayout:
-    """Lay out the parameters of `layer`, which may be on the meta device.
+def lay_out(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    scheme: GroupQuantization | None,
+    ranks: int,
+    exact: Collection[str] = (),
+) -> BlockLayout:
+    """Lay out `parameters`, which may be on the meta device, by name.
 
     Args:
-        excluded: ids of parameters that do not live in the layer (tied to something outside of it).
         scheme: how matrices are quantized; None keeps every parameter as it is.
         ranks: the buffer is padded so that it divides by them.
+        exact: names of matrices that are kept as they are.
     """
-    layout = LayerLayout()
-    own = [(name, p) for name, p in layer.named_parameters() if id(p) not in excluded]
-    packed = [(name, p) for name, p in own if scheme is not None and scheme.can_quantize(p)]
+    layout = BlockLayout()
+    own = list(parameters)
+    packed = [(name, p) for name, p in own if scheme is not None and scheme.can_quantize(p) and name not in exact]
     end = 0  # of what lies in the buffer so far
     for name, parameter in own:
         if all(parameter is not other for _, other in packed):

@@ -1,15 +1,16 @@
-"""Which decoder layers stay on the device and which stream through the ring, decided before a weight is read."""
+"""Where each block of the decoder layers lives and how it is used, decided before a weight is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
-from zero_inference.engines.stream.layout import LayerLayout, lay_out
+from zero_inference.engines.stream.blocks import Block, find_blocks
+from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.errors import DoesNotFit
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.skeleton import unique_parameter_names
@@ -25,24 +26,35 @@ USUAL_DEPTH = 3  # or more; down to LEAST_RING_DEPTH where there is less memory
 
 @dataclass
 class Residency:
-    """Where each decoder layer lives.
+    """Where each block of the decoder layers lives, and how it is used.
 
     Attributes:
-        layouts: of every decoder layer.
-        resident, streamed: indices of layers, in order; together all of them.
-        depth: slots of the ring, 0 if nothing streams.
-        outside_bytes: parameters that are not in a decoder layer, or tied to one that is not; on the device.
+        layouts: of every block.
+        resident, in_host_memory: indices of blocks, in order; together all of them.
+        computed: those in host memory that the cores multiply in a pass of few tokens; the others are fetched then too.
+        few_tokens: of such a pass.
+        depth: slots of the ring, 0 if nothing is in host memory.
+        outside_bytes: parameters that are in no block, or tied to one that is not; on the device.
+        blocks: what each block is; None where that does not matter.
     """
 
-    layouts: list[LayerLayout]
+    layouts: list[BlockLayout]
     resident: list[int]
-    streamed: list[int]
+    in_host_memory: list[int]
     depth: int
     outside_bytes: int
+    blocks: Sequence[Block] | None = None
+    computed: frozenset[int] = frozenset()
+    few_tokens: int = 1
+
+    @property
+    def fetched(self) -> list[int]:
+        """Blocks that cross the link in a pass of few tokens."""
+        return [block for block in self.in_host_memory if block not in self.computed]
 
     @property
     def slot_bytes(self) -> int:
-        return max((self.layouts[layer].nbytes for layer in self.streamed), default=0)
+        return max((self.layouts[block].nbytes for block in self.in_host_memory), default=0)
 
     @property
     def workspace_bytes(self) -> int:
@@ -50,12 +62,74 @@ class Residency:
 
     @property
     def resident_bytes(self) -> int:
-        return sum(self.layouts[layer].nbytes for layer in self.resident)
+        return sum(self.layouts[block].nbytes for block in self.resident)
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes of the streamed layers over all ranks."""
-        return sum(self.layouts[layer].nbytes for layer in self.streamed)
+    def host_bytes(self) -> int:
+        """Bytes of the blocks in host memory over all ranks."""
+        return sum(self.layouts[block].nbytes for block in self.in_host_memory)
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return len(self.layers_of(range(len(self.layouts))))
+
+    def layers_of(self, indices: Iterable[int]) -> set[int]:
+        """The layers that these blocks belong to."""
+        return {self.blocks[index].layer if self.blocks is not None else index for index in indices}
+
+    @property
+    def computed_bytes(self) -> int:
+        """Stored bytes that the cores read in a pass of few tokens: of experts, those that it is expected to choose."""
+        return round(sum(self.read_bytes(block) for block in self.computed))
+
+    @property
+    def computable(self) -> list[int]:
+        """Blocks in host memory that the cores could multiply."""
+        return [block for block in self.in_host_memory if self.blocks is not None and self.blocks[block].computable]
+
+    @property
+    def expert_blocks(self) -> list[int]:
+        """Those of them that are experts."""
+        return [block for block in self.computable if self.blocks[block].experts is not None]
+
+    def nbytes_of(self, blocks: Iterable[int]) -> int:
+        return sum(self.layouts[block].nbytes for block in blocks)
+
+    def read_bytes(self, block: int) -> float:
+        """Stored bytes that the cores read of `block` in a pass of few tokens, of experts those that it is expected to choose."""
+        experts = None if self.blocks is None else self.blocks[block].experts
+        return self.layouts[block].stored_bytes * (1 if experts is None else experts.share_read(self.few_tokens))
+
+    def with_share_computed(self, share: float) -> Residency:
+        """The same with `share` of the bytes in host memory multiplied by the cores, as near as whole blocks come to it, spread
+        evenly among those that are fetched."""
+        return replace(self, computed=frozenset(self._spread_evenly(self.in_host_memory, share)))
+
+    def with_shares_computed(self, of_experts: float, of_others: float) -> Residency:
+        """The same, with a share of the bytes of experts, and one of the other blocks'."""
+        experts = set(self.expert_blocks)
+        others = [block for block in self.in_host_memory if block not in experts]
+        chosen = {*self._spread_evenly(self.expert_blocks, of_experts), *self._spread_evenly(others, of_others)}
+        return replace(self, computed=frozenset(chosen))
+
+    def with_fewer_computed(self, nbytes: float) -> Residency:
+        """The same with about `nbytes` less for the cores, of blocks that are no experts, evenly spaced."""
+        others = sorted(self.computed - set(self.expert_blocks))
+        dropped = self._spread_evenly(others, nbytes / max(1, self.nbytes_of(others)))
+        return replace(self, computed=self.computed - dropped)
+
+    def _spread_evenly(self, blocks: Sequence[int], share: float) -> set[int]:
+        chosen: set[int] = set()
+        wanted = taken = 0.0
+        able = set(self.computable)
+        for block in blocks:
+            size = self.layouts[block].nbytes
+            wanted += share * size
+            if block in able and taken + size / 2 <= wanted:
+                chosen.add(block)
+                taken += size
+        return chosen
 
     @property
     def stored_bytes(self) -> int:
@@ -68,8 +142,10 @@ class Residency:
         return self.outside_bytes + self.resident_bytes + self.workspace_bytes + self.depth * self.slot_bytes
 
 
-def lay_out_layers(model: nn.Module, scheme: GroupQuantization | None, ranks: int) -> tuple[list[LayerLayout], int]:
-    """Layouts of the decoder layers of a meta model, and the bytes of the parameters outside of them.
+def lay_out_blocks(
+    model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
+) -> tuple[list[Block], list[BlockLayout], int]:
+    """The blocks of the decoder layers of a meta model, their layouts, and the bytes of the parameters in none of them.
 
     Raises:
         UsageError: the model has no list of decoder layers.
@@ -85,26 +161,34 @@ def lay_out_layers(model: nn.Module, scheme: GroupQuantization | None, ranks: in
     for _, parameter in inside:
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     shared = {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
-    layouts = [lay_out(layer, shared, scheme, ranks) for layer in layers]
-    outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in owners or id(p) in shared)
-    return layouts, outside
+    blocks = find_blocks(model, shared, divided)
+    layouts, held = [], set()
+    for block in blocks:
+        module = block.of(layers[block.layer])
+        parameters = [(name, module.get_parameter(name)) for name in block.parameters]
+        held |= {id(parameter) for _, parameter in parameters}
+        layouts.append(lay_out(parameters, scheme, ranks, block.exact))
+    outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
+    return blocks, layouts, outside
 
 
 def decide_residency(
-    layouts: list[LayerLayout],
+    layouts: list[BlockLayout],
     outside_bytes: int,
     free_bytes: int | None,
     gpu_memory_gib: float | None,
     depth: int | None,
     ranks: int = 1,
+    blocks: Sequence[Block] | None = None,
 ) -> Residency:
-    """Keep as many layers on the device as the budget holds, spread evenly among the streamed ones.
+    """Keep as many layers on the device as the budget holds, spread evenly among those in host memory.
 
     Args:
         free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
         gpu_memory_gib: budget of the resident layers; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
         depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least `LEAST_RING_DEPTH` where there is less memory.
         ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
+        blocks: which of them make a layer; None where each is one.
 
     Raises:
         DoesNotFit: the device does not hold what was asked for, or not two slots of the largest layer.
@@ -112,7 +196,7 @@ def decide_residency(
     left = None if free_bytes is None else max(0, free_bytes - max(layout.workspace_bytes for layout in layouts))
 
     def plan_for(gib: float | None, slots: int | None) -> Residency:
-        return _plan(layouts, outside_bytes, left, gib, slots, ranks)
+        return _plan(layouts, outside_bytes, left, gib, slots, ranks, blocks)
 
     plan = plan_for(gpu_memory_gib, depth)
     if not _fits(plan, left):
@@ -124,11 +208,18 @@ def decide_residency(
 
 
 def _plan(
-    layouts: list[LayerLayout], outside_bytes: int, left: int | None, gib: float | None, depth: int | None, ranks: int
+    layouts: list[BlockLayout],
+    outside_bytes: int,
+    left: int | None,
+    gib: float | None,
+    depth: int | None,
+    ranks: int,
+    blocks: Sequence[Block] | None,
 ) -> Residency:
     largest = max(layout.nbytes for layout in layouts)
     total = sum(layout.nbytes for layout in layouts)
-    slots = depth or max(USUAL_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GB_PER_S * 1e9 * ranks / largest))
+    usual = total / len(layouts)  # blocks of a layer differ, and those that are fetched may be the small ones
+    slots = depth or max(USUAL_DEPTH, 1 + math.ceil(RING_COVERS_S * RING_LINK_GB_PER_S * 1e9 * ranks / usual))
     if gib is not None:
         budget = int(gib * GIB)
     elif left is None:
@@ -138,14 +229,34 @@ def _plan(
     else:
         slots = depth or max(LEAST_RING_DEPTH, min(slots, left // largest))
         budget = left - slots * largest
-    chosen = _spread(layouts, budget)
+    members = _layers(layouts, blocks)
+    chosen = {
+        block
+        for layer in _spread([sum(layouts[b].nbytes for b in layer) for layer in members], budget)
+        for block in members[layer]
+    }
     plan = Residency(
-        layouts, sorted(chosen), [index for index in range(len(layouts)) if index not in chosen], 0, outside_bytes
+        layouts,
+        sorted(chosen),
+        [index for index in range(len(layouts)) if index not in chosen],
+        0,
+        outside_bytes,
+        blocks,
     )
-    plan.depth = min(slots, len(plan.streamed))
+    plan.depth = min(slots, len(plan.in_host_memory))
     if left is not None and depth is None and plan.depth > LEAST_RING_DEPTH:
         plan.depth = max(LEAST_RING_DEPTH, min(plan.depth, (left - plan.resident_bytes) // plan.slot_bytes))
     return plan
+
+
+def _layers(layouts: list[BlockLayout], blocks: Sequence[Block] | None) -> list[list[int]]:
+    """Indices of the blocks of each layer."""
+    if blocks is None:
+        return [[index] for index in range(len(layouts))]
+    members: dict[int, list[int]] = {}
+    for index, block in enumerate(blocks):
+        members.setdefault(block.layer, []).append(index)
+    return list(members.values())
 
 
 def _fits(plan: Residency, left: int | None) -> bool:
@@ -172,11 +283,11 @@ def _advice(
     return "fewer of them do not fit either; see with --dry-run which other options would"
 
 
-def _spread(layouts: list[LayerLayout], budget: int) -> set[int]:
-    """The largest number of layers whose bytes the budget holds, evenly spaced."""
-    count = len(layouts)
+def _spread(sizes: list[int], budget: int) -> set[int]:
+    """The largest number of layers whose bytes `sizes` the budget holds, evenly spaced."""
+    count = len(sizes)
     for kept in range(count, 0, -1):
         chosen = {int((index + 0.5) * count / kept) for index in range(kept)}
-        if sum(layouts[index].nbytes for index in chosen) <= budget:
+        if sum(sizes[index] for index in chosen) <= budget:
             return chosen
     return set()

@@ -1,6 +1,6 @@
-"""A ring of device slots that decoder layers pass through, filled ahead of the computation.
+"""A ring of device slots that blocks of decoder layers pass through, filled ahead of the computation.
 
-The order is circular: behind the last layer of one token come the first layers of the next, so the link never waits for
+The order is circular: behind the last block of one token come the first ones of the next, so the link never waits for
 a token to end. The host waits for nothing here: a copy into a slot is queued behind the event of its last use, and the
 computation behind the event of the copy.
 """
@@ -8,13 +8,14 @@ computation behind the event of the copy.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zero_inference.engines.stream.store import LayerStore
+from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.runtime.distributed import Ranks
@@ -25,29 +26,29 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass
 class _Fetch:
-    """A layer that was sent for: the slot it goes to, and the event that says it is there."""
+    """A block that was sent for: the slot it goes to, and the event that says it is there."""
 
-    layer: int
+    block: int
     slot: int
     full: Any
 
 
-class LayerRing:
-    """Fetches layers in the order `order`, over and over, into `depth` slots.
+class BlockRing:
+    """Fetches blocks in the order that it is told, over and over, into `depth` slots.
 
-    Over several ranks each copies its share of a layer over its own link, into its own place in the slot, and an
+    Over several ranks each copies its share of a block over its own link, into its own place in the slot, and an
     all-gather between the devices brings the others' shares.
 
     Args:
-        order: the streamed layers, in the order in which the model calls them.
-        depth: slots, each as large as the largest of these layers.
+        blocks: all that may be fetched.
+        depth: slots, each as large as the largest of these blocks.
         group: process group of the all-gathers, which has to be this ring's own.
     """
 
     def __init__(
         self,
-        store: LayerStore,
-        order: list[int],
+        store: BlockStore,
+        blocks: Sequence[int],
         depth: int,
         ranks: Ranks,
         streams: DeviceStreams,
@@ -55,39 +56,60 @@ class LayerRing:
         timeline: Timeline,
         group: Any = None,
     ):
-        self.store, self.order, self.ranks, self.streams = store, order, ranks, streams
+        self.store, self.ranks, self.streams = store, ranks, streams
         self.transfers, self.timeline, self.group = transfers, timeline, group
-        slot_bytes = max(store.layouts[layer].nbytes for layer in order)
+        slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=ranks.device) for _ in range(depth)]
         self.free: list[Any] = [None] * depth  # event behind the last use of each slot
         self.freed_by: list[Any] = [None] * depth  # and the computation that this was
+        self.empty: deque[int] = deque(range(depth))  # slots that nothing was sent for
         self.copy_stream = streams.stream()
         self.gather_stream = streams.stream() if ranks.world_size > 1 else self.copy_stream
         self.pending: deque[_Fetch] = deque()
         self.held: _Fetch | None = None
-        self.next_position = self.next_slot = 0
+        self.order = self.next_order = tuple(blocks)
+        self.position = 0  # in `order`, of the next block to send for
+        self.early: set[int] = set()  # blocks of `order` that are pending before their turn
 
     def prime(self) -> None:
         """Start to fill the slots; the store has to be complete."""
         self.streams.synchronize()
         self._send_for_all()
 
-    def buffer_in(self, layer: int, slot: int) -> torch.Tensor:
-        """The buffer of `layer`, uint8 [nbytes], as it lies in `slot`."""
-        return self.slots[slot][: self.store.layouts[layer].nbytes]
+    def follow(self, order: Sequence[int], then: Sequence[int]) -> None:
+        """A pass begins: it will call `order`, and the passes behind it `then`. What is on its way and will be used stays."""
+        order, then = tuple(order or then), tuple(then)
+        on_their_way = [fetch.block for fetch in self.pending]
+        if self.held is None and on_their_way == self._coming(order, then, len(on_their_way)):
+            self.position = len(on_their_way)
+            self.order, self.next_order = order, then
+            while self.order and self.position >= len(self.order):
+                self.position -= len(self.order)
+                self.order = self.next_order
+            self.early.clear()
+        else:
+            self._drop(all_but=set(order[: len(self.slots)]))
+            self.order, self.next_order, self.position = order, then, 0
+            self.early = {fetch.block for fetch in self.pending}
+        self._send_for_all()
 
-    def acquire(self, layer: int) -> int:
-        """Make the computation wait for `layer`, and return its slot, which is the caller's until `release`."""
-        if not self.pending or self.pending[0].layer != layer:
-            self._turn_to(layer)
-        self.held = self.pending.popleft()
+    def buffer_in(self, block: int, slot: int) -> torch.Tensor:
+        """The buffer of `block`, uint8 [nbytes], as it lies in `slot`."""
+        return self.slots[slot][: self.store.layouts[block].nbytes]
+
+    def acquire(self, block: int) -> int:
+        """Make the computation wait for `block`, and return its slot, which is the caller's until `release`."""
+        if self.held is not None:
+            self._drop()
+        self.held = self._taken(block) or self._turned_to(block)
         self.streams.current().wait_event(self.held.full)
         return self.held.slot
 
     def release(self) -> None:
-        """Give the slot of the last `acquire` back behind what the computation was asked so far, and send for one more layer."""
+        """Give the slot of the last `acquire` back behind what the computation was asked so far, and send for one more block."""
         self.free[self.held.slot] = self.streams.recorded(self.streams.current())
-        self.freed_by[self.held.slot] = self.timeline.latest_layer()
+        self.freed_by[self.held.slot] = self.timeline.latest_block()
+        self.empty.append(self.held.slot)
         self.held = None
         self._send_for_next()
 
@@ -96,27 +118,70 @@ class LayerRing:
         self.pending.clear()
         self.slots.clear()
 
-    def _turn_to(self, layer: int) -> None:
-        """The model calls another layer than the next in order, as it does after a call that broke off."""
+    @staticmethod
+    def _coming(order: tuple[int, ...], then: tuple[int, ...], count: int) -> list[int]:
+        """The first `count` blocks of the order, with those behind it."""
+        coming = list(order)
+        while then and len(coming) < count:
+            coming += then
+        return coming[:count]
+
+    def _taken(self, block: int) -> _Fetch | None:
+        """The first fetch of `block`, which is pending no longer; None if there is none."""
         for fetch in self.pending:
-            self.free[fetch.slot] = fetch.full
-        self.pending.clear()
+            if fetch.block == block:
+                self.pending.remove(fetch)
+                return fetch
+        return None
+
+    def _turned_to(self, block: int) -> _Fetch:
+        """The model calls another block than the next in order, as it does after a call that broke off."""
+        self._drop()
+        self.early.clear()
+        if block not in self.order:
+            self.order = self.next_order = tuple(sorted({*self.order, *self.next_order, block}))
+        self.position = self.order.index(block)
+        self._send_for_all()
+        return self.pending.popleft()
+
+    def _drop(self, all_but: Collection[int] = ()) -> None:
+        """Let go of what is held and pending, but for `all_but`, each of which may stay once."""
+        kept: deque[_Fetch] = deque()
+        for fetch in self.pending:
+            if fetch.block in all_but and all(fetch.block != other.block for other in kept):
+                kept.append(fetch)
+            else:
+                self.free[fetch.slot] = fetch.full
+                self.empty.append(fetch.slot)
+        self.pending = kept
         if self.held is not None:
             self.free[self.held.slot] = self.streams.recorded(self.streams.current())
+            self.empty.append(self.held.slot)
             self.held = None
-        self.next_position = self.order.index(layer)
-        self._send_for_all()
 
     def _send_for_all(self) -> None:
-        while len(self.pending) < len(self.slots):
+        while self.empty and (self.order or self.next_order):
             self._send_for_next()
 
+    def _next_block(self) -> int | None:
+        """What to send for now; None where nothing will be called."""
+        while self.order or self.next_order:
+            if self.position >= len(self.order):
+                self.order, self.position = self.next_order, 0
+                continue
+            block = self.order[self.position]
+            self.position += 1
+            if block not in self.early:
+                return block
+            self.early.remove(block)
+        return None
+
     def _send_for_next(self) -> None:
-        layer = self.order[self.next_position]
-        slot = self.next_slot
-        self.next_position = (self.next_position + 1) % len(self.order)
-        self.next_slot = (slot + 1) % len(self.slots)
-        buffer, share = self.buffer_in(layer, slot), self.store.buffers[layer]
+        block = self._next_block()
+        if block is None:
+            return
+        slot = self.empty.popleft()
+        buffer, share = self.buffer_in(block, slot), self.store.buffers[block]
         if self.free[slot] is not None:
             self.copy_stream.wait_event(self.free[slot])
         start = self.streams.recorded(self.copy_stream)
@@ -134,5 +199,5 @@ class LayerRing:
                 _all_gather(buffer, mine if buffer.is_cuda else mine.clone(), group=self.group)
             full = self.streams.recorded(self.gather_stream)
             gather = begun, full
-        self.timeline.fetched(layer, share.numel(), self.free[slot], self.freed_by[slot], start, copied, gather)
-        self.pending.append(_Fetch(layer, slot, full))
+        self.timeline.fetched(block, share.numel(), self.free[slot], self.freed_by[slot], start, copied, gather)
+        self.pending.append(_Fetch(block, slot, full))

@@ -1,4 +1,4 @@
-"""Where decoder layers wait: each in one buffer, page-locked in host memory or, if resident, on the device.
+"""Where blocks of decoder layers wait: each in one buffer, page-locked in host memory or, if resident, on the device.
 
 Over several ranks each keeps its own share of every buffer that waits in host memory; a resident one is whole on each.
 """
@@ -7,55 +7,55 @@ from __future__ import annotations
 
 import torch
 
-from zero_inference.engines.stream.layout import LayerLayout, Piece
+from zero_inference.engines.stream.layout import BlockLayout, Piece
 from zero_inference.errors import RunError
 from zero_inference.quantization.groups import GroupQuantization, quantize
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.host_memory import host_empty
 
 
-class LayerStore:
-    """Filled parameter by parameter while a checkpoint is read; memory is taken when a layer's first one comes.
+class BlockStore:
+    """Filled parameter by parameter while a checkpoint is read; memory is taken when a block's first one comes.
 
     Attributes:
-        buffers: layer -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
+        buffers: block -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
     """
 
-    def __init__(self, layouts: list[LayerLayout], resident: set[int], ranks: Ranks, pinned: bool):
+    def __init__(self, layouts: list[BlockLayout], resident: set[int], ranks: Ranks, pinned: bool):
         self.layouts, self.resident, self.ranks, self.pinned = layouts, resident, ranks, pinned
         self.buffers: dict[int, torch.Tensor] = {}
 
-    def put(self, layer: int, name: str, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
-        """Store parameter `name` of `layer`, quantized on the device if its layout says so.
+    def put(self, block: int, name: str, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
+        """Store parameter `name` of `block`, quantized on the device if its layout says so.
 
         Raises:
             RunError: host memory is exhausted or may not be page-locked, or `values` do not fill the place laid out for them.
         """
-        stored = self.layouts[layer][name]
+        stored = self.layouts[block][name]
         found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)
         if found != expected:
             raise RunError(
-                f"layer {layer}: {name} is {found[1]} {list(found[0])} and its place is for {expected[1]} "
+                f"block {block}: {name} is {found[1]} {list(found[0])} and its place is for {expected[1]} "
                 f"{list(expected[0])}; use weights that fit the model's config.json."
             )
         tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)
-        buffer = self._buffer(layer)
+        buffer = self._buffer(block)
         for piece, tensor in zip(stored.pieces, tensors):
-            self._write(buffer, piece, tensor, whole=layer in self.resident)
+            self._write(buffer, piece, tensor, whole=block in self.resident)
 
-    def share_bytes(self, layer: int) -> int:
-        """Bytes of `layer` that this rank keeps in host memory."""
-        return 0 if layer in self.resident else self.layouts[layer].nbytes // self.ranks.world_size
+    def share_bytes(self, block: int) -> int:
+        """Bytes of `block` that this rank keeps in host memory."""
+        return 0 if block in self.resident else self.layouts[block].nbytes // self.ranks.world_size
 
-    def _buffer(self, layer: int) -> torch.Tensor:
-        if layer not in self.buffers:
-            if layer in self.resident:
-                self.buffers[layer] = torch.empty(
-                    self.layouts[layer].nbytes, dtype=torch.uint8, device=self.ranks.device
+    def _buffer(self, block: int) -> torch.Tensor:
+        if block not in self.buffers:
+            if block in self.resident:
+                self.buffers[block] = torch.empty(
+                    self.layouts[block].nbytes, dtype=torch.uint8, device=self.ranks.device
                 )
             else:
-                self.buffers[layer] = host_empty((self.share_bytes(layer),), torch.uint8, self.pinned)
-        return self.buffers[layer]
+                self.buffers[block] = host_empty((self.share_bytes(block),), torch.uint8, self.pinned)
+        return self.buffers[block]
 
     def _write(self, buffer: torch.Tensor, piece: Piece, tensor: torch.Tensor, whole: bool) -> None:
         raw = tensor.contiguous().view(-1).view(torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,17 @@ KEPT = 8192  # copies and layers; older ones are forgotten, so that a long gener
 
 
 @dataclass
-class LayerSpan:
-    """One layer's computation."""
+class BlockSpan:
+    """One block's computation."""
 
-    layer: int
+    block: int
     start: Any
     end: Any = None
 
 
 @dataclass
 class Copy:
-    """One layer's copy to the device; events of the copy stream, and the one that the slot waited for.
+    """One block's copy to the device; events of the copy stream, and the one that the slot waited for.
 
     Attributes:
         freed_by: the computation that used the slot before; None for a slot that was empty.
@@ -34,10 +35,10 @@ class Copy:
         gather: start and end of the all-gather behind it; None for one rank.
     """
 
-    layer: int
+    block: int
     nbytes: int
     slot_free: Any
-    freed_by: LayerSpan | None
+    freed_by: BlockSpan | None
     start: Any
     end: Any
     forward: int
@@ -50,16 +51,20 @@ def within(most: float, value: float) -> float:
 
 
 class Timeline:
-    """Events of the latest generation. Recording one costs a microsecond of the host and nothing on the device."""
+    """Events of the latest generation. Recording one costs a microsecond of the host and nothing on the device.
 
-    def __init__(self, streams: DeviceStreams):
-        self.streams = streams
+    Args:
+        names: of the blocks; "layer 0" and so on where not given.
+    """
+
+    def __init__(self, streams: DeviceStreams, names: Sequence[str] = ()):
+        self.streams, self.names = streams, names
         self.restart()
 
     def restart(self) -> None:
         """Forget everything: a generation begins."""
         self.copies: deque[Copy] = deque(maxlen=KEPT)
-        self.layers: deque[LayerSpan] = deque(maxlen=KEPT)
+        self.spans: deque[BlockSpan] = deque(maxlen=KEPT)
         self.origin = self.streams.recorded(self.streams.current())
         self.forward = -1
         self.asked = 0  # copies in this call of the model
@@ -67,33 +72,33 @@ class Timeline:
         self.prefill_end: Any = None
 
     def forward_begins(self, pending: int) -> None:
-        """A call of the model, for which `pending` layers have been asked already."""
+        """A call of the model, for which `pending` blocks have been asked already."""
         self.forward += 1
         self.asked = 0
         if self.forward == 1 and pending:
-            self.ahead, self.prefill_end = list(self.copies)[-pending:], self.layers[-1].end
+            self.ahead, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
-    def latest_layer(self) -> LayerSpan | None:
-        return self.layers[-1] if self.layers else None
+    def latest_block(self) -> BlockSpan | None:
+        return self.spans[-1] if self.spans else None
 
     def fetched(
         self,
-        layer: int,
+        block: int,
         nbytes: int,
         slot_free: Any,
-        freed_by: LayerSpan | None,
+        freed_by: BlockSpan | None,
         start: Any,
         end: Any,
         gather: tuple[Any, Any] | None = None,
     ) -> None:
-        self.copies.append(Copy(layer, nbytes, slot_free, freed_by, start, end, self.forward, self.asked == 0, gather))
+        self.copies.append(Copy(block, nbytes, slot_free, freed_by, start, end, self.forward, self.asked == 0, gather))
         self.asked += 1
 
-    def layer_begins(self, layer: int) -> None:
-        self.layers.append(LayerSpan(layer, self.streams.recorded(self.streams.current())))
+    def block_begins(self, block: int) -> None:
+        self.spans.append(BlockSpan(block, self.streams.recorded(self.streams.current())))
 
-    def layer_ends(self) -> None:
-        self.layers[-1].end = self.streams.recorded(self.streams.current())
+    def block_ends(self) -> None:
+        self.spans[-1].end = self.streams.recorded(self.streams.current())
 
     def link_use(self) -> LinkUse | None:
         """What the link did in the decode steps; None before the second one."""
@@ -109,7 +114,7 @@ class Timeline:
             until_free = within(gap, self._between(before.end, copy.slot_free)) if copy.slot_free is not None else 0.0
             slot_wait += max(0.0, until_free - not_begun)
             for spent, at_start in (
-                (not_begun, copy.freed_by is not None and copy.freed_by.layer == 0),
+                (not_begun, copy.freed_by is not None and copy.freed_by.block == 0),
                 (gap - max(until_free, not_begun), copy.first),
             ):
                 if at_start:
@@ -144,12 +149,16 @@ class Timeline:
         self.streams.synchronize()
         events: list[dict] = [
             {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
-            for row, name in ((0, "host to device copies"), (1, "decoder layers"), (2, "all-gathers"))
+            for row, name in (
+                (0, "host to device copies"),
+                (1, "blocks of decoder layers" if self.names else "decoder layers"),
+                (2, "all-gathers"),
+            )
         ]
         for copy in self.copies:
             seconds = self._between(copy.start, copy.end)
             events.append(
-                self._span(0, f"copy layer {copy.layer}", copy.start, copy.end)
+                self._span(0, f"copy {self._name(copy.block)}", copy.start, copy.end)
                 | {
                     "args": {
                         "bytes": copy.nbytes,
@@ -159,11 +168,14 @@ class Timeline:
                 }
             )
             if copy.gather is not None:
-                events.append(self._span(2, f"gather layer {copy.layer}", *copy.gather))
+                events.append(self._span(2, f"gather {self._name(copy.block)}", *copy.gather))
         events += [
-            self._span(1, f"layer {span.layer}", span.start, span.end) for span in self.layers if span.end is not None
+            self._span(1, self._name(span.block), span.start, span.end) for span in self.spans if span.end is not None
         ]
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _name(self, block: int) -> str:
+        return self.names[block] if self.names else f"layer {block}"
 
     def _span(self, row: int, name: str, start: Any, end: Any) -> dict:
         return {

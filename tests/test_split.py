@@ -1,0 +1,107 @@
+"""What goes over the link and what the cores do, from rates."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from zero_inference.engines.stream.balance import LAST_PASS, Balance, balanced
+from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.cores import CoresPlan
+from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.split import best_split
+from zero_inference.link.cores import BesideLink
+from zero_inference.records.limit import LinkUse
+
+GB = 10**9
+
+
+def residency(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computable: bool = True) -> Residency:
+    """`layers` layers of two blocks, all in host memory."""
+    linears = ("weight",) if computable else ()
+    blocks = [Block(layer, name, (), linears) for layer in range(layers) for name in ("self_attn", "mlp")]
+    layouts = [BlockLayout([], size, size) for _ in range(layers) for size in (attention, mlp)]
+    return Residency(layouts, [], list(range(2 * layers)), 3, 0, blocks)
+
+
+def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, crossing_s=0.0) -> BesideLink:
+    return BesideLink(1, alone, link, cores, cores, read, crossing_s)
+
+
+def test_link_and_cores_end_together():
+    split = best_split(residency(), rates(), 0, False)
+    assert split.of_others == pytest.approx(100 / 150) and not split.attends
+    assert split.step_s == pytest.approx(30 / 150)
+    placed = residency().with_shares_computed(0, split.of_others)
+    assert placed.nbytes_of(placed.computed) == pytest.approx(20 * GB, abs=GB)
+
+
+def test_what_the_device_needs_for_itself_is_time_that_the_cores_lose():
+    """C = (U - h B_link) B_cores / (B_cores + B_link), as docs/design.md says."""
+    split = best_split(residency(), rates(crossing_s=1e-3), 0, False)
+    assert split.of_others * 30 == pytest.approx((30 - 20e-3 * 50) * 100 / 150)
+
+
+@pytest.mark.parametrize(
+    "slow", [rates(cores=2.0), rates(link=20.0, cores=36.0), rates(crossing_s=0.1)], ids=["few", "shared", "crossings"]
+)
+def test_cores_that_hardly_help_stay_out(slow):
+    """Few of them, memory that link and cores take from each other, or meetings that cost more than they bring."""
+    split = best_split(residency(), slow, 0, False)
+    assert split.of_others == split.of_experts == 0 and not split.attends
+    assert split.step_s == pytest.approx(30 / 55)
+
+
+def test_nothing_that_they_could_multiply():
+    assert best_split(residency(computable=False), rates(), 0, False).of_others == 0
+
+
+def test_keys_and_values_are_attended_where_that_is_faster():
+    split = best_split(residency(), rates(), 30 * GB, True)
+    assert split.attends  # 30 GB of each: the link has one of them to carry, and the cores the other
+    assert split.step_s == pytest.approx(max(30 / 50 * (1 - split.of_others), 30 / 110 + 30 * split.of_others / 100))
+    carried = best_split(residency(), rates(), 30 * GB, False)
+    assert not carried.attends and carried.step_s > split.step_s
+    slow = best_split(residency(), rates(cores=100.0, read=20.0), 30 * GB, True)
+    assert not slow.attends and slow.of_others > 0
+
+
+def test_keys_and_values_alone():
+    """All weights on the device: the cores attend, or the link carries."""
+    nothing = Residency([BlockLayout([], GB, GB)], [0], [], 0, 0, [Block(0, "", ())])
+    assert best_split(nothing, rates(), 10 * GB, True).attends
+    assert not best_split(nothing, rates(read=20.0), 10 * GB, True).attends
+
+
+def test_what_the_link_waited_is_work_that_it_gets():
+    placed = residency().with_shares_computed(0, 0.8)
+    before = placed.nbytes_of(placed.computed)
+    # in each of 4 steps the link was idle for 0.06 s of 0.2: 2 GB of the cores' 24 take it 0.04 s, and them 0.02
+    use = LinkUse(4, 0.56, 0.04, 0.2, 0.0, 0, 0)
+    for automatic, busy_share, moved in ((True, 0.9, 2 * GB), (True, 0.3, 0), (False, 0.9, 0)):
+        plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=automatic)
+        after = balanced(plan, placed, use, busy_share)
+        assert after.computed <= placed.computed
+        assert before - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB) if moved else after is placed
+    busy = LinkUse(4, 0.8, 0.0, 0.0, 0.0, 0, 0)
+    plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
+    assert balanced(plan, placed, busy, 1.0) is placed
+
+
+def test_the_division_is_corrected_once_by_passes_that_follow_each_other():
+    use = LinkUse(4, 0.56, 0.04, 0.2, 0.0, 0, 0)
+    asked = []
+    timeline = SimpleNamespace(link_use=lambda: asked.append(1) or use)
+    cores = SimpleNamespace(busy_s=time.perf_counter)  # always at work
+    team = SimpleNamespace(plan=CoresPlan((-1,), 0.8, 1, rates(), automatic=True), cores=cores)
+    placed = residency().with_shares_computed(0, 0.8)
+    balance = Balance(team, timeline)
+    for few in [True] * (LAST_PASS - 1) + [False] + [True] * (LAST_PASS - 1):
+        assert balance.of(placed, few) is placed
+    corrected = balance.of(placed, True)
+    assert corrected.computed < placed.computed and asked == [1]
+    for _ in range(2 * LAST_PASS):
+        assert balance.of(corrected, True) is corrected

@@ -1,0 +1,212 @@
+"""The stream engine with the host's cores: the ids of plain transformers, whatever share of the blocks they multiply."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB, plain_ids
+from test_stream import BATCH, GEN, PROMPT, generate, load
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zero_inference.engines.stream.blocks import find_blocks
+from zero_inference.engines.stream.feeder import BlockFeeder
+from zero_inference.errors import UsageError
+from zero_inference.models.prompts import random_ids
+
+SHARES = ("0.3", "0.7", "1")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints):
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            made[family] = plain_ids(checkpoints(family), random_ids(0, BATCH, PROMPT, VOCAB), GEN)
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", ["opt", "bloom", "llama", "qwen3", "gpt_neox"])
+def test_any_share_gives_the_ids_of_transformers(family, checkpoints, expected):
+    for share in SHARES:
+        loaded, spec, ranks = load(checkpoints(family), cpu_compute=share)
+        found = generate(loaded, spec, ranks)
+        moved = found.loops[-1].moved
+        loaded.close()
+        assert torch.equal(found.output_ids, expected(family)), share
+        assert moved.cores_bytes_per_step > 0
+        assert moved.cores_bytes_per_step == loaded.facts["stream"]["computed_bytes"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
+def test_codes_give_the_ids_of_the_dequantized_weights(family, bits, checkpoints):
+    options = {"quant_bits": bits, "quant_group_size": 32}
+    loaded, spec, ranks = load(checkpoints(family), cpu_compute="off", **options)
+    by_device = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    for share in ("0.5", "1"):
+        loaded, spec, ranks = load(checkpoints(family), cpu_compute=share, **options)
+        assert torch.equal(generate(loaded, spec, ranks).output_ids, by_device), share
+        loaded.close()
+
+
+@pytest.mark.parametrize("depth", [2, 3, 7])
+def test_passes_in_any_order_fetch_what_they_need_and_no_more(depth, checkpoints):
+    folder = checkpoints("llama")
+    loaded, _, ranks = load(folder, cpu_compute="0.5", ring_depth=depth)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    of_long = feeder_of(loaded).residency.host_bytes
+    of_short = loaded.facts["stream"]["fetched_bytes"]
+    few = torch.randint(0, VOCAB, (BATCH, 1), device=ranks.device)
+    many = torch.randint(0, VOCAB, (BATCH, 12), device=ranks.device)
+    with torch.no_grad():
+        for order in ("mmmmm", "fffff", "mfmf", "fmmfff"):
+            moved = []
+            for kind in order:
+                before = loaded.transfers.host_to_device_bytes
+                ids = many if kind == "m" else few
+                found = loaded.model(ids, use_cache=False).logits.cpu()
+                moved.append(loaded.transfers.host_to_device_bytes - before)
+                torch.testing.assert_close(found, plain(ids.cpu()).logits, atol=1e-4, rtol=1e-4)
+            if len(set(order)) == 1 and ranks.device.type == "cpu":  # behind two of a kind the third is known
+                assert set(moved[3:]) == {of_long if order[0] == "m" else of_short}
+    loaded.close()
+
+
+def feeder_of(loaded) -> BlockFeeder:
+    """What the engine installed in the model."""
+    cells = [cell.cell_contents for cell in loaded.close.__closure__]
+    return next(each for each in cells if isinstance(each, BlockFeeder))
+
+
+def test_a_pass_that_broke_off_leaves_the_next_one_right(checkpoints, expected):
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4", ring_depth=3)
+    layers = loaded.model.model.layers
+
+    def broken(module, args):
+        raise KeyboardInterrupt
+
+    for module in (layers[1].self_attn, layers[1].mlp, layers[2]):
+        hook = module.register_forward_pre_hook(broken)
+        with pytest.raises(KeyboardInterrupt):
+            generate(loaded, spec, ranks)
+        hook.remove()
+        assert torch.equal(generate(loaded, spec, ranks).output_ids, expected("llama"))
+    loaded.close()
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_resident_fetched_and_computed_blocks_side_by_side(kept, checkpoints, expected):
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.5", gpu_memory=kept * 190 * 1024 / 2**30)
+    facts = loaded.facts["stream"]
+    assert facts["resident_layers"] == kept and facts["fetched_bytes"] and facts["computed_bytes"]
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected("llama"))
+    loaded.close()
+
+
+def test_a_layer_without_linear_modules_cannot_be_asked_for(checkpoints):
+    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4, vocab_size=VOCAB)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert [(block.layer, block.module, block.linears) for block in find_blocks(model, set(), divided=True)] == [
+        (0, "", ()),
+        (1, "", ()),
+    ]
+
+
+def test_blocks_are_found_and_what_belongs_to_none_stays_on_the_device(checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("qwen3"), dtype=torch.float32)
+    blocks = find_blocks(model, set(), divided=True)
+    assert [block.module for block in blocks[:2]] == ["self_attn", "mlp"]
+    assert blocks[0].linears == ("q_proj", "k_proj", "v_proj", "o_proj") and blocks[0].feed_forward is None
+    assert all(name.partition(".")[0] in blocks[0].linears for name in blocks[0].parameters), "not the norms of q and k"
+    assert blocks[1].feed_forward is not None
+    undivided = find_blocks(model, set(), divided=False)
+    assert [block.module for block in undivided] == [""] * 3 and len(undivided[0].parameters) == 11
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.77, 1.0])
+def test_a_share_is_met_as_nearly_as_blocks_allow_and_spread_evenly(share, checkpoints):
+    loaded, _, _ = load(checkpoints("llama"), cpu_compute="1")
+    residency = feeder_of(loaded).residency.with_share_computed(share)
+    sizes = [layout.nbytes for layout in residency.layouts]
+    computed = sum(sizes[block] for block in residency.computed)
+    assert abs(computed - share * sum(sizes)) <= max(sizes) / 2
+    assert sorted({*residency.computed, *residency.fetched}) == residency.in_host_memory
+    loaded.close()
+
+
+def test_more_than_one_rank_is_refused_before_loading(checkpoints, run_model):
+    options = ["--engine", "stream", "--cpu-compute", "0.5", "--batch-size", "2", "--prompt-len", "8", "--gen-len", "2"]
+    done = run_model("--model", str(checkpoints("llama")), *options, launcher="by hand", ranks=2)
+    assert done.code == 2
+    assert "--cpu-compute 0.5: each of 2 ranks has a part of every layer" in done.stderr
+
+
+@pytest.mark.parametrize("kv", [[], ["--kv-offload"]])
+def test_record_and_output_say_what_the_cores_did(kv, checkpoints, run_model):
+    options = ["--engine", "stream", "--cpu-compute", "0.5", "--cpu-threads", "2", "--gpu-memory", "0", *kv]
+    lengths = ["--batch-size", "2", "--prompt-len", "9", "--gen-len", "4", "--loops", "1", "--dtype", "float32"]
+    done = run_model("--model", checkpoints("llama"), *options, *lengths)
+    assert done.code == 0, done.stderr
+    assert "2 threads" in done.stderr and "in host memory" in done.stderr
+    stream, moved = done.record["stream"], done.record["transfers"]
+    assert stream["cores"]["threads"] == 2 and stream["cores"]["share"] == 0.5 and stream["cores"]["rows"] == 2
+    assert stream["cores"]["attends"] == bool(kv)
+    keys_and_values = 3 * 2 * 2 * 2 * 8 * 4  # layers, both, sequences, heads, their width, bytes: of a position
+    attended = keys_and_values * (10 + 11 + 12) / 3 if kv else 0
+    assert moved["cores_bytes_per_step"] == stream["computed_bytes"] + attended
+    assert moved["host_to_device_bytes_per_step"] >= stream["fetched_bytes"] > 0
+    plain = run_model("--model", checkpoints("llama"), "--engine", "resident", *lengths)
+    assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]
+
+
+@pytest.mark.parametrize("share", ["off", "0.5", "1"])
+def test_weights_that_the_model_reads_without_calling_their_module_are_there(share, tmp_path):
+    """Mamba multiplies with `dt_proj.weight` itself; with two slots, what is not fetched is another block's by then."""
+    config = AutoConfig.for_model(
+        "falcon_mamba", hidden_size=64, num_hidden_layers=5, state_size=8, vocab_size=VOCAB, time_step_rank=32
+    )
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    plain.save_pretrained(tmp_path / "model")
+    loaded, _, ranks = load(tmp_path / "model", cpu_compute=share, ring_depth=2)
+    ids = torch.randint(0, VOCAB, (BATCH, 1))
+    with torch.no_grad():
+        for _ in range(3):
+            found = loaded.model(ids.to(ranks.device), use_cache=False).logits.cpu()
+            torch.testing.assert_close(found, plain(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+    loaded.close()
+
+
+def test_the_ring_is_whole_again_after_a_pass_that_broke_off(checkpoints):
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="off", ring_depth=2)
+    ring = feeder_of(loaded).ring
+    generate(loaded, spec, ranks, loops=1)
+    before = [fetch.block for fetch in ring.pending]
+
+    def broken(module, args):
+        raise KeyboardInterrupt
+
+    hook = loaded.model.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(KeyboardInterrupt):
+        generate(loaded, spec, ranks)
+    hook.remove()
+    generate(loaded, spec, ranks, loops=1)
+    assert [fetch.block for fetch in ring.pending] == before
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"cpu_compute": "0.001"}, "--cpu-compute 0.001: less than half of a block"),
+        ({"cpu_compute": "0.5", "gpu_memory": 1}, "--cpu-compute 0.5: all weights stay on the device"),
+    ],
+)
+def test_a_share_that_would_do_nothing_is_refused(options, said, checkpoints):
+    with pytest.raises(UsageError, match=said):
+        load(checkpoints("llama"), **options)

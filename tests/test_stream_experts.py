@@ -1,0 +1,246 @@
+"""The stream engine with mixtures: the ids of plain transformers, whatever the cores multiply, and only the chosen experts read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import FAMILIES, VOCAB, build_model, plain_ids
+from test_stream import BATCH, GEN, PROMPT, generate, load
+from test_stream_cores import feeder_of
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zero_inference.engines.stream.blocks import find_blocks
+from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.split import best_split
+from zero_inference.link.cores import BesideLink
+from zero_inference.models.experts import read_experts
+from zero_inference.models.prompts import random_ids
+
+SHARES = ("0.3", "0.7", "1")
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts=6,
+    num_experts_per_tok=2,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
+MIXTURES = {
+    "mixtral": FAMILIES["mixtral"],
+    "qwen3_moe": dict(
+        SMALL, model_type="qwen3_moe", head_dim=16, num_experts=8, num_experts_per_tok=3, decoder_sparse_step=1
+    ),
+    "qwen2_moe": dict(
+        SMALL, model_type="qwen2_moe", shared_expert_intermediate_size=160, decoder_sparse_step=2, num_hidden_layers=4
+    ),
+    "deepseek_v3": dict(
+        SMALL,
+        model_type="deepseek_v3",
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+    ),
+}
+del MIXTURES["deepseek_v3"]["num_experts"]
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    """family -> (folder, ids of plain transformers)."""
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            before = FAMILIES.get(family)
+            FAMILIES[family] = MIXTURES[family]
+            try:
+                model = build_model(family)
+            finally:
+                FAMILIES.pop(family) if before is None else FAMILIES.update({family: before})
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.randn(buffer.shape) * 0.1)
+            folder = tmp_path_factory.mktemp(family) / "model"
+            model.save_pretrained(folder)
+            made[family] = folder, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN)
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_any_share_gives_the_ids_of_transformers(family, mixtures):
+    folder, expected = mixtures(family)
+    for share in SHARES:
+        loaded, spec, ranks = load(folder, cpu_compute=share)
+        found = generate(loaded, spec, ranks).output_ids
+        loaded.close()
+        assert torch.equal(found, expected), share
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_codes_give_the_ids_of_the_dequantized_weights(family, mixtures):
+    folder, _ = mixtures(family)
+    options = {"quant_bits": 4, "quant_group_size": 32}
+    loaded, spec, ranks = load(folder, cpu_compute="off", **options)
+    by_device = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    for share in SHARES:
+        loaded, spec, ranks = load(folder, cpu_compute=share, **options)
+        assert torch.equal(generate(loaded, spec, ranks).output_ids, by_device), share
+        loaded.close()
+
+
+def test_products_of_all_positions_are_not_left_to_the_cores(mixtures):
+    """Where keys and values are cached compressed, a weight restores those of all positions in each step: no work for few rows."""
+    folder, expected = mixtures("deepseek_v3")
+    loaded, spec, ranks = load(folder, cpu_compute="1")
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    feeder = feeder_of(loaded)
+    restores = [name for name, _ in loaded.model.named_modules() if name.endswith("kv_b_proj")]
+    assert restores, "the test is about this module"
+    seen: list[int] = []
+    module = loaded.model.get_submodule(restores[0])
+    module.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel() // args[0].shape[-1]))
+    generate(loaded, spec, ranks, loops=1)
+    attention = {i for i, block in enumerate(feeder.residency.blocks) if block.module == "self_attn"}
+    compressed = max(seen[1:]) > BATCH  # not so in all versions of transformers
+    assert attention.isdisjoint(feeder.residency.computed) if compressed else attention <= feeder.residency.computed
+    loaded.close()
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family != "deepseek_v3"])
+def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits, mixtures):
+    folder, _ = mixtures(family)
+    options = {} if bits == 16 else {"quant_bits": bits, "quant_group_size": 32}
+    loaded, spec, ranks = load(folder, cpu_compute="1", **options)
+    chosen: list[set[int]] = []
+    for module in loaded.model.modules():
+        if read_experts(module) is not None:  # its parameters are those of the last pass
+            module.register_forward_pre_hook(lambda _, args: chosen.append(set(args[1].flatten().tolist())))
+    found = generate(loaded, spec, ranks, loops=1)
+    loaded.close()
+    others = 0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, p in model.get_submodule("model.layers").named_parameters():
+        if p.dim() == 2 and not name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+            others += p.shape[0] * row_bytes(p.shape[1], bits)
+        elif name.endswith("proj.bias"):
+            others += p.numel() * 4
+    first, last = next(m for m in model.modules() if read_experts(m) is not None).parameters()
+    one = sum(p.shape[1] * row_bytes(p.shape[2], bits) for p in (first, last))
+    distinct = sum(map(len, chosen[len(chosen) // GEN :]))  # behind the prefill's
+    assert found.loops[0].moved.cores_bytes_per_step == pytest.approx(others + one * distinct / (GEN - 1), abs=0.01)
+    assert found.loops[0].moved.host_to_device_bytes_per_step < one / 10, "no weights: on a GPU the cores' results"
+
+
+def row_bytes(columns: int, bits: int) -> int:
+    """Of float32, or of codes with a scale and a minimum for 32."""
+    return columns * 4 if bits == 16 else columns // 2 + columns // 32 * 8
+
+
+def a_model(model_type: str, **fields) -> nn.Module:
+    fields = SMALL | {"vocab_size": VOCAB, "num_local_experts": 6, "ffn_hidden_size": 32} | fields
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+
+
+def test_a_mixture_is_divided_into_experts_and_a_shared_expert_and_keeps_its_routers():
+    fields = {name: value for name, value in MIXTURES["qwen2_moe"].items() if name != "model_type"}
+    model = a_model("qwen2_moe", **fields)
+    blocks = {block.module: block for block in find_blocks(model, set(), divided=True) if block.layer == 1}
+    assert set(blocks) == {"self_attn", "mlp.experts", "mlp.shared_expert"}
+    assert blocks["mlp.experts"].experts.chosen == 2 and blocks["mlp.experts"].experts.number == 6
+    assert blocks["mlp.shared_expert"].feed_forward is not None
+    whole = find_blocks(model, set(), divided=False)[1]
+    assert set(whole.exact) == {"mlp.gate.weight", "mlp.shared_expert_gate.weight"}
+    assert {block.module for block in find_blocks(model, set(), divided=True) if block.layer == 0} == {
+        "self_attn",
+        "mlp",
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "activation", "fields"),
+    [
+        ("mixtral", "silu", {}),
+        ("olmoe", "silu", {"intermediate_size": 64}),
+        ("phimoe", "silu", {}),
+        ("mixtral", "gelu_tanh", {"hidden_act": "gelu_pytorch_tanh"}),
+        ("mixtral", "gelu", {"hidden_act": "gelu"}),
+        ("nemotron_h", "relu_squared", {"layers_block_type": ["moe", "attention", "moe"], "n_routed_experts": 6}),
+        ("gpt_oss", None, {}),
+        ("llama4_text", None, {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 1}),
+    ],
+    ids=str,
+)
+def test_what_experts_compute_is_read_from_them(family, activation, fields):
+    model = a_model(family, **fields)
+    experts = [read_experts(m) for m in model.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
+    assert any(each is not None for each in experts) == (activation is not None)
+    assert {each.activation for each in experts if each is not None} == ({activation} if activation else set())
+
+
+class Clamped(nn.Module):
+    """Fused experts with a bound that weights of a usual size do not reach."""
+
+    def __init__(self, limit: float | None, swapped: bool):
+        super().__init__()
+        self.limit, self.swapped = limit, swapped
+        self.gate_up_proj = nn.Parameter(torch.empty(7, 2 * 40, 56, device="meta"))
+        self.down_proj = nn.Parameter(torch.empty(7, 56, 40, device="meta"))
+
+    def forward(self, x, numbers, weights):
+        out = torch.zeros_like(x)
+        for row in range(len(x)):
+            for number, weight in zip(numbers[row], weights[row]):
+                one, two = (self.gate_up_proj[number] @ x[row]).chunk(2)
+                gate, up = (two, one) if self.swapped else (one, two)
+                gate = gate if self.limit is None else gate.clamp(max=self.limit)
+                out[row] += weight * (self.down_proj[number] @ (nn.functional.silu(gate) * up))
+        return out
+
+
+def test_a_bound_far_from_usual_values_and_the_order_of_gate_and_up_are_found():
+    assert read_experts(Clamped(10.0, False)) is None
+    assert read_experts(Clamped(None, False)).gate_is_second is False
+    assert read_experts(Clamped(None, True)).gate_is_second is True
+
+
+def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with():
+    """Of a model with 2 GB of experts, of which a pass of one token reads an eighth, and other blocks."""
+    rates = BesideLink(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0)
+    experts = replace(read_experts(Clamped(None, False)), number=8, chosen=1)
+
+    def residency(of_others: int) -> Residency:
+        model = a_model("mixtral", num_hidden_layers=1, num_experts_per_tok=1)
+        attention, mixture = find_blocks(model, set(), divided=True)
+        blocks = [attention, replace(mixture, experts=experts)]
+        layouts = [BlockLayout([], size, size) for size in (of_others, 2 * 10**9)]
+        return Residency(layouts, [], [0, 1], 2, 0, blocks)
+
+    assert residency(10**9).read_bytes(1) == pytest.approx(2 * 10**9 / 8)
+    # the cores read 0.25 GB of experts in 2.5 ms, the link the 1 GB of the others in 20: of those the cores take so much that both end
+    split = best_split(residency(10**9), rates, 0, False)
+    assert split.of_experts == 1 and split.of_others == pytest.approx((20 - 2.5) / (20 + 10))
+    # 0.05 GB take the link 1 ms: it also sends some of the experts, all of which it would send in 40
+    split = best_split(residency(5 * 10**7), rates, 0, False)
+    assert split.of_experts == pytest.approx((1 + 40) / (40 + 2.5)) and split.of_others == 0

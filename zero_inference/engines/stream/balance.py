@@ -1,0 +1,62 @@
+"""The division between link and cores, corrected once by what the first decode steps show."""
+
+from __future__ import annotations
+
+import time
+
+from zero_inference.engines.stream.cores import CoresPlan, CoreTeam
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.timeline import Timeline
+from zero_inference.records.limit import LinkUse
+
+FIRST_PASS, LAST_PASS = (
+    3,
+    10,
+)  # of few tokens one behind the other, counted from 1: the very first have copies that are there already
+# Of the time, that cores are busy in steps that wait for them: the rest is the device's own. With less Python is late, and more work
+# for the link would not help.
+LEAST_BUSY_SHARE = 0.7
+MOST_LINK_SHARE = 0.97  # of the time, that the link is busy where there is something to gain
+
+
+class Balance:
+    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, in the first generation that has as many."""
+
+    def __init__(self, team: CoreTeam, timeline: Timeline):
+        self.team, self.timeline = team, timeline
+        self.passes, self.done = 0, False
+        self.start = 0.0, 0.0
+
+    def of(self, residency: Residency, few: bool) -> Residency:
+        """The placement for the pass that begins, which is of few tokens or not."""
+        if self.done or not few:
+            self.passes = 0
+            return residency
+        self.passes += 1
+        now = time.perf_counter(), self.team.cores.busy_s()
+        if self.passes == FIRST_PASS:
+            self.start = now
+        if self.passes != LAST_PASS:
+            return residency
+        use = self.timeline.link_use()  # waits for the device, once in a run
+        if use is None:
+            return residency
+        self.done = True
+        passed_s, busy_s = (after - before for after, before in zip(now, self.start))
+        return balanced(self.team.plan, residency, use, busy_s / passed_s)
+
+
+def balanced(plan: CoresPlan, residency: Residency, use: LinkUse, busy_share: float) -> Residency:
+    """The plan does not know how long the device computes for itself. Where the cores are late by that, the link has waited for them, and
+    gets so much of their work that both end together; no share that was asked for is changed.
+
+    Args:
+        use: what the link did in some decode steps.
+        busy_share: of their time, that the cores were at work.
+    """
+    rates = plan.rates
+    if rates is None or not plan.automatic or busy_share < LEAST_BUSY_SHARE or use.busy_share > MOST_LINK_SHARE:
+        return residency
+    idle_s = (use.slot_wait_s + use.host_late_s + use.step_start_s) / use.steps
+    link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
+    return residency.with_fewer_computed(idle_s * link * cores / (link + cores))

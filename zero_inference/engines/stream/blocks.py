@@ -1,0 +1,171 @@
+"""The blocks that decoder layers are divided into: what has one home, and is fetched or multiplied by the cores as a whole.
+
+Found by what a module holds and not by family: a block is a child of the layer with matrices in it, or of a mixture, whose experts
+are one block. The cores can multiply one whose matrices are all weights of `nn.Linear`, and experts of the usual form. A layer in
+which no child can be multiplied by them is one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
+from zero_inference.models.feed_forward import FeedForward, read_feed_forward
+from zero_inference.models.layers import decoder_layers
+
+LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution)
+
+
+@dataclass(frozen=True)
+class Block:
+    """
+    Attributes:
+        layer: index of the decoder layer.
+        module: the block's module, relative to the layer; empty for the layer itself.
+        parameters: names relative to the module, of those that live and move with the block.
+        linears: names relative to the module, of the `nn.Linear`s whose products the cores can make; none if they cannot.
+        feed_forward: what the module computes with them, if that is known; then the cores make all of it at once.
+        experts: what the module computes if it is the experts of a mixture, of which the cores read those that are chosen.
+        exact: names among `parameters` of matrices that are not quantized: routers, a thousandth of a mixture.
+    """
+
+    layer: int
+    module: str
+    parameters: tuple[str, ...]
+    linears: tuple[str, ...] = ()
+    feed_forward: FeedForward | None = None
+    experts: FusedExperts | None = None
+    exact: tuple[str, ...] = ()
+
+    @property
+    def computable(self) -> bool:
+        """Whether the cores can multiply it."""
+        return bool(self.linears) or self.experts is not None
+
+    def of(self, layer: nn.Module) -> nn.Module:
+        """The block's module in its `layer`."""
+        return layer.get_submodule(self.module)
+
+    def full_name(self, prefix: str, parameter: str) -> str:
+        """In the model whose decoder layers are called `prefix`."""
+        return ".".join(filter(None, (prefix, str(self.layer), self.module, parameter)))
+
+
+def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block]:
+    """All blocks in the order in which layers and their children are listed.
+
+    Args:
+        shared: ids of parameters that do not belong to one layer alone.
+        divided: make a block of each child that has matrices; otherwise each layer is one.
+    """
+    _, layers = decoder_layers(model)
+    known: dict[tuple, FusedExperts | None] = {}
+    blocks: list[Block] = []
+    for index, layer in enumerate(layers):
+        found = _Layer(index, layer, shared, dict(_experts_in(layer, getattr(model, "config", None), known)))
+        parts = list(found.divided()) if divided else []
+        blocks += parts if any(part.computable for part in parts) else [found.whole()]
+    return blocks
+
+
+def is_wide(parameter: nn.Parameter) -> bool:
+    """Whether it is a matrix with rows long enough for a projection, or several such."""
+    return parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
+
+
+def _experts_in(layer: nn.Module, config: object, known: dict) -> Iterator[tuple[str, FusedExperts]]:
+    """Names and contents of the modules in `layer` that are experts. Those of one class and shape in `known` are not tried again."""
+    for name, module in layer.named_modules():
+        shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
+        if name and any(len(shape) == 3 for shape in shapes):
+            key = type(module), *shapes
+            if key not in known:
+                known[key] = read_experts(module)
+            experts = known[key]
+            if experts is not None:
+                mixture = layer.get_submodule(name.rpartition(".")[0])
+                yield name, replace(experts, chosen=chosen_of(mixture, config, experts.number))
+
+
+class _Layer:
+    """
+    Args:
+        experts: by name of their module in the layer.
+    """
+
+    def __init__(self, index: int, layer: nn.Module, shared: set[int], experts: dict[str, FusedExperts]):
+        self.index, self.layer, self.shared, self.experts = index, layer, shared, experts
+
+    def whole(self) -> Block:
+        """The layer as one block."""
+        owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.shared)
+        return Block(self.index, "", owned, exact=self._exact(owned))
+
+    def divided(self, prefix: str = "") -> Iterator[Block]:
+        """A block for each child of the module `prefix` that holds matrices, where a mixture is divided likewise and its routers
+        stay on the device; nothing where a matrix belongs to no child that is called."""
+        if self._scattered(prefix):
+            return
+        for name, child in self._children(prefix):
+            if not any(is_wide(p) for p in child.parameters()) or self._is_router(prefix, child):
+                continue
+            if self._holds_experts(name) and not self._scattered(name):
+                yield from self.divided(name)
+            else:
+                yield self._block(name, child)
+
+    def _children(self, prefix: str) -> list[tuple[str, nn.Module]]:
+        module = self.layer.get_submodule(prefix)
+        return [(f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children()]
+
+    def _holds_experts(self, name: str) -> bool:
+        return any(each.startswith(f"{name}.") for each in self.experts)
+
+    def _scattered(self, prefix: str) -> bool:
+        """Whether matrices of this module are its own, or in a list, which is not called itself."""
+        module = self.layer.get_submodule(prefix)
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+        own = list(module.parameters(recurse=False))
+        return any(is_wide(p) for p in own) or any(is_wide(p) for child in lists for p in child.parameters())
+
+    def _exact(self, names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
+        """Those of `names`, relative to the module `prefix`, that are parameters of routers."""
+        routers = [
+            f"{name}."[len(prefix) + 1 if prefix else 0 :]
+            for beside in dict.fromkeys(name.rpartition(".")[0] for name in self.experts)
+            for name, child in self._children(beside)
+            if self._is_router(beside, child)
+        ]
+        return tuple(name for name in names if any(name.startswith(router) for router in routers))
+
+    def _is_router(self, prefix: str, child: nn.Module) -> bool:
+        """Whether `child` of `prefix`, beside experts, decides about them: no feed-forward, and of at most a row for each."""
+        beside = next((each for name, each in self.experts.items() if name.rpartition(".")[0] == prefix), None)
+        matrices = [p for p in child.parameters() if p.dim() > 1]
+        return (
+            beside is not None
+            and bool(matrices)
+            and all(p.numel() <= beside.number * p.shape[-1] for p in matrices)
+            and read_feed_forward(child) is None
+        )
+
+    def _block(self, name: str, module: nn.Module) -> Block:
+        owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.shared]
+        names = tuple(own_name for own_name, _ in owned)
+        whole = len(owned) == len(list(module.named_parameters()))
+        if name in self.experts:
+            return Block(self.index, name, names, experts=self.experts[name] if whole else None)
+        linears = {part: child for part, child in module.named_modules() if type(child) is nn.Linear}
+        in_linears = {id(p) for child in linears.values() for p in child.parameters()}
+        if not whole or any(is_wide(p) and id(p) not in in_linears for _, p in owned):
+            return Block(self.index, name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
+        return Block(
+            self.index,
+            name,
+            tuple(own_name for own_name, p in owned if id(p) in in_linears),
+            tuple(linears),
+            read_feed_forward(module),
+        )

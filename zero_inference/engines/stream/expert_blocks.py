@@ -1,0 +1,61 @@
+"""The experts of a mixture in host memory, of which the cores read those that tokens chose, where they lie."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_inference.cores.choice import Choice
+from zero_inference.cores.cores import FLAG_BYTES
+from zero_inference.cores.experts import Expert, add_experts
+from zero_inference.cores.matrix import DTYPES, Matrix
+from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.core_blocks import Workers, stored_matrix
+from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.models.experts import FusedExperts
+
+
+class ExpertBlock:
+    """A block of experts as one task of the cores; arguments as of `CoreBlock`.
+
+    transformers calls the module of experts with hidden states [tokens, hidden] and what the router chose for each token.
+    """
+
+    suits = True  # as a `CoreBlock` has it
+
+    def __init__(self, block: Block, layout: BlockLayout, buffer: torch.Tensor, workers: Workers, dtype: torch.dtype):
+        assert block.experts is not None
+        self.calls, self.dtype = workers.calls, dtype
+        first, last = (
+            stored_matrix(layout[name], buffer, workers.scheme) for name in (block.experts.first, block.experts.last)
+        )
+        self.task = add_experts(workers.cores, _experts(block.experts, first, last), block.experts.activation, dtype)
+        workers.cores.reserve(self.task, workers.rows, block.experts.chosen)
+
+    def feed_forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What the module computes: for hidden states [..., hidden], the numbers of the experts of each [tokens, k], and their
+        weights [tokens, k]."""
+        weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
+        x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])
+        (out,) = self.calls(self.task, x, Choice(top_k_index.to(torch.int64), weights))
+        return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+    def ends(self) -> None:
+        """The block was called to its end; nothing is kept from call to call."""
+
+
+def choice_bytes(experts: FusedExperts, rows: int) -> int:
+    """What a choice of `rows` rows takes behind their hidden states, each part from a cache line on."""
+    return rows * experts.chosen * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES
+
+
+def _experts(experts: FusedExperts, first: Matrix, last: Matrix) -> list[Expert]:
+    inner, hidden = last.columns, last.rows // experts.number
+    made = []
+    for number in range(experts.number):
+        begin = number * (1 + experts.gated) * inner
+        products = [first.part(begin + half * inner, inner) for half in range(1 + experts.gated)]
+        gate, *up = products[::-1] if experts.gate_is_second else products
+        made.append(Expert(gate, up[0] if up else None, last.part(number * hidden, hidden)))
+    return made

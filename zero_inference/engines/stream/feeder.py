@@ -1,0 +1,293 @@
+"""Gives each block of a transformers model what it needs when it is called: its weights on the device, or the cores' products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_inference.engines.stream.balance import Balance
+from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.core_blocks import CoreBlock
+from zero_inference.engines.stream.cores import CoreTeam
+from zero_inference.engines.stream.expert_blocks import ExpertBlock
+from zero_inference.engines.stream.forwards import codes_forward, tokens_of
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.ring import BlockRing
+from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
+from zero_inference.engines.stream.timeline import Timeline
+from zero_inference.models.layers import decoder_layers
+from zero_inference.quantization.groups import GroupQuantization, dequantize
+from zero_inference.quantization.products import FUSED_ROWS, can_fuse
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.extension import load_extension
+from zero_inference.runtime.transfers import Transfers
+
+
+class BlockFeeder:
+    """Points the parameters of each block at its bytes before it computes, and frees its slot behind it.
+
+    A block that is not quantized is used where it lies, in its slot or resident buffer. A quantized one is dequantized into a
+    workspace that all share, and its slot is free as soon as that is done; in a pass of at most `FUSED_ROWS` tokens its linear
+    modules multiply with the codes where they lie, if the device can. In a pass of few tokens the blocks that
+    are the cores' stay in host memory.
+
+    Args:
+        team: the cores that multiply; None where they do not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        residency: Residency,
+        store: BlockStore,
+        scheme: GroupQuantization | None,
+        ranks: Ranks,
+        transfers: Transfers,
+        group: Any = None,
+        team: CoreTeam | None = None,
+    ):
+        streams = DeviceStreams(ranks.device)
+        self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
+        self.layouts = residency.layouts
+        self.timeline = Timeline(streams, _names(residency.blocks))
+        self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
+        self.ring = None
+        if residency.in_host_memory:
+            self.ring = BlockRing(
+                store, residency.in_host_memory, residency.depth, ranks, streams, transfers, self.timeline, group
+            )
+        self.few_rows = 0 if team is None else team.few_rows
+        self.few: bool | None = None  # whether this pass is of few tokens; None before the first one
+        self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
+        self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self.packed: dict[tuple[int, int | None], dict[str, tuple[torch.Tensor, ...]]] = {}
+        self.from_codes = (
+            False  # whether linear modules of quantized blocks do without their plain weights in this pass
+        )
+        self.fused: dict[int, set[str]] = {}  # by block: names of the weights that they can do without
+        self.called: dict[int, set[str]] = {}  # by block: those of them whose module was called in its first pass
+        self.known: set[int] = set()  # blocks that the device has computed once with plain weights
+        self.slots: dict[int, int | None] = {}  # by block: where it lies in this pass
+        self.balance = Balance(team, self.timeline) if team is not None and self.ring is not None else None
+        self.changed: Callable[[Residency], None] = lambda residency: (
+            None
+        )  # told what is fetched and computed from now on
+        self.core_blocks: dict[int, CoreBlock | ExpertBlock] = {}
+        self.hooks: list[Any] = []
+        self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
+        self._install(model, team)
+        if self.ring is not None:
+            self.ring.prime()
+        self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)
+
+    def close(self) -> None:
+        """Let go of the blocks; the model cannot run any more."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for module in self.replaced:
+            module.__dict__.pop("forward", None)
+        self.replaced.clear()
+        self.compute.close()
+        if self.ring is not None:
+            self.ring.close()
+        self.core_blocks.clear()
+        self.views.clear()
+        self.packed.clear()
+        self.store.buffers.clear()
+
+    def _install(self, model: nn.Module, team: CoreTeam | None) -> None:
+        prefix, layers = decoder_layers(model)
+        decoder = model.get_submodule(prefix.rpartition(".")[0])
+        self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
+        for index, block in enumerate(self.residency.blocks):
+            module = block.of(layers[block.layer])
+            self._find_views(index, block, module)
+            self._use_codes(index, module)
+            if index in self.residency.computed and team is not None:
+                self.core_blocks[index] = team.block(index, module)
+                self._divert(index, block, module)
+            self.hooks += [
+                module.register_forward_pre_hook(self._before(index)),
+                module.register_forward_hook(self._after(index)),
+            ]
+
+    def _find_views(self, index: int, block: Block, module: nn.Module) -> None:
+        """For every place that this block's bytes can lie in: each of its parameters and the tensor there."""
+        layout, parameters = self.layouts[index], dict(module.named_parameters())
+        buffers: dict[int | None, torch.Tensor]  # by slot
+        if index in self.store.resident:
+            buffers = {None: self.store.buffers[index]}
+        else:
+            buffers = {slot: self.ring.buffer_in(index, slot) for slot in range(len(self.ring.slots))}
+        for slot, buffer in buffers.items():
+            self.packed[index, slot] = {
+                stored.name: (*(piece.of(buffer) for piece in stored.packed), stored.plain.of(self.workspace))
+                for stored in layout.parameters
+                if stored.packed is not None
+            }
+        places = {None: self.workspace} if layout.workspace_bytes else buffers
+        for slot, buffer in places.items():
+            self.views[index, slot] = [
+                (parameters[stored.name], stored.plain.of(buffer)) for stored in layout.parameters
+            ]
+        for parameter, values in self.views[index, next(iter(places))]:
+            parameter.data = values
+
+    def _use_codes(self, index: int, module: nn.Module) -> None:
+        """Let linear modules multiply with codes in short passes, where the device can."""
+        self.fused[index], self.called[index] = set(), set()
+        if not self.scheme or not self.layouts[index].workspace_bytes or not load_extension():
+            return
+        places = [slot for block, slot in self.packed if block == index]
+        for name, linear in module.named_modules():
+            weight = f"{name}.weight" if name else "weight"
+            packed = [self.packed[index, slot].get(weight) for slot in places]
+            if type(linear) is not nn.Linear or None in packed:
+                continue
+            x = torch.empty(1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
+            if all(
+                can_fuse(x, parts[0], parts[1], parts[2], self.scheme.bits, self.scheme.group_size) for parts in packed
+            ):
+                self.fused[index].add(weight)
+                self._replace_forward(
+                    linear,
+                    codes_forward(linear, self.scheme, partial(self._packed_now, index, weight)),
+                    lambda: self._has_codes_only(index),
+                    lambda x, weight=weight: self.called[index].add(weight),
+                )
+
+    def _packed_now(self, index: int, weight: str) -> tuple[torch.Tensor, ...]:
+        """Codes, scales and minima of a weight, and its place in the workspace, where the block lies in this pass."""
+        return self.packed[index, self.slots[index]][weight]
+
+    def _divert(self, index: int, block: Block, module: nn.Module) -> None:
+        """Let the cores compute in passes of few tokens: the whole block, or each of its linear modules."""
+        core_block = self.core_blocks[index]
+        if isinstance(core_block, ExpertBlock) or core_block.task is not None:
+            self._replace_forward(module, core_block.feed_forward, lambda: self._by_cores(index))
+            return
+        for name in block.linears:
+            self._replace_forward(
+                module.get_submodule(name),
+                lambda x, name=name: core_block.linear(name, x),
+                lambda: self._by_cores(index),
+                lambda x, name=name: core_block.saw(name, x),
+            )
+
+    def _replace_forward(
+        self, module: nn.Module, other: Callable, applies: Callable[[], Any], seen: Callable = lambda *args: None
+    ) -> None:
+        """Let `module` compute `other` in passes in which it `applies`; what it computes itself is shown to `seen`."""
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if applies():
+                return other(*args, **kwargs)
+            seen(*args)
+            return own(*args, **kwargs)
+
+        module.forward = forward
+        self.replaced.append(module)
+
+    def _pass_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
+        tokens = tokens_of(args, kwargs)
+        self.from_codes = tokens <= FUSED_ROWS
+        few = tokens <= self.few_rows and self.core_blocks.keys() <= self.known
+        self._place_anew(few)
+        was_few, self.few = self.few, few and bool(self.core_blocks)
+        if self.ring is None:
+            return
+        of_few, of_many = self.residency.fetched, self.residency.in_host_memory
+        if not self.core_blocks:
+            of_few = of_many
+        if was_few is False:  # the pass before was of many tokens, and this is what came behind it
+            self.after_many = of_few if self.few else of_many
+        self.ring.follow(of_few if self.few else of_many, of_few if self.few else self.after_many)
+
+    def _before(self, index: int):
+        layout, resident = self.layouts[index], index in self.store.resident
+
+        def begin(module, args) -> None:
+            if self._by_cores(index):
+                self.timeline.block_begins(index)
+                return
+            slot = None if resident else self.ring.acquire(index)
+            self.timeline.block_begins(index)
+            if layout.workspace_bytes:
+                buffer = self.store.buffers[index] if resident else self.ring.buffer_in(index, slot)
+                self.workspace[: layout.plain_bytes].copy_(buffer[: layout.plain_bytes])
+                self.slots[index] = slot
+                for name, (codes, scales, minima, values) in self.packed[index, slot].items():
+                    if not (self._has_codes_only(index) and name in self.fused[index]):
+                        dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
+                if not resident and not self._holds_slot(index):
+                    self.ring.release()
+            elif not resident:
+                for parameter, values in self.views[index, slot]:
+                    parameter.data = values
+
+        return begin
+
+    def _after(self, index: int):
+        resident = index in self.store.resident
+
+        def end(module, args, output) -> None:
+            self.timeline.block_ends()
+            if index in self.core_blocks:
+                self.core_blocks[index].ends()
+            if not resident and not self._by_cores(index) and self._holds_slot(index):
+                self.ring.release()
+            if index not in self.known:
+                self._learn(index)
+
+        return end
+
+    def _learn(self, index: int) -> None:
+        """The block was computed with plain weights for the first time. Modules that were not called have weights that the model reads
+        itself, as Mamba's does: these have to be plain, and on the device, in every pass."""
+        self.known.add(index)
+        self.fused[index] &= self.called[index]
+        core_block = self.core_blocks.get(index)
+        if isinstance(core_block, CoreBlock):
+            core_block.learned()
+
+    def _has_codes_only(self, index: int) -> bool:
+        """Whether linear modules of this block do without their plain weights in this pass."""
+        return self.from_codes and index in self.known
+
+    def _by_cores(self, index: int) -> bool:
+        """Whether the cores multiply this block in this pass."""
+        return bool(self.few) and index in self.core_blocks
+
+    def _place_anew(self, few: bool) -> None:
+        """Blocks that turned out to be no work for the cores, or too much, are fetched from this pass on, which has few tokens or not."""
+        unsuited = {index for index, block in self.core_blocks.items() if not block.suits}
+        placed = self.residency
+        if unsuited:
+            placed = replace(placed, computed=placed.computed - unsuited)
+        if self.balance is not None:
+            placed = self.balance.of(placed, few)
+        if placed is not self.residency:
+            self.residency = placed
+            for index in self.core_blocks.keys() - placed.computed:
+                del self.core_blocks[index]
+            self.changed(placed)
+
+    def _holds_slot(self, index: int) -> bool:
+        """Whether the block's slot is in use until its end in this pass."""
+        return not self.layouts[index].workspace_bytes or (self._has_codes_only(index) and bool(self.fused[index]))
+
+
+def _names(blocks) -> list[str]:
+    """For the trace; none where each block is a layer."""
+    if not any(block.module for block in blocks):
+        return []
+    return [f"layer {block.layer} {block.module}".strip() for block in blocks]

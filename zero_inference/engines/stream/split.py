@@ -1,0 +1,69 @@
+"""What of a decode step's work goes over the link and what the host's cores do, from measured rates: the fastest division."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.link.cores import BesideLink
+
+# Predicted, from which on the cores are used by themselves: less is within what two measurements differ by.
+LEAST_GAIN = 1.05
+
+
+@dataclass(frozen=True)
+class Split:
+    """
+    Attributes:
+        of_experts, of_others: shares of the bytes of experts and of other blocks in host memory, that the cores multiply.
+        attends: whether they attend over keys and values in host memory, which cross the link otherwise.
+        step_s: seconds of link or cores in a decode step, whichever are more.
+    """
+
+    of_experts: float
+    of_others: float
+    attends: bool
+    step_s: float
+
+
+def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_attend: bool) -> Split:
+    """The division in which link and cores end a step at the same time; nothing for the cores where they would hardly help.
+
+    Args:
+        kv_bytes: keys and values in host memory that a step reads.
+        can_attend: whether the cores could read them.
+    """
+    alone = Split(0.0, 0.0, False, (residency.host_bytes + kv_bytes) / (rates.link_alone_gb_per_s * 1e9))
+    found = [_balanced(residency, rates, kv_bytes, attends) for attends in (False, True)[: 1 + can_attend]]
+    best = min(found, key=lambda split: split.step_s)
+    return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
+
+
+def _balanced(residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool) -> Split:
+    """T = max(S / B_link, R / B_cores + h), with S the bytes that are sent, R those that the cores read, and h the time in which the
+    cores cannot work, because the device does. Of experts the cores read a part of what would be sent, so they come first: other
+    blocks are the cores' only where these would wait for the link with all experts."""
+    link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
+    experts = residency.expert_blocks
+    of_experts, read_of_experts = residency.nbytes_of(experts), sum(map(residency.read_bytes, experts))
+    of_others = residency.host_bytes - of_experts
+    most_of_others = (residency.nbytes_of(residency.computable) - of_experts) / of_others if of_others else 0.0
+    sent_s = (residency.host_bytes + (0 if attends else kv_bytes)) / link  # if the cores multiply nothing
+    cores_s = len(residency.computable) * rates.crossing_s
+    if attends:
+        cores_s += kv_bytes / (rates.read_gb_per_s * 1e9) + residency.layers * rates.crossing_s
+    first = second = 0.0
+    if experts:
+        first = _share(sent_s - cores_s, of_experts / link + read_of_experts / cores, 1.0)
+        sent_s, cores_s = sent_s - first * of_experts / link, cores_s + first * read_of_experts / cores
+    if of_others and first == (1.0 if experts else 0.0):
+        second = _share(sent_s - cores_s, of_others / link + of_others / cores, most_of_others)
+        sent_s, cores_s = sent_s - second * of_others / link, cores_s + second * of_others / cores
+    if not (first or second or attends):
+        cores_s = 0.0
+    return Split(first, second, attends, max(sent_s, cores_s))
+
+
+def _share(ahead_s: float, all_s: float, most: float) -> float:
+    """Of work that takes `all_s` from one side and gives it to the other, what brings them level if one is `ahead_s` the longer."""
+    return min(max(ahead_s / all_s, 0.0), most)
