@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
+FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4", "h200-cores")
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 COLUMNS = (
@@ -112,6 +112,8 @@ def label(record: dict) -> str:
         options.append(
             f"{stream['resident_layers']} of {stream['resident_layers'] + stream['streamed_layers']} layers on the GPU"
         )
+    if cores := stream.get("cores"):
+        options.append(f"and {cores['threads']} cores")
     if record["norm_kernels"] != "auto":
         options.append(f"--norm-kernels {record['norm_kernels']}")
     gpus = f", {record['world_size']} GPUs" if record["world_size"] > 1 else ""

@@ -1,0 +1,187 @@
+"""llama.cpp on the cores alone, with random weights of a preset's dimensions in Q4_0: decoded tokens a second by batch.
+
+    python benchmarks/peers/llama_cpp.py --model llama-2-13b --source FOLDER --work /dev/shm/llama --output llama_cpp.json
+
+FOLDER holds the source package of llama-cpp-python (`llama_cpp_python-VERSION.tar.gz` or `.tar.xz`), which has llama.cpp in it;
+nothing is fetched. llama-bench and llama-batched-bench are built with cmake for the processor it runs on, once a work folder. A step of
+batch 1 is measured by llama-bench behind a prompt of the asked length, larger batches by llama-batched-bench, whose sequences share one
+prompt. Both multiply on the cores alone. The file of weights is removed afterwards, unless `--keep` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from benchmarks.peers.gguf_file import write_random_gguf  # noqa: E402
+from zero_inference.models.preset_table import find_preset  # noqa: E402
+
+TARGETS = {
+    "llama-bench": "llama-bench",
+    "llama-batched-bench": "batched-bench",
+}  # and their folders in llama.cpp's tools
+# llama.cpp's own list of tools needs all their sources; these lines need the two.
+CMAKE_LISTS = """cmake_minimum_required(VERSION 3.14)
+project(llama_cpp_peer C CXX)
+find_package(Threads REQUIRED)
+add_subdirectory(${LLAMA_CPP} llama.cpp)
+add_subdirectory(${LLAMA_CPP}/tools/llama-bench llama-bench)
+add_subdirectory(${LLAMA_CPP}/tools/batched-bench batched-bench)
+"""
+CMAKE_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "BUILD_SHARED_LIBS": "OFF",
+    "LLAMA_BUILD_COMMON": "ON",
+    "LLAMA_BUILD_TOOLS": "OFF",
+    "LLAMA_OPENSSL": "OFF",  # no network
+    "LLAMA_BUILD_COMMIT": "unknown",  # else that of whatever git repository lies around the folder
+}
+
+
+def main() -> int:
+    args = parse_args()
+    preset = find_preset(args.model)
+    if preset is None:
+        print(f"error: --model {args.model}: no such preset.", file=sys.stderr)
+        return 2
+    args.work.mkdir(parents=True, exist_ok=True)
+    programs, version = build(args.source, args.work, args.jobs)
+    weights = args.work / f"{args.model.replace('/', '-')}-q4_0.gguf"
+    started = time.perf_counter()
+    weight_bytes = write_random_gguf(preset.config, weights)
+    print(f"{weights}: {weight_bytes / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    try:
+        rows = measure(programs, weights, args)
+    finally:
+        if not args.keep:
+            weights.unlink()
+    result = {
+        "peer": "llama.cpp",
+        "version": version,
+        "model": preset.name,
+        "weights": "Q4_0",
+        "weight_bytes": weight_bytes,
+        "threads": args.threads,
+        "prompt_len": args.prompt_len,
+        "gen_len": args.gen_len,
+        "rows": rows,
+    }
+    text = json.dumps(result, indent=1)
+    if args.output:
+        args.output.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True, help="a preset of Llama, Mixtral or Qwen3")
+    parser.add_argument("--source", type=Path, required=True, help="folder with the source package of llama-cpp-python")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for the build and the weights (4.5 bits a weight)"
+    )
+    parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at a time")
+    parser.add_argument("--batches", type=lambda text: [int(each) for each in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--prompt-len", type=int, default=128)
+    parser.add_argument("--gen-len", type=int, default=32)
+    parser.add_argument("--repetitions", type=int, default=3, help="of batch 1; larger batches are run once")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that one of the two programs may take")
+    parser.add_argument("--keep", action="store_true", help="leave the file of weights")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def build(source: Path, work: Path, jobs: int) -> tuple[dict[str, Path], str]:
+    """Unpack and compile once; the programs by name, and the version of the package and of llama.cpp in it."""
+    packages = sorted(source.glob("llama_cpp_python-*.tar.*"))
+    if not packages:
+        raise SystemExit(f"error: --source {source}: no llama_cpp_python-*.tar.gz or .tar.xz there; "
+                         "`pip download --no-binary llama-cpp-python --no-deps llama-cpp-python` gets one.")  # fmt: skip
+    name = packages[-1].name.partition(".tar.")[0]
+    llama_cpp, built = work / name / "vendor" / "llama.cpp", work / f"{name}-build"
+    if not llama_cpp.is_dir():
+        with tarfile.open(packages[-1]) as package:
+            package.extractall(work, filter="data")
+    (work / "CMakeLists.txt").write_text(CMAKE_LISTS)
+    options = [f"-D{key}={value}" for key, value in CMAKE_OPTIONS.items()]
+    started = time.perf_counter()
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    logged(["cmake", *generator, "-S", work, "-B", built, f"-DLLAMA_CPP={llama_cpp.resolve()}", *options], work)
+    logged(["cmake", "--build", built, "--parallel", str(jobs), "--target", *TARGETS], work)
+    print(f"built {name} in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    numbers = re.findall(
+        r"set\(LLAMA_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", (llama_cpp / "CMakeLists.txt").read_text()
+    )
+    version = name.replace("llama_cpp_python-", "llama-cpp-python ") + (
+        f", llama.cpp {'.'.join(numbers)}" if numbers else ""
+    )
+    return {target: built / folder / target for target, folder in TARGETS.items()}, version
+
+
+def logged(command: list, work: Path) -> None:
+    """Run a step of the build; its output goes to `build.log`, whose end is shown where the step fails."""
+    log = work / "build.log"
+    with log.open("ab") as file:
+        done = subprocess.run([str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        end = log.read_text(errors="replace")[-3000:]
+        raise SystemExit(f"{end}\nerror: {command[0]} ended with {done.returncode}; all it said is in {log}.")
+
+
+def measure(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row a batch: tokens a second of the decode over all sequences, and seconds of a step."""
+    rows = []
+    common = ["-m", str(weights), "-t", str(args.threads)]
+    if 1 in args.batches:
+        depth = ["-p", "0", "-n", str(args.gen_len), "-d", str(args.prompt_len), "-r", str(args.repetitions)]
+        found = json.loads(output_of([str(programs["llama-bench"]), *common, *depth, "-o", "json"], args.timeout))[-1]
+        rows.append(row(1, found["avg_ts"], samples=found["samples_ts"], cpu=found["cpu_info"], by="llama-bench"))
+    if larger := [batch for batch in args.batches if batch > 1]:
+        context = args.prompt_len + max(larger) * (args.gen_len + 1)  # the prompt is kept once
+        shape = [
+            "-npp",
+            str(args.prompt_len),
+            "-ntg",
+            str(args.gen_len),
+            "-npl",
+            ",".join(map(str, larger)),
+            "-pps",
+            "-kvu",
+        ]
+        command = [str(programs["llama-batched-bench"]), *common, "-tb", str(args.threads), "-c", str(context), *shape]
+        for line in output_of([*command, "--output-format", "jsonl"], args.timeout).splitlines():
+            if line.startswith("{"):
+                found = json.loads(line)
+                rows.append(row(found["pl"], found["speed_tg"], by="llama-batched-bench"))
+    return rows
+
+
+def row(batch: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:
+    return {"batch": batch, "tokens_per_s": tokens_per_s, "step_s": batch / tokens_per_s, **more}
+
+
+def output_of(command: list[str], timeout_s: float) -> str:
+    """What a program prints; what it says beside goes to our standard error."""
+    started = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=timeout_s, text=True, check=False)
+    print(f"{Path(command[0]).name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-2000:]}\nerror: {' '.join(command)} ended with {done.returncode}.")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
