@@ -8,15 +8,15 @@ from conftest import FAMILIES, VOCAB, build_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_inference.cores.cores import FLAG_BYTES, FLAGS, Cores
-from zero_inference.cores.crossing import Crossing, HostCalls
+from zero_inference.cores.cores import Cores
+from zero_inference.cores.crossing import Crossing, HostCalls, StreamSide
+from zero_inference.cores.meeting_place import own_place
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, blocks_for
 from zero_inference.kv_cache.diverted import divert_attention, why_not_attended
 from zero_inference.kv_cache.masks import window_of
 from zero_inference.kv_cache.meetings import CopyMeeting, CoresMeeting, crossing_bytes
 from zero_inference.models.greedy import greedy
-from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.transfers import Transfers
 
 SMALL = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=256)
@@ -130,8 +130,8 @@ def crossing():
     from zero_inference.runtime.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
-    flags = host_empty((FLAGS * FLAG_BYTES,), torch.uint8, pinned=True).zero_()
-    calls = Crossing(Cores([-1, -1], 1000, flags), torch.device("cuda"), 1 << 20, 1 << 20, Transfers())
+    place = own_place(1 << 20, 1 << 20, pinned=True)
+    calls = Crossing(Cores([-1, -1], 1000, place.flags), StreamSide(torch.device("cuda")), place, Transfers())
     yield calls
     calls.close()
 

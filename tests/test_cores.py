@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from zero_inference.cores.cores import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, FLAGS, Cores, Stage, Weight
+from zero_inference.cores.cores import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, Cores, Stage, Weight, flag_bytes
 from zero_inference.cores.crossing import HostCalls
 from zero_inference.cores.matrix import Matrix
 from zero_inference.models.feed_forward import ACTIVATIONS
@@ -99,9 +99,9 @@ def test_a_half_of_the_rows_of_a_weight_is_where_it_lies(cores):
 class Meeting:
     """A device made of this test: it raises `arrived` and watches `done`."""
 
-    def __init__(self, spin_us: int = 20_000):
-        self.flags = torch.zeros(FLAGS * FLAG_BYTES, dtype=torch.uint8)
-        self.cores = Cores([-1, -1], spin_us, self.flags)
+    def __init__(self, spin_us: int = 20_000, ranks: int = 1):
+        self.flags = torch.zeros(flag_bytes(ranks), dtype=torch.uint8)
+        self.cores = Cores([-1, -1], spin_us, self.flags, ranks=ranks)
         self.weight = random(48, HIDDEN)
         self.task = self.cores.add_block([Stage([plain(self.weight)])], torch.float32)
         self.x, self.out = torch.randn(4, HIDDEN), torch.full((4, 48), float("nan"))
@@ -110,7 +110,7 @@ class Meeting:
         return self.flags[flag * FLAG_BYTES :][:4].view(torch.int32)
 
     def submit(self, number: int) -> None:
-        self.cores.submit(self.task, 4, self.x.data_ptr(), self.out.data_ptr(), number)
+        self.cores.submit(self.task, 4 // self.cores.ranks, self.x.data_ptr(), self.out.data_ptr(), number)
 
     def wait(self, number: int) -> None:
         limit = time.monotonic() + 20
@@ -131,6 +131,24 @@ def test_calls_wait_for_their_input_and_are_made_in_order():
         meeting.wait(number)
         assert error(meeting.out, meeting.x.double() @ meeting.weight.double().T) < 1e-6
     assert meeting.cores.busy_s() > 0
+    meeting.cores.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_call_waits_for_the_rows_of_all_ranks(ranks):
+    meeting = Meeting(ranks=ranks)
+    expected = meeting.x.double() @ meeting.weight.double().T
+    for number in (1, 2):
+        meeting.submit(number)
+    for number in (1, 2):
+        meeting.out.fill_(float("nan"))
+        for last in range(ranks - 1, 0, -1):  # the first flag comes last
+            meeting.word(ARRIVED + last).fill_(number)
+        time.sleep(0.02)
+        assert int(meeting.word(DONE)) == number - 1 and meeting.out.isnan().all(), "the first rank has not arrived"
+        meeting.word(ARRIVED).fill_(number)
+        meeting.wait(number)
+        assert error(meeting.out, expected) < 1e-6
     meeting.cores.close()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_inference.cores.threads import choose_cpus, numa_node_of_gpu
+from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
 
 
@@ -32,20 +32,29 @@ def test_one_thread_a_physical_core_and_one_core_for_python(tmp_path):
     assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == list(range(1, 8))
     assert choose_cpus(3, root=str(tmp_path), allowed=allowed) == [5, 6, 7]
     assert choose_cpus(8, root=str(tmp_path), allowed=allowed) == list(range(8))
-    with pytest.raises(UsageError, match="--cpu-threads 9: this rank has 8 physical cores"):
+    with pytest.raises(UsageError, match="--cpu-threads 9: this host has 8 physical cores"):
         choose_cpus(9, root=str(tmp_path), allowed=allowed)
 
 
 def test_those_near_the_gpu_that_the_process_may_use(tmp_path):
     allowed = machine(tmp_path, 8, nodes=2)
-    assert choose_cpus(None, numa_node=1, root=str(tmp_path), allowed=allowed) == [5, 6, 7]
-    assert choose_cpus(None, numa_node=1, root=str(tmp_path), allowed={0, 1, 6, 7}) == [7]
-    assert choose_cpus(None, numa_node=1, root=str(tmp_path), allowed={0, 1, 2}) == [1, 2]
+    assert choose_cpus(None, [1], root=str(tmp_path), allowed=allowed) == [5, 6, 7]
+    assert choose_cpus(None, [1], root=str(tmp_path), allowed={0, 1, 6, 7}) == [7]
+    assert choose_cpus(None, [1], root=str(tmp_path), allowed={0, 1, 2}) == [1, 2]
 
 
-def test_ranks_share_the_cores(tmp_path):
+def test_threads_for_all_ranks_leave_the_python_of_each_a_core_near_its_gpu(tmp_path):
+    allowed, root = machine(tmp_path, 8, nodes=2), str(tmp_path)
+    assert choose_cpus(None, [0, 1], root, allowed) == [1, 2, 3, 5, 6, 7]
+    assert choose_cpus(None, [1, 1], root, allowed) == [6, 7], "of that node alone"
+    assert choose_cpus(None, [None, None, None], root, allowed) == [3, 4, 5, 6, 7]
+    assert choose_cpus(7, [0, 1], root, allowed) == [4, 1, 2, 3, 5, 6, 7]
+    assert choose_cpus(None, [0, 1], root, {0, 4}) == [0, 4], "Python and threads share what there is"
+
+
+def test_ranks_that_measure_by_themselves_share_the_cores(tmp_path):
     allowed = machine(tmp_path, 8)
-    shares = [choose_cpus(None, None, rank, 2, str(tmp_path), allowed) for rank in range(2)]
+    shares = [choose_own_cpus(None, rank, 2, str(tmp_path), allowed) for rank in range(2)]
     assert shares == [[1, 2, 3], [5, 6, 7]]
 
 

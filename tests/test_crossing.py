@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ from test_attended_cache import prompts, small_model
 from test_cores import error, plain, random
 from transformers import DynamicCache
 
-from zero_inference.cores import crossing
-from zero_inference.cores.cores import FLAG_BYTES, FLAGS, Cores, Stage
-from zero_inference.cores.crossing import Crossing
+from zero_inference.cores.choice import Choice
+from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
+from zero_inference.cores.crossing import Crossing, HostSide
+from zero_inference.cores.experts import Expert, add_experts
+from zero_inference.cores.meeting_place import Agreement, own_place
+from zero_inference.errors import RunError
 from zero_inference.kv_cache.attended import AttendedCache
 from zero_inference.kv_cache.diverted import divert_attention
 from zero_inference.kv_cache.meetings import CoresMeeting
@@ -26,32 +31,38 @@ def word(address: int) -> ctypes.c_uint32:
     return ctypes.c_uint32.from_address(address)
 
 
-def push(tensor, target, flag, number, scratch) -> None:
-    ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
-    if flag:
-        word(flag).value = number
+class PythonSide:
+    """A device whose kernels run when they are asked for."""
+
+    def push(self, tensor, target, flag, number) -> None:
+        ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
+        if flag:
+            word(flag).value = number
+
+    def pull(self, out, source, flag, stop, number) -> None:
+        limit = time.monotonic() + 20
+        while word(flag).value != number:
+            assert time.monotonic() < limit, "the cores did not answer"
+            time.sleep(1e-4)
+        ctypes.memmove(out.data_ptr(), source, out.nbytes)
+
+    def wait(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
 
-def pull(out, source, flag, stop, number, scratch) -> None:
-    limit = time.monotonic() + 20
-    while word(flag).value != number:
-        assert time.monotonic() < limit, "the cores did not answer"
-        time.sleep(1e-4)
-    ctypes.memmove(out.data_ptr(), source, out.nbytes)
-
-
-@pytest.fixture
-def meet(monkeypatch):
+@pytest.fixture(params=[PythonSide, HostSide])
+def meet(request):
     """meet(input_bytes, output_bytes) -> a Crossing of two threads, and its counters."""
-    monkeypatch.setattr(torch.ops.zero_inference, "crossing_push", push, raising=False)
-    monkeypatch.setattr(torch.ops.zero_inference, "crossing_pull", pull, raising=False)
-    monkeypatch.setattr(crossing, "host_empty", lambda shape, dtype, pinned: torch.empty(shape, dtype=dtype))
     made = []
 
     def make(input_bytes: int, output_bytes: int) -> tuple[Crossing, Transfers]:
-        cores, transfers = Cores([-1, -1], 1000, torch.zeros(FLAGS * FLAG_BYTES, dtype=torch.uint8)), Transfers()
+        place, transfers = own_place(input_bytes, output_bytes, pinned=False), Transfers()
+        cores = Cores([-1, -1], 1000, place.flags)
         made.append(cores)
-        return Crossing(cores, torch.device("cpu"), input_bytes, output_bytes, transfers), transfers
+        return Crossing(cores, request.param(), place, transfers), transfers
 
     yield make
     for cores in made:
@@ -101,10 +112,10 @@ def test_several_inputs_lie_one_behind_the_other_and_the_last_one_raises_the_fla
         assert all(address % FLAG_BYTES == addresses[0] % FLAG_BYTES for address in addresses)
         word(calls.done).value = number
 
-    calls.meet(inputs, torch.empty(4), submit)
+    calls.meet(inputs, [torch.empty(4)], submit)
     assert seen == [[tensor.numpy().tobytes() for tensor in inputs]]
     with pytest.raises(ValueError, match="an input of 8192 bytes"):
-        calls.meet([torch.empty(2048)], torch.empty(4), submit)
+        calls.meet([torch.empty(2048)], [torch.empty(4)], submit)
 
 
 def test_attention_and_products_share_one_meeting(meet):
@@ -123,3 +134,140 @@ def test_attention_and_products_share_one_meeting(meet):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             (out,) = calls(task, x)
             assert error(out, x.double() @ weight.double().T) < 1e-6
+
+
+RANKS = 3
+
+
+class Host:
+    """Ranks that are threads of this process, each with its own end of the crossing."""
+
+    def __init__(self, input_bytes: int, output_bytes: int, first_number: int = 0):
+        self.place = own_place(input_bytes, output_bytes, False, RANKS)
+        self.cores = [Cores([-1, -1], 0, self.place.flags, ranks=RANKS)]
+        self.cores += [CoresOfFirstRank(RANKS) for _ in range(RANKS - 1)]
+        self.transfers = [Transfers() for _ in range(RANKS)]
+        self.calls = [
+            Crossing(cores, HostSide(), self.place, transfers, rank)
+            for rank, (cores, transfers) in enumerate(zip(self.cores, self.transfers))
+        ]
+
+    def run(self, work: Callable[[int], None]) -> list[BaseException | None]:
+        """`work` of each rank at once; what each raised."""
+        raised: list[BaseException | None] = [None] * RANKS
+
+        def kept(rank: int) -> None:
+            try:
+                work(rank)
+            except BaseException as error:
+                raised[rank] = error
+
+        threads = [threading.Thread(target=kept, args=(rank,), daemon=True) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        return raised
+
+    def close(self) -> None:
+        for calls in reversed(self.calls):
+            calls.close()
+
+
+def choice_of(rows: int, experts: int, seed: int) -> Choice:
+    random_of = torch.Generator().manual_seed(seed)
+    chosen = torch.stack([torch.randperm(experts, generator=random_of)[:2] for _ in range(rows)])
+    return Choice(chosen, torch.rand(rows, 2, generator=random_of))
+
+
+@pytest.mark.parametrize("first_number", [0, 2**32 - 3])
+def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
+    """Calls of other sizes follow each other, with one output, three, and experts; more rows than there is memory for go in parts."""
+    torch.manual_seed(0)
+    weights = [random(ROWS, COLUMNS), random(5, COLUMNS), random(17, COLUMNS)]
+    gates, downs = ([random(*shape) for _ in range(4)] for shape in ((24, COLUMNS), (COLUMNS, 24)))
+    host = Host(4 * COLUMNS * 4 + 256, 4 * (ROWS + 5 + 17) * 4)
+    single, several, mixture = [], [], []
+    for cores in host.cores:
+        single.append(cores.add_block([Stage([plain(weights[0])])], torch.float32))
+        several.append(cores.add_block([Stage([plain(weight) for weight in weights])], torch.float32))
+        experts = [Expert(plain(gate).matrix, None, plain(down).matrix) for gate, down in zip(gates, downs)]
+        mixture.append(add_experts(cores, experts, "relu", torch.float32))
+        cores.reserve(mixture[-1], 4, 2)
+    for flag in {*range(2 + RANKS)} - {STOP}:
+        word(host.place.flags.data_ptr() + flag * FLAG_BYTES).value = first_number
+    xs = {(rank, turn): torch.randn(1 + turn % 4, COLUMNS) for rank in range(RANKS) for turn in range(12)}
+    xs |= {(rank, turn): torch.randn(7, COLUMNS) for rank in range(RANKS) for turn in (12, 13)}
+
+    def work(rank: int) -> None:
+        host.calls[rank].number = first_number
+        for turn in range(14):
+            x = xs[rank, turn]
+            if turn % 3 == 2:
+                choice = choice_of(len(x), 4, 100 * rank + turn)
+                (out,) = host.calls[rank](mixture[rank], x, choice)
+                expected = torch.zeros(len(x), COLUMNS, dtype=torch.float64)
+                for row, (chosen, shares) in enumerate(zip(*choice)):
+                    for expert, share in zip(chosen.tolist(), shares.tolist()):
+                        hidden = torch.relu(gates[expert].double() @ x[row].double())
+                        expected[row] += share * (downs[expert].double() @ hidden)
+                assert error(out, expected) < 1e-5
+                continue
+            of = weights if turn % 3 else weights[:1]
+            for out, weight in zip(host.calls[rank]((several if turn % 3 else single)[rank], x), of, strict=True):
+                assert error(out, x.double() @ weight.double().T) < 1e-5
+
+    assert host.run(work) == [None] * RANKS
+    host.close()
+    reads = [transfers.cores_bytes for transfers in host.transfers]
+    assert reads[0] > 0 and reads[1:] == [0] * (RANKS - 1), "what the cores read is counted once"
+    sent = [(transfers.device_to_host_bytes, transfers.host_to_device_bytes) for transfers in host.transfers]
+    assert len(set(sent)) == 1 and min(sent[0]) > 0
+
+
+def test_a_rank_that_ends_lets_the_others_go():
+    weight = random(ROWS, COLUMNS)
+    host = Host(4 * COLUMNS * 4, 4 * ROWS * 4)
+    tasks = [cores.add_block([Stage([plain(weight)])], torch.float32) for cores in host.cores]
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            time.sleep(0.2)
+            host.calls[rank].close()
+            return
+        host.calls[rank](tasks[rank], torch.randn(2, COLUMNS))
+
+    raised = host.run(work)
+    assert raised[1] is None and all(isinstance(raised[rank], RunError) for rank in (0, 2))
+    assert "another rank ended" in str(raised[0])
+    host.close()
+
+
+def test_what_all_ranks_have_done_is_there_though_one_has_ended():
+    """A rank that is done leaves while the last to be told has not yet looked."""
+    host = Host(64, 64)
+    agreements = [Agreement(rank, RANKS, host.place) for rank in range(RANKS)]
+
+    def work(rank: int) -> None:
+        for turn in range(200):
+            found = agreements[rank].of_all(turn * (rank - 1) - 2**40)
+            assert found == [turn * (other - 1) - 2**40 for other in range(RANKS)]
+        host.calls[rank].close() if rank else None
+
+    assert host.run(work) == [None] * RANKS
+    host.close()
+
+
+def test_a_rank_that_waits_takes_no_processor_time():
+    host = Host(64, 64)
+    agreement = Agreement(0, RANKS, host.place)
+    waiting = threading.Thread(target=lambda: pytest.raises(RunError, agreement.of_all, 1))
+    waiting.start()
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1, "one that spins takes half a second"
+    host.close()
+    waiting.join(20)
+    assert not waiting.is_alive()

@@ -6,7 +6,6 @@ namespace zero_inference::cpu {
 
 namespace {
 
-constexpr int64_t kMostSpinUs = 20000;  // for an input: longer than a layer takes to cross most links
 constexpr auto kNap = std::chrono::microseconds(50);
 
 int64_t now_ns() {
@@ -25,18 +24,16 @@ class Cores::OnPool : public Pool::Work {
   const Call& call_;
 };
 
-Cores::Cores(const std::vector<int>& cpus, int64_t spin_us, Flags* flags)
-    : pool_(cpus, spin_us), spin_us_(spin_us), flags_(flags) {
+Cores::Cores(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks)
+    : pool_(cpus, spin_us), spin_us_(spin_us), flags_(flags), ranks_(ranks) {
   if (flags_ == nullptr) return;
-  flags_->arrived.store(0);
-  flags_->done.store(0);
-  flags_->stop.store(0);
+  for (int64_t flag = 0; flag < kArrived + ranks_; ++flag) flags_[flag].number.store(0);
   leader_ = std::thread([this] { lead(); });
 }
 
 Cores::~Cores() {
   if (!leader_.joinable()) return;
-  flags_->stop.store(1);
+  flags_[kStop].number.store(1);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ends_.store(true);
@@ -52,7 +49,7 @@ int64_t Cores::add(std::unique_ptr<Task> task) {
 }
 
 void Cores::reserve(const Call& call) {
-  while (leader_.joinable() && flags_->done.load() != last_.load()) std::this_thread::sleep_for(kNap);
+  while (leader_.joinable() && flags_[kDone].number.load() != last_.load()) std::this_thread::sleep_for(kNap);
   tasks_[call.task]->prepare(call, pool_, workspace_);
 }
 
@@ -82,7 +79,7 @@ void Cores::lead() {
     if (!arrived(submitted.number)) return;
     late_ns_.fetch_add(now_ns() - asked);
     execute(submitted.call);
-    flags_->done.store(submitted.number, std::memory_order_release);
+    flags_[kDone].number.store(submitted.number, std::memory_order_release);
   }
 }
 
@@ -105,10 +102,15 @@ bool Cores::next(Submitted& submitted) {
   return true;
 }
 
-// Waits for the input of a call; false when this ends first. The numbers may pass the end of 32 bits.
+// Waits for the input of a call, of all ranks; false when this ends first. The numbers may pass the end of 32 bits.
 bool Cores::arrived(uint32_t number) {
-  const int64_t until = now_ns() + kMostSpinUs * 1000;
-  for (int spins = 1; static_cast<int32_t>(flags_->arrived.load(std::memory_order_acquire) - number) < 0; ++spins) {
+  const int64_t until = now_ns() + spin_us_ * 1000;
+  int64_t rank = 0;
+  for (int spins = 1; rank < ranks_; ++spins) {
+    if (static_cast<int32_t>(flags_[kArrived + rank].number.load(std::memory_order_acquire) - number) >= 0) {
+      ++rank;
+      continue;
+    }
     if (ends_.load(std::memory_order_relaxed)) return false;
     pause_core();
     if (spins % 64 == 0 && now_ns() >= until) std::this_thread::sleep_for(kNap);

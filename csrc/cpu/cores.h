@@ -1,4 +1,5 @@
-// The host's cores as a device: tasks that are registered once, and calls of them, at once or when a GPU has brought the input.
+// The host's cores as a device: tasks that are registered once, and calls of them, at once or when the devices of one rank or
+// of several have brought the input.
 
 #pragma once
 
@@ -14,13 +15,13 @@
 
 namespace zero_inference::cpu {
 
-// In page-locked memory. The device raises `arrived` to a call's number when the input is there, the cores `done` when the
-// output is. `stop` lets the device go on without an output.
-struct Flags {
-  alignas(64) std::atomic<uint32_t> arrived;
-  alignas(64) std::atomic<uint32_t> done;
-  alignas(64) std::atomic<uint32_t> stop;
+// In memory that devices and other processes see too. The cores raise `done` to a call's number when the output is there.
+// `stop` lets devices go on without an output. From `arrived` on each rank has a flag, which its device raises when the rank's
+// input is there.
+struct alignas(64) Flag {
+  std::atomic<uint32_t> number;
 };
+enum Flags { kDone, kStop, kArrived };
 
 struct Statistics {
   int64_t calls;
@@ -31,8 +32,8 @@ struct Statistics {
 
 class Cores {
  public:
-  // `flags` is null where calls are made at once only.
-  Cores(const std::vector<int>& cpus, int64_t spin_us, Flags* flags);
+  // `flags` is null where calls are made at once only; otherwise there are `kArrived` + `ranks`.
+  Cores(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks);
   // Waits for the call under way, and forgets those whose input has not arrived.
   ~Cores();
 
@@ -41,7 +42,7 @@ class Cores {
   void reserve(const Call& call);
   // At once, with the calling thread as one of the pool's.
   void run(const Call& call);
-  // When the input arrives, in the order of submission; `number` rises from call to call. Returns at once.
+  // When the input of all ranks has arrived, in the order of submission; `number` rises from call to call. Returns at once.
   void submit(const Call& call, uint32_t number);
   Statistics statistics() const;
 
@@ -62,7 +63,8 @@ class Cores {
 
   Pool pool_;
   const int64_t spin_us_;
-  Flags* const flags_;
+  Flag* const flags_;
+  const int64_t ranks_;
   Workspace workspace_;
   std::vector<std::unique_ptr<Task>> tasks_;
   std::mutex tasks_mutex_;  // Python adds tasks while the leader runs others

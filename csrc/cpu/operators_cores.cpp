@@ -10,8 +10,8 @@ using namespace zero_inference::cpu;
 
 extern "C" {
 
-void* zero_inference_cores_new(const int32_t* cpus, int64_t threads, int64_t spin_us, void* flags) {
-  return new Cores(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<Flags*>(flags));
+void* zero_inference_cores_new(const int32_t* cpus, int64_t threads, int64_t spin_us, void* flags, int64_t ranks) {
+  return new Cores(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<Flag*>(flags), ranks);
 }
 
 void zero_inference_cores_delete(void* cores) { delete static_cast<Cores*>(cores); }

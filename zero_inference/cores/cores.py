@@ -26,7 +26,7 @@ ACTIVATION_NUMBERS = {
 }
 COMBINATIONS = {"none": 0, "activation": 1, "gated": 2}
 FLAG_BYTES = 64  # a cache line for each
-ARRIVED, DONE, STOP, FLAGS = 0, 1, 2, 3
+DONE, STOP, ARRIVED, FLAGS = 0, 1, 2, 3  # of one rank; further ones have their ARRIVED behind it
 # How long the threads watch for the next call before they sleep. Between two layers a device takes less than a millisecond, between
 # two tokens Python a few; waking takes a twentieth of one.
 SPIN_US = 20_000
@@ -103,22 +103,28 @@ class Cores:
     Args:
         cpus: numbers of logical CPUs; -1 leaves a thread where the system puts it.
         spin_us: microseconds that threads watch for the next call before they sleep.
-        flags: uint8 [3 x 64], page-locked, for calls in the order of a stream; None for calls at once.
+        flags: uint8 [`flag_bytes(ranks)`], page-locked, for calls in the order of a stream; None for calls at once.
         instructions: one of `INSTRUCTIONS`, or "auto" for the best that the CPU has.
+        ranks: that a call in the order of streams is made for: of each as many rows, one behind the other.
 
     Raises:
         RuntimeError: the library is not there.
     """
 
     def __init__(
-        self, cpus: Sequence[int], spin_us: int, flags: torch.Tensor | None = None, instructions: str = "auto"
+        self,
+        cpus: Sequence[int],
+        spin_us: int,
+        flags: torch.Tensor | None = None,
+        instructions: str = "auto",
+        ranks: int = 1,
     ):
         self.library = needed_library()
         self.threads = len(cpus)
         self.instructions = best_instructions() if instructions == "auto" else instructions
-        self.flags = flags
+        self.flags, self.ranks = flags, ranks
         self.handle = self.library.zero_inference_cores_new(
-            (ctypes.c_int32 * len(cpus))(*cpus), len(cpus), spin_us, None if flags is None else flags.data_ptr()
+            (ctypes.c_int32 * len(cpus))(*cpus), len(cpus), spin_us, None if flags is None else flags.data_ptr(), ranks
         )
         self.kept: list[torch.Tensor] = []  # memory that tasks point to
 
@@ -150,8 +156,9 @@ class Cores:
         )
 
     def reserve(self, task: Task, rows: int, chosen: int = 0) -> None:
-        """Take the memory that calls of `rows` rows need, each of which chooses `chosen` experts. Raises RunError where there is none."""
-        call = Call(task.number, rows, None, None, (chosen,))
+        """Take the memory that calls of `rows` rows of each rank need, each of which chooses `chosen` experts. Raises RunError where
+        there is none."""
+        call = Call(task.number, rows * self.ranks, None, None, (chosen,))
         if self.library.zero_inference_cores_reserve(self.handle, ctypes.byref(call)):
             raise RunError(f"no host memory is left for {rows} rows on the cores: use --cpu-compute off.")
 
@@ -163,8 +170,9 @@ class Cores:
             raise RunError(f"no host memory is left for {x.shape[0]} rows on the cores: use --cpu-compute off.")
 
     def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
-        """For the moment when the flag `ARRIVED` has `number`; `source`, `target` and those of `extra` are addresses in host memory."""
-        call = Call(task.number, rows, source, target, extra)
+        """For the moment when the flag `ARRIVED` of each rank has `number`; `rows` are those of one. `source`, `target` and those of
+        `extra` are addresses in host memory."""
+        call = Call(task.number, rows * self.ranks, source, target, extra)
         self.library.zero_inference_cores_submit(self.handle, ctypes.byref(call), number)
 
     def busy_s(self) -> float:
@@ -186,3 +194,22 @@ class Cores:
             self.library.zero_inference_cores_delete(self.handle)
             self.handle = None
             self.kept.clear()
+
+
+class CoresOfFirstRank(Cores):
+    """What the other ranks of a host have in place of the `Cores` of its first one: tasks with the same numbers, and no threads. Each adds
+    the same tasks and makes the same calls; that the first rank asks for them is enough."""
+
+    def __init__(self, ranks: int):
+        super().__init__((-1,), 0, ranks=ranks)
+
+    def reserve(self, task: Task, rows: int, chosen: int = 0) -> None:
+        """Nothing: no call is made here."""
+
+    def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
+        """Nothing: the first rank does."""
+
+
+def flag_bytes(ranks: int) -> int:
+    """Of the flags of so many ranks."""
+    return (ARRIVED + ranks) * FLAG_BYTES

@@ -1,19 +1,23 @@
 """How a model calls the host's cores (cores.py).
 
-`HostCalls` makes a call at once, for a model that computes on the CPU. `Crossing` makes it in the order of a GPU's stream:
+`HostCalls` makes a call at once, for a model of one rank that computes on the CPU. `Crossing` makes it in the order of a GPU's stream:
 a kernel writes the input into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for
-theirs and reads the output. Python only asks for all of it, and waits for nothing.
+theirs and reads the output. Python only asks for all of it, and waits for nothing. The ranks of a host meet its cores in the same way,
+on a CPU too: each brings its rows and takes its part of the output.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import ARRIVED, DONE, FLAG_BYTES, STOP, Cores, Task
-from zero_inference.runtime.host_memory import host_empty
+from zero_inference.cores.library import needed_library
+from zero_inference.cores.meeting_place import MeetingPlace, await_flag
 from zero_inference.runtime.transfers import Transfers
 
 
@@ -37,25 +41,81 @@ class HostCalls:
         self.cores.close()
 
 
+class DeviceSide(Protocol):
+    """What a device does at a crossing, in the order in which it is asked. Addresses are of host memory."""
+
+    def push(self, tensor: torch.Tensor, target: int, flag: int, number: int) -> None:
+        """Write the contiguous `tensor` to `target` and then raise `flag`, if not 0, to `number`."""
+
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, number: int) -> None:
+        """Wait until `flag` has come to `number`, or `stop` is raised, and read the contiguous `out` from `source`."""
+
+    def wait(self) -> None:
+        """Return when all that was asked here is done."""
+
+    def end(self) -> None:
+        """Return when the device does nothing any more."""
+
+
+class StreamSide:
+    """The current stream of a CUDA device (csrc/crossing)."""
+
+    def __init__(self, device: torch.device):
+        self.scratch = torch.zeros(2, dtype=torch.int32, device=device)
+
+    def push(self, tensor: torch.Tensor, target: int, flag: int, number: int) -> None:
+        torch.ops.zero_inference.crossing_push(tensor, target, flag, number, self.scratch)
+
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, number: int) -> None:
+        torch.ops.zero_inference.crossing_pull(out, source, flag, stop, number, self.scratch)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.scratch.device).synchronize()
+
+    def end(self) -> None:
+        torch.cuda.synchronize(self.scratch.device)
+
+
+class HostSide:
+    """A CPU, which has done what it was asked when it returns."""
+
+    def push(self, tensor: torch.Tensor, target: int, flag: int, number: int) -> None:
+        ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
+        if flag:
+            needed_library().zero_inference_raise_flag(flag, number)
+
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, number: int) -> None:
+        await_flag(flag, number, stop)
+        ctypes.memmove(out.data_ptr(), source, out.nbytes)
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def end(self) -> None:
+        """Nothing to wait for."""
+
+
 class Crossing:
-    """Calls of `cores` in the order of the current stream of a CUDA device.
+    """Calls of `cores` in the order of the current stream of a device.
+
+    With several ranks all make the same calls, with as many rows, and one call of the cores is made for all of them: an input
+    lies behind that of the rank before, so that together they are one. Nothing is overwritten too early: the cores write an output only
+    when all ranks have brought the input, and a rank brings one behind its reading of the output before; that was there when the
+    cores had read its input.
 
     Args:
-        input_bytes, output_bytes: the most that a call brings and takes.
+        place: where they meet.
+        rank: this one's number among the `cores.ranks` of the host; the first one has the threads, and counts what they read.
     """
 
-    def __init__(self, cores: Cores, device: torch.device, input_bytes: int, output_bytes: int, transfers: Transfers):
-        self.cores, self.transfers = cores, transfers
-        self.input = host_empty((input_bytes,), torch.uint8, pinned=True)
-        self.output = host_empty((output_bytes,), torch.uint8, pinned=True)
-        self.scratch = torch.zeros(2, dtype=torch.int32, device=device)
+    def __init__(self, cores: Cores, side: DeviceSide, place: MeetingPlace, transfers: Transfers, rank: int = 0):
+        self.cores, self.side, self.transfers, self.rank = cores, side, transfers, rank
+        self.input, self.output = place.input, place.output
         self.number = 0
         self.chose = False  # whether a call had a choice
         transfers.cores_counts = self._chosen_bytes
-        if cores.flags is None:
-            raise ValueError("these cores have no flags to meet a device with")
-        flags = cores.flags.data_ptr()
-        self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED, DONE, STOP))
+        flags = place.flags.data_ptr()
+        self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 
     def __call__(self, task: Task, x: torch.Tensor, choice: Choice | None = None) -> list[torch.Tensor]:
         """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; on the device, when its stream comes there.
@@ -70,64 +130,75 @@ class Crossing:
             parts = [self(task, part) for part in x.split(most)]
             return [torch.cat(outputs) for outputs in zip(*parts)]
         out = x.new_empty(x.shape[0] * sum(task.widths))
-        if out.nbytes > self.output.nbytes:
-            raise ValueError(f"an output of {out.nbytes} bytes, where there is memory for {self.output.nbytes}")
+        if self.cores.ranks * out.nbytes > self.output.nbytes:
+            raise ValueError(
+                f"{self.cores.ranks} outputs of {out.nbytes} bytes, where there is memory for {self.output.nbytes}"
+            )
+        parts = _split(out, x.shape[0], task.widths)
 
         def submit(addresses: list[int], number: int) -> None:
             source, *chosen = addresses
             extra = () if choice is None else choice.extra(*chosen)
             self.cores.submit(task, x.shape[0], source, self.output.data_ptr(), number, extra)
 
-        self.meet([x, *(choice or ())], out, submit)
+        self.meet([x, *(choice or ())], [out] if self.cores.ranks == 1 else parts, submit)
         self.chose |= choice is not None
-        self.transfers.cores_bytes += task.nbytes
-        return _split(out, x.shape[0], task.widths)
+        self.transfers.cores_bytes += task.nbytes if self.rank == 0 else 0
+        return parts
 
-    def meet(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, submit: Callable[[list[int], int], None]) -> None:
-        """Bring `inputs` to the cores and their output to `out`, in the order of the stream.
+    def meet(
+        self, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], submit: Callable[[list[int], int], None]
+    ) -> None:
+        """Bring `inputs` to the cores and their outputs to `outs`, in the order of the stream.
 
         Args:
-            submit: asks the cores for the call, given the addresses of the inputs in host memory and the call's number; its output
-                goes to `output`.
+            submit: asks the cores for the call, given the addresses of the inputs in host memory and the call's number; its outputs
+                go to `output`, one behind the other, each of all ranks.
         """
         self.number += 1
         number = self.number & 0xFFFFFFFF
         submit(self._push(inputs, number), number)
-        torch.ops.zero_inference.crossing_pull(out, self.output.data_ptr(), self.done, self.stop, number, self.scratch)
-        self.transfers.host_to_device_bytes += out.nbytes
+        source = self.output.data_ptr()
+        for out in outs:
+            self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop, number)
+            self.transfers.host_to_device_bytes += out.nbytes
+            source += self.cores.ranks * out.nbytes
 
     def _most_rows(self, task: Task, element_bytes: int) -> int:
         """Rows of a call for which there is memory, at least 1."""
-        of_input = self.input.numel() // (task.columns * element_bytes)
-        return max(1, min(of_input, self.output.numel() // (max(1, sum(task.widths)) * element_bytes)))
+        of_input = self.input.numel() // (task.columns * element_bytes * self.cores.ranks)
+        of_output = self.output.numel() // (max(1, sum(task.widths)) * element_bytes * self.cores.ranks)
+        return max(1, min(of_input, of_output))
 
     def _push(self, tensors: Sequence[torch.Tensor], number: int) -> list[int]:
-        """Bring them into host memory one behind the other, the last with the flag, and return their addresses."""
+        """Bring them into host memory one behind the other, the last with the flag, and return the addresses of the first rank's."""
         addresses, end = [], self.input.data_ptr()
         most = end + self.input.numel()
         for place, tensor in enumerate(tensors, 1):
-            nbytes = tensor.numel() * tensor.element_size()
-            if end + nbytes > most:
+            of_all = self.cores.ranks * tensor.nbytes
+            if end + of_all > most:
                 raise ValueError(
-                    f"an input of {nbytes} bytes at {most - end} bytes from the end of the place for inputs"
+                    f"an input of {of_all} bytes at {most - end} bytes from the end of the place for inputs"
                 )
             flag = self.arrived if place == len(tensors) else 0
-            torch.ops.zero_inference.crossing_push(tensor.contiguous(), end, flag, number, self.scratch)
+            self.side.push(tensor.contiguous(), end + self.rank * tensor.nbytes, flag, number)
             addresses.append(end)
-            end += -(-nbytes // FLAG_BYTES) * FLAG_BYTES
-            self.transfers.device_to_host_bytes += nbytes
+            end += -(-of_all // FLAG_BYTES) * FLAG_BYTES
+            self.transfers.device_to_host_bytes += tensor.nbytes
         return addresses
 
     def _chosen_bytes(self) -> int:
         """Of all calls that were asked for: the stream is waited for, as calls that it has not come to are not counted yet."""
         if not self.chose:
             return 0
-        torch.cuda.current_stream(self.scratch.device).synchronize()
+        self.side.wait()
         return self.cores.chosen_bytes()
 
     def close(self) -> None:
-        """Wait for the calls under way, and end the threads."""
-        torch.cuda.synchronize(self.scratch.device)
+        """Wait for the calls under way, and end the threads. With several ranks, one that waits for this one is told not to."""
+        if self.cores.ranks > 1:
+            needed_library().zero_inference_raise_flag(self.stop, 1)
+        self.side.end()
         self.transfers.settle()
         self.cores.close()
 

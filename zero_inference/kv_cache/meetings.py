@@ -125,7 +125,7 @@ class CoresMeeting:
             target, what = self.calls.output.data_ptr(), (new, layer.length, window)
             self.calls.meet(
                 [packed],
-                out,
+                [out],
                 lambda sources, call: self.tasks.submit(self.numbers[layer], sources[0], target, *what, call),
             )
         else:

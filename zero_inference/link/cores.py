@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_inference.cores.cores import FLAG_BYTES, FLAGS, SPIN_US, Cores, Stage, Task, Weight
-from zero_inference.cores.crossing import Crossing
+from zero_inference.cores.cores import SPIN_US, Cores, Stage, Task, Weight
+from zero_inference.cores.crossing import Crossing, StreamSide
 from zero_inference.cores.library import best_instructions, needed_library
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
-from zero_inference.cores.threads import choose_cpus, numa_node_of_gpu
+from zero_inference.cores.meeting_place import MeetingPlace, own_place
+from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.copy import BLOCK_BYTES
@@ -28,8 +29,9 @@ MATRIX_BYTES = 32 << 20
 RANDOM_BYTES = 16 << 20  # of which the weights are copies
 SOURCES, COPIES = 4, 8  # blocks in host memory, and copies of a round of the link: 39 ms at 55 GB/s
 ROUNDS = 5
+READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
 PRODUCTS_S = 0.3
-CROSSINGS = 200
+CROSSINGS, CROSSING_WIDTH = 200, 16  # of the products that cost nothing but the meeting, and their rows and columns
 AHEAD_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
 
 
@@ -75,22 +77,22 @@ def measure_beside_link(
     Raises:
         RunError: no host memory.
     """
-    flags = host_empty((FLAGS * FLAG_BYTES,), torch.uint8, pinned=True).zero_()
-    cores = Cores(cpus, SPIN_US, flags)
+    place = own_place(*crossed_bytes(rows, dtype), pinned=True)
+    cores = Cores(cpus, SPIN_US, place.flags)
     try:
         products = Products(cores, dtype, scheme, rows, columns)
-        link = _Copies(device)
+        link = Copies(device)
         cores_alone = products.rate(PRODUCTS_S)
         link_alone = statistics.median(link.round() for _ in range(ROUNDS))
-        together = [_together(products, link) for _ in range(ROUNDS)]
+        together = [rates_together(products, link) for _ in range(ROUNDS)]
         return BesideLink(
             rows,
             link_alone,
             statistics.median(rate for rate, _ in together),
             statistics.median(rate for _, rate in together),
             cores_alone,
-            statistics.median(_read_beside(cpus, link, products.kept) for _ in range(3)),
-            _crossing_s(cores, device, dtype, rows),
+            statistics.median(read_beside(cpus, link, products.kept) for _ in range(READS)),
+            crossing_s(cores, place, device, dtype, rows),
         )
     finally:
         torch.cuda.synchronize(device)
@@ -98,9 +100,16 @@ def measure_beside_link(
         torch.cuda.empty_cache()  # the plan looks at the memory that is free
 
 
-def cpus_of(ranks: Ranks, asked: int | None = None) -> tuple[int, ...]:
-    """CPUs for the threads of this rank; -1 for each that is not bound to one: without a GPU the cores also compute what a device would,
-    and the system keeps the two out of each other's way.
+def cpus_of(ranks: Ranks) -> tuple[int, ...]:
+    """CPUs for threads of this rank alone; -1 for each that is not bound to one: without a GPU the cores also compute what a device
+    would, and the system keeps the two out of each other's way."""
+    if ranks.device.type != "cuda":
+        return (-1,) * torch.get_num_threads()
+    return tuple(choose_own_cpus(_numa_node_of(ranks.device), ranks.local_rank, ranks.local_world_size))
+
+
+def cpus_of_host(ranks: Ranks, asked: int | None = None) -> tuple[int, ...]:
+    """The same for threads that all ranks of this host call.
 
     Raises:
         UsageError: more threads than cores were asked for.
@@ -109,10 +118,14 @@ def cpus_of(ranks: Ranks, asked: int | None = None) -> tuple[int, ...]:
         usable = len(os.sched_getaffinity(0))
         if asked is not None and asked > usable:
             raise UsageError(f"--cpu-threads {asked}: this process may use {usable} cores; use {usable} or fewer.")
-        return (-1,) * (asked or torch.get_num_threads())
-    properties = torch.cuda.get_device_properties(ranks.device)
-    node = numa_node_of_gpu(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    return tuple(choose_cpus(asked, node, ranks.local_rank, ranks.local_world_size))
+        return (-1,) * (asked or min(usable, ranks.local_world_size * torch.get_num_threads()))
+    nodes = [_numa_node_of(torch.device("cuda", local_rank)) for local_rank in range(ranks.local_world_size)]
+    return tuple(choose_cpus(asked, nodes))
+
+
+def _numa_node_of(device: torch.device) -> int | None:
+    found = torch.cuda.get_device_properties(device)
+    return numa_node_of_gpu(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
 
 
 def product_gb_per_s(
@@ -177,7 +190,7 @@ class Products:
         return task.nbytes
 
 
-class _Copies:
+class Copies:
     """Copies from page-locked host memory, on a stream of their own."""
 
     def __init__(self, device: torch.device):
@@ -204,7 +217,7 @@ class _Copies:
         return self.rate(*self.begin())
 
 
-def _together(products: Products, link: _Copies) -> tuple[float, float]:
+def rates_together(products: Products, link: Copies) -> tuple[float, float]:
     """GB/s of the link and of the cores while both work."""
     products.one()
     events = link.begin()
@@ -215,23 +228,28 @@ def _together(products: Products, link: _Copies) -> tuple[float, float]:
     return link.rate(*events), moved / spent / 1e9
 
 
-def _read_beside(cpus: tuple[int, ...], link: _Copies, memory: torch.Tensor) -> float:
+def read_beside(cpus: tuple[int, ...], link: Copies, memory: torch.Tensor) -> float:
     """GB/s of the cores while the link copies."""
-    rounds = [link.begin() for _ in range(3)]  # a tenth of a second and more
+    rounds = [link.begin() for _ in range(READ_ROUNDS)]
     rate = read_gb_per_s(cpus, 0.05, memory)
     rounds[-1][1].synchronize()
     return rate
 
 
-def _crossing_s(cores: Cores, device: torch.device, dtype: torch.dtype, rows: int) -> float:
-    """Of a product with a weight of a kilobyte."""
-    size = 16
-    weight = torch.randn(size, size).to(dtype)
+def crossed_bytes(rows: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Of a rank's input and output where it has `rows` rows in `crossing_s`."""
+    return (rows * CROSSING_WIDTH * dtype.itemsize,) * 2
+
+
+def crossing_s(
+    cores: Cores, place: MeetingPlace, device: torch.device, dtype: torch.dtype, rows: int, rank: int = 0
+) -> float:
+    """Of a product of `rows` rows of each rank with a weight of a kilobyte; all ranks call it together."""
+    weight = torch.randn(CROSSING_WIDTH, CROSSING_WIDTH).to(dtype)
     task = cores.add_block([Stage([Weight(Matrix.plain(weight), None, 0)])], dtype)
     cores.reserve(task, rows)
-    bytes_of_row = size * dtype.itemsize
-    crossing = Crossing(cores, device, rows * bytes_of_row, rows * bytes_of_row, Transfers())
-    x = torch.zeros(rows, size, dtype=dtype, device=device)
+    crossing = Crossing(cores, StreamSide(device), place, Transfers(), rank)
+    x = torch.zeros(rows, CROSSING_WIDTH, dtype=dtype, device=device)
     times = []
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

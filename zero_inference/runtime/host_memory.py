@@ -35,34 +35,47 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared pages would not be huge
     except OSError as error:
-        raise RunError(
-            f"{nbytes / 2**30:.2f} GiB of host memory were asked for and refused ({error.strerror}); "
-            "quantize the weights, use --disk-offload or a machine with more memory."
-        ) from error
+        raise RunError(refused(nbytes, error)) from error
     if nbytes >= HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = (ctypes.c_char * nbytes).from_buffer(pages)
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
     if pinned:
-        _page_lock(flat, buffer, pages)
+        page_lock(flat)
+        # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
+        weakref.finalize(buffer, _release, flat.data_ptr(), pages).atexit = False
     return flat.view(shape)
 
 
-def _page_lock(tensor: torch.Tensor, buffer: ctypes.Array, pages: mmap.mmap) -> None:
-    cudart = torch.cuda.cudart()
-    pointer = tensor.data_ptr()
-    status = int(cudart.cudaHostRegister(pointer, tensor.numel() * tensor.element_size(), PORTABLE))
+def refused(nbytes: int, error: OSError) -> str:
+    """What to say where the system gives no memory."""
+    return (
+        f"{nbytes / 2**30:.2f} GiB of host memory were asked for and refused ({error.strerror}); "
+        "quantize the weights, use --disk-offload or a machine with more memory."
+    )
+
+
+def page_lock(tensor: torch.Tensor) -> None:
+    """Register the pages of `tensor` with CUDA; whoever has mapped them unregisters them before they go.
+
+    Raises:
+        RunError: they may not be locked.
+    """
+    status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, PORTABLE))
     if status != 0:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         shown = "none" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.2f} GiB"
         raise RunError(
-            f"{tensor.numel() * tensor.element_size() / 2**30:.2f} GiB of host memory could not be page-locked "
+            f"{tensor.nbytes / 2**30:.2f} GiB of host memory could not be page-locked "
             f"(CUDA error {status}, memlock limit {shown}); raise `ulimit -l` or use --pin-memory 0."
         )
-    # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
-    weakref.finalize(buffer, _release, pointer, pages).atexit = False
+
+
+def page_unlock(pointer: int) -> None:
+    """The opposite of `page_lock`, of the memory that begins at `pointer`."""
+    torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 def _release(pointer: int, pages: mmap.mmap) -> None:
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    page_unlock(pointer)
