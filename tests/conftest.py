@@ -39,6 +39,7 @@ sys.exit(main())
 # Files that take longest, first: two workers take whole files, and a long one at the end would leave one of them idle.
 LONGEST = (
     "test_stream.py",
+    "test_stream_ranks.py",
     "test_hub.py",
     "test_faults.py",
     "test_tokens.py",

@@ -312,6 +312,20 @@ FAULTS = (
     Fault("first rank killed", "torchrun", measuring, kill(0), 1, "error: ", "failed"),
     Fault("second rank killed", "deepspeed", measuring, kill(1), -1, "error: ", "failed"),
     Fault("first rank stopped", "by hand", measuring, stop(0), 1, "has said nothing for 15 s", "failed", victim=0),
+    *(
+        Fault(
+            f"{name} killed that shares the cores",
+            "by hand",
+            measuring,
+            kill(number),
+            1,
+            "error: ",
+            "failed",
+            options=("--cpu-compute", "1", *ENDLESS),
+            victim=number,
+        )
+        for number, name in enumerate(("first rank", "second rank"))
+    ),
     Fault("rank stopped before loading", "by hand", met, stop(1), 1, "has said nothing for 15 s", "failed", victim=1),
 )
 

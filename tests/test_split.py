@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from zero_inference.engines.stream.balance import LAST_PASS, Balance, balanced
+from zero_inference.engines.stream.balance import LAST_PASS, Balance, surplus_bytes
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
 from zero_inference.link.cores import BesideLink
+from zero_inference.link.cores_of_host import LinkRates, of_all_ranks
 from zero_inference.records.limit import LinkUse
 
 GB = 10**9
@@ -69,6 +71,16 @@ def test_keys_and_values_are_attended_where_that_is_faster():
     assert not slow.attends and slow.of_others > 0
 
 
+def test_links_of_several_ranks_are_as_many_times_the_slowest():
+    found = of_all_ranks(rates(), [LinkRates(55.0, 40.0), LinkRates(54.0, 48.0), LinkRates(56.0, 50.0)])
+    assert (found.link_alone_gb_per_s, found.link_gb_per_s) == (162.0, 120.0)
+    assert (
+        replace(found, link_alone_gb_per_s=rates().link_alone_gb_per_s, link_gb_per_s=rates().link_gb_per_s) == rates()
+    )
+    fewer = best_split(residency(), found, 0, False)
+    assert 0 < fewer.of_others < best_split(residency(), rates(), 0, False).of_others, "there is more of the link"
+
+
 def test_keys_and_values_alone():
     """All weights on the device: the cores attend, or the link carries."""
     nothing = Residency([BlockLayout([], GB, GB)], [0], [], 0, 0, [Block(0, "", ())])
@@ -83,12 +95,13 @@ def test_what_the_link_waited_is_work_that_it_gets():
     use = LinkUse(4, 0.56, 0.04, 0.2, 0.0, 0, 0)
     for automatic, busy_share, moved in ((True, 0.9, 2 * GB), (True, 0.3, 0), (False, 0.9, 0)):
         plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=automatic)
-        after = balanced(plan, placed, use, busy_share)
-        assert after.computed <= placed.computed
-        assert before - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB) if moved else after is placed
+        surplus = surplus_bytes(plan, use, busy_share)
+        after = placed.with_fewer_computed(surplus)
+        assert after.computed <= placed.computed and bool(surplus) == bool(moved)
+        assert before - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB)
     busy = LinkUse(4, 0.8, 0.0, 0.0, 0.0, 0, 0)
     plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
-    assert balanced(plan, placed, busy, 1.0) is placed
+    assert surplus_bytes(plan, busy, 1.0) == 0
 
 
 def test_the_division_is_corrected_once_by_passes_that_follow_each_other():
@@ -96,7 +109,8 @@ def test_the_division_is_corrected_once_by_passes_that_follow_each_other():
     asked = []
     timeline = SimpleNamespace(link_use=lambda: asked.append(1) or use)
     cores = SimpleNamespace(busy_s=time.perf_counter)  # always at work
-    team = SimpleNamespace(plan=CoresPlan((-1,), 0.8, 1, rates(), automatic=True), cores=cores)
+    plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
+    team = SimpleNamespace(plan=plan, cores=cores, of_first_rank=lambda value: value)
     placed = residency().with_shares_computed(0, 0.8)
     balance = Balance(team, timeline)
     for few in [True] * (LAST_PASS - 1) + [False] + [True] * (LAST_PASS - 1):

@@ -139,13 +139,6 @@ def test_a_share_is_met_as_nearly_as_blocks_allow_and_spread_evenly(share, check
     loaded.close()
 
 
-def test_more_than_one_rank_is_refused_before_loading(checkpoints, run_model):
-    options = ["--engine", "stream", "--cpu-compute", "0.5", "--batch-size", "2", "--prompt-len", "8", "--gen-len", "2"]
-    done = run_model("--model", str(checkpoints("llama")), *options, launcher="by hand", ranks=2)
-    assert done.code == 2
-    assert "--cpu-compute 0.5: each of 2 ranks has a part of every layer" in done.stderr
-
-
 @pytest.mark.parametrize("kv", [[], ["--kv-offload"]])
 def test_record_and_output_say_what_the_cores_did(kv, checkpoints, run_model):
     options = ["--engine", "stream", "--cpu-compute", "0.5", "--cpu-threads", "2", "--gpu-memory", "0", *kv]

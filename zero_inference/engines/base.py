@@ -3,7 +3,8 @@
 An engine is a module with
 
     connect(ranks) -> Any                        a communicator of its own, made before free memory is read; None if it needs none
-    plan(job) -> EnginePlan                      what will lie where; loads nothing, asks no other rank; raises UsageError
+    plan(job) -> EnginePlan                      what will lie where; loads nothing; raises UsageError. Other ranks are asked only where
+                                                 `job.group` says that all of them plan it
     check(plan)                                  whether the machine has what the plan needs besides memory; raises UsageError
     load(plan, progress) -> LoadedModel          raises RunError when loading goes wrong
 """
@@ -41,7 +42,7 @@ class Job:
     Attributes:
         free_device_bytes: of each rank's device, the least of all ranks where they are connected; None for a CPU, where the
             device is host memory.
-        group: what the engine's `connect` gave.
+        group: what the engine's `connect` gave; None where this rank plans alone.
     """
 
     config: RunConfig

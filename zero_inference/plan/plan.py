@@ -61,7 +61,7 @@ def describe_job(config: RunConfig, spec: ModelSpec, ranks: Ranks, group: Any = 
 
 
 def make_plan(job: Job) -> Plan:
-    """Decide everything, without loading anything or asking other ranks. Raises UsageError: see the engine's `plan`."""
+    """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's `plan`."""
     weights = engine_module(job.config.engine).plan(job)
     return Plan(job, weights, memory_needs(job, weights.footprint))
 
@@ -79,5 +79,6 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:
 
 
 def changed(job: Job, **fields: Any) -> Plan:
-    """The plan of the same model and machine with other options. Raises UsageError where they cannot work."""
-    return make_plan(replace(job, config=replace(job.config, **fields).validate()))
+    """The plan of the same model and machine with other options, to be compared and not to be loaded: no rank but this one makes it. Raises
+    UsageError where they cannot work."""
+    return make_plan(replace(job, config=replace(job.config, **fields).validate(), group=None))

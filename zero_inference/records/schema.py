@@ -129,7 +129,7 @@ class CoresUse:
     threads: int = key("threads", "that multiply, each on a physical core of its own where there is a GPU")
     instructions: str = key("", "the instruction set of the products: portable, avx2, avx512 or amx")
     share: float = key("share", "of the bytes in host memory, that the cores were to multiply")
-    rows: int = key("token", "most tokens of a pass in which they do; longer passes fetch everything")
+    rows: int = key("token", "most tokens of a rank's pass in which they do; longer passes fetch everything")
     link_alone_gb_per_s: float | None = key("GB/s", "copies to the device while the cores rest", "link_alone_gbps")
     link_gb_per_s: float | None = key("GB/s", "copies to the device while the cores multiply", "link_gbps")
     cores_gb_per_s: float | None = key(

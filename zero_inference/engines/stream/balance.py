@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from zero_inference.engines.stream.cores import CoresPlan, CoreTeam
+from zero_inference.engines.stream.core_team import CoreTeam
+from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.records.limit import LinkUse
@@ -16,11 +17,13 @@ FIRST_PASS, LAST_PASS = (
 # Of the time, that cores are busy in steps that wait for them: the rest is the device's own. With less Python is late, and more work
 # for the link would not help.
 LEAST_BUSY_SHARE = 0.7
+UNKNOWN = -1
 MOST_LINK_SHARE = 0.97  # of the time, that the link is busy where there is something to gain
 
 
 class Balance:
-    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, in the first generation that has as many."""
+    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, in the first generation that has as many. Of several ranks, whose
+    passes are alike, the first one looks for all."""
 
     def __init__(self, team: CoreTeam, timeline: Timeline):
         self.team, self.timeline = team, timeline
@@ -39,24 +42,24 @@ class Balance:
         if self.passes != LAST_PASS:
             return residency
         use = self.timeline.link_use()  # waits for the device, once in a run
-        if use is None:
-            return residency
-        self.done = True
         passed_s, busy_s = (after - before for after, before in zip(now, self.start))
-        return balanced(self.team.plan, residency, use, busy_s / passed_s)
+        surplus = UNKNOWN if use is None else surplus_bytes(self.team.plan, use, busy_s / passed_s)
+        surplus = self.team.of_first_rank(surplus)
+        self.done = surplus != UNKNOWN
+        return residency.with_fewer_computed(surplus) if surplus > 0 else residency
 
 
-def balanced(plan: CoresPlan, residency: Residency, use: LinkUse, busy_share: float) -> Residency:
+def surplus_bytes(plan: CoresPlan, use: LinkUse, busy_share: float) -> int:
     """The plan does not know how long the device computes for itself. Where the cores are late by that, the link has waited for them, and
     gets so much of their work that both end together; no share that was asked for is changed.
 
     Args:
-        use: what the link did in some decode steps.
+        use: what the link did in some decode steps; of several, which end together, one is as good as another.
         busy_share: of their time, that the cores were at work.
     """
     rates = plan.rates
     if rates is None or not plan.automatic or busy_share < LEAST_BUSY_SHARE or use.busy_share > MOST_LINK_SHARE:
-        return residency
+        return 0
     idle_s = (use.slot_wait_s + use.host_late_s + use.step_start_s) / use.steps
     link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
-    return residency.with_fewer_computed(idle_s * link * cores / (link + cores))
+    return int(idle_s * link * cores / (link + cores))

@@ -14,7 +14,8 @@ from torch import nn
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, group_size_refusal
 from zero_inference.engines.stream.blocks import is_wide
-from zero_inference.engines.stream.cores import CoresPlan, CoreTeam, place_on_cores, why_cores_stay_out
+from zero_inference.engines.stream.core_team import CoreTeam
+from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.residency import Residency, decide_residency, lay_out_blocks
 from zero_inference.engines.stream.store import BlockStore
@@ -109,10 +110,11 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     model, ranks = job.skeleton.model, job.ranks
     if (scheme is not None or plan.cores is not None) and job.on_gpu:
         load_extension(None if ranks.is_first and job.config.verbose > 0 else lambda line: None)
-    store = BlockStore(residency.layouts, set(residency.resident), ranks, plan.pinned)
+    store = BlockStore(residency.layouts, set(residency.resident), ranks, plan.pinned, residency.computed)
     prefix, _ = decoder_layers(model)
     placed = _Placement(prefix, residency, store, scheme, ranks.device)
     load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
+    store.complete()
     model.to(ranks.device)  # buffers
     transfers = Transfers()
     team = CoreTeam(plan.cores, job, residency, store, scheme, transfers) if plan.cores is not None else None
@@ -127,9 +129,9 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     feeder.changed = lambda residency: facts["stream"].update(_divided(residency))
 
     def close() -> None:
-        feeder.close()
         if team is not None:
-            team.close()
+            team.close()  # before what it reads goes
+        feeder.close()
 
     return LoadedModel(
         model=model,

@@ -13,7 +13,7 @@ from torch import nn
 from zero_inference.engines.stream.balance import Balance
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.core_blocks import CoreBlock
-from zero_inference.engines.stream.cores import CoreTeam
+from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.expert_blocks import ExpertBlock
 from zero_inference.engines.stream.forwards import codes_forward, tokens_of
 from zero_inference.engines.stream.residency import Residency
@@ -62,7 +62,7 @@ class BlockFeeder:
             self.ring = BlockRing(
                 store, residency.in_host_memory, residency.depth, ranks, streams, transfers, self.timeline, group
             )
-        self.few_rows = 0 if team is None else team.few_rows
+        self.team = team
         self.few: bool | None = None  # whether this pass is of few tokens; None before the first one
         self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
@@ -100,7 +100,7 @@ class BlockFeeder:
         self.core_blocks.clear()
         self.views.clear()
         self.packed.clear()
-        self.store.buffers.clear()
+        self.store.close()
 
     def _install(self, model: nn.Module, team: CoreTeam | None) -> None:
         prefix, layers = decoder_layers(model)
@@ -200,7 +200,7 @@ class BlockFeeder:
         self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
         tokens = tokens_of(args, kwargs)
         self.from_codes = tokens <= FUSED_ROWS
-        few = tokens <= self.few_rows and self.core_blocks.keys() <= self.known
+        few = self.team is not None and self.team.all_few(tokens) and self.core_blocks.keys() <= self.known
         self._place_anew(few)
         was_few, self.few = self.few, few and bool(self.core_blocks)
         if self.ring is None:

@@ -1,9 +1,12 @@
 """Where blocks of decoder layers wait: each in one buffer, page-locked in host memory or, if resident, on the device.
 
-Over several ranks each keeps its own share of every buffer that waits in host memory; a resident one is whole on each.
+Over several ranks each keeps its own share of every buffer that waits in host memory; a resident one is whole on each. What the host's
+cores multiply is in memory that the ranks share: each fills and copies its own share there, and the cores read the whole.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 
@@ -12,18 +15,38 @@ from zero_inference.errors import RunError
 from zero_inference.quantization.groups import GroupQuantization, quantize
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.host_memory import host_empty
+from zero_inference.runtime.shared_memory import SharedMemory
+
+PAGE = 4096
 
 
 class BlockStore:
-    """Filled parameter by parameter while a checkpoint is read; memory is taken when a block's first one comes.
+    """Filled parameter by parameter while a checkpoint is read; memory is taken when a block's first one comes, or at once if it is shared.
+
+    Args:
+        read_whole: blocks in host memory of which more than this rank's share is read here.
 
     Attributes:
         buffers: block -> uint8 [nbytes / ranks] in host memory, or [nbytes] on the device.
+
+    Raises:
+        RunError: no memory that ranks could share.
     """
 
-    def __init__(self, layouts: list[BlockLayout], resident: set[int], ranks: Ranks, pinned: bool):
+    def __init__(
+        self,
+        layouts: list[BlockLayout],
+        resident: set[int],
+        ranks: Ranks,
+        pinned: bool,
+        read_whole: Collection[int] = (),
+    ):
         self.layouts, self.resident, self.ranks, self.pinned = layouts, resident, ranks, pinned
         self.buffers: dict[int, torch.Tensor] = {}
+        self.shared: dict[int, torch.Tensor] = {}  # block -> uint8 [nbytes], the same memory in all ranks
+        self.memory: SharedMemory | None = None
+        if read_whole and ranks.world_size > 1:
+            self._share(sorted(read_whole))
 
     def put(self, block: int, name: str, values: torch.Tensor, scheme: GroupQuantization | None) -> None:
         """Store parameter `name` of `block`, quantized on the device if its layout says so.
@@ -43,13 +66,40 @@ class BlockStore:
         for piece, tensor in zip(stored.pieces, tensors):
             self._write(buffer, piece, tensor, whole=block in self.resident)
 
+    def complete(self) -> None:
+        """All ranks have put everything. Raises RunError where shared memory may not be page-locked."""
+        if self.memory is not None:
+            self.memory.settle(self.pinned)
+
+    def whole(self, block: int) -> torch.Tensor:
+        """A block that is `read_whole`, uint8 [nbytes]."""
+        return self.buffers[block] if self.ranks.world_size == 1 else self.shared[block]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.buffers.clear()
+        self.shared.clear()
+        self.memory = None
+
     def share_bytes(self, block: int) -> int:
         """Bytes of `block` that this rank keeps in host memory."""
         return 0 if block in self.resident else self.layouts[block].nbytes // self.ranks.world_size
 
+    def _share(self, blocks: list[int]) -> None:
+        starts = [0]
+        for block in blocks:
+            starts.append(starts[-1] + -(-self.layouts[block].nbytes // PAGE) * PAGE)
+        self.memory = SharedMemory(starts[-1], self.ranks)
+        for block, start in zip(blocks, starts):
+            self.shared[block] = self.memory.bytes[start : start + self.layouts[block].nbytes]
+
     def _buffer(self, block: int) -> torch.Tensor:
         if block not in self.buffers:
-            if block in self.resident:
+            if block in self.shared:
+                self.buffers[block] = self.shared[block][self.ranks.rank * self.share_bytes(block) :][
+                    : self.share_bytes(block)
+                ]
+            elif block in self.resident:
                 self.buffers[block] = torch.empty(
                     self.layouts[block].nbytes, dtype=torch.uint8, device=self.ranks.device
                 )
