@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -325,12 +326,25 @@ def test_no_function_of_one_instruction_set_can_be_linked_into_another():
     folder = library.find_or_build(print).parent
     if not list(folder.glob("*.o")):
         pytest.skip("the library came compiled")
-    for name in ("product_avx2", "product_avx512", "product_amx"):
+    for name in ("product_avx2", "product_avx512", "product_amx", "attention_avx2", "attention_avx512"):
         said = subprocess.run(
             ["nm", "-C", "--defined-only", folder / f"{name}.o"], capture_output=True, text=True, check=True
         )
         shared = [line for line in said.stdout.splitlines() if line.split()[1] in "uvVwW"]
         assert not shared, "weak symbols, of which the linker keeps any one"
+
+
+@pytest.mark.parametrize("compiler", [name for name in ("g++", "clang++") if shutil.which(name)])
+def test_the_kernels_of_each_compiler_that_is_here(compiler, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(library, "_library", library.declared(library.find_or_build(print)))
+    for dtype in DTYPES:
+        weight = a_weight(37, 256, dtype)
+        matrix, _parts, restored = quantized(weight, 4, 32)
+        for count in (1, 5):
+            x = an_input(count, 256, dtype)
+            check(Matrix.plain(weight), weight, x, library.best_instructions())
+            check(matrix, restored, x, library.best_instructions())
 
 
 @pytest.fixture

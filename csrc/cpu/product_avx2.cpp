@@ -2,8 +2,11 @@
 
 #if defined(__x86_64__)
 
-#pragma GCC target("avx2,fma,f16c")
 #include <immintrin.h>
+
+#include "target.h"
+
+ZI_TARGET_BEGIN("avx2,fma,f16c")
 
 #include "product_layout.h"
 
@@ -132,5 +135,7 @@ uint64_t read_bytes_sum(const void* data, int64_t bytes) {
 }
 
 }  // namespace zero_inference::cpu::avx2
+
+ZI_TARGET_END
 
 #endif

@@ -2,8 +2,11 @@
 
 #if defined(__x86_64__)
 
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 #include <immintrin.h>
+
+#include "target.h"
+
+ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 
 #include "product_layout.h"
 
@@ -121,5 +124,7 @@ uint64_t read_bytes_sum(const void* data, int64_t bytes) {
 }
 
 }  // namespace zero_inference::cpu::avx512
+
+ZI_TARGET_END
 
 #endif

@@ -2,7 +2,7 @@
 Python threads run during its calls.
 
 One library serves all x86-64 processors and, in plain C++, others: each file that needs an instruction set turns it on for itself, and
-what the processor has is asked when it runs. It takes GCC 10 or later, and depends neither on Python nor on torch.
+what the processor has is asked when it runs. It takes GCC 10 or clang 14, or a later one, and depends neither on Python nor on torch.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def library_name(*parts: str) -> str:
 
 
 def find_compiler() -> str:
-    """CXX, else g++ or c++ of PATH: a file turns its instructions on by a pragma that GCC knows, from version 10 on.
+    """CXX, else g++ or c++ of PATH.
 
     Raises RuntimeError where none is there.
     """
