@@ -42,7 +42,7 @@ def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     objects = [file for file in usual.glob("*.o") if file.stem not in ("product_amx", "instructions")]
     sources = [file for file in library.sources() if file.stem in ("product_amx", "instructions")]
     parts = [*library.FLAGS, EMULATED_TILES, "-shared", *sources, *objects, "-o", folder / "emulated.so"]
-    subprocess.run([library.find_compiler(), *parts], check=True)
+    subprocess.run([*library.find_compiler(), *parts], check=True)
     return library.declared(folder / "emulated.so")
 
 
@@ -377,12 +377,29 @@ def test_a_build_is_made_once_and_again_where_it_is_damaged(no_cache, monkeypatc
     assert library.find_or_build(said.append) == path and len(said) == 2 and path.read_text() == "made\n"
 
 
+def test_a_compiler_with_arguments(no_cache, monkeypatch):
+    source = no_cache / "a source.cpp"
+    source.write_text('extern "C" int answer() { return ANSWER; }\n')
+    monkeypatch.setattr(library, "sources", lambda: [source])
+    for answer in (42, 43):
+        monkeypatch.setenv("CXX", f"env OF='two words' g++ -DANSWER={answer}")
+        assert ctypes.CDLL(str(library.find_or_build(print))).answer() == answer
+    monkeypatch.setenv("CXX", "g++ 'half")
+    with pytest.raises(RuntimeError, match="CXX=g[+][+] 'half is no command line: No closing quotation"):
+        library.find_compiler()
+    monkeypatch.setenv("CXX", " ")
+    assert Path(library.find_compiler()[0]).name in ("g++", "c++")
+
+
 def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
     for name, value in (("_tried", False), ("_library", None), ("_reason", None)):
         monkeypatch.setattr(library, name, value)
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
     assert library.load_library(print) is None
-    assert library.why_unavailable() == "no C++ compiler: CXX=no-such-compiler was not found on PATH"
+    assert (
+        library.why_unavailable()
+        == "no C++ compiler: no-such-compiler of CXX=no-such-compiler -O3 was not found on PATH"
+    )
     with pytest.raises(RuntimeError, match="not found on PATH"):
         products.linear(torch.ones(1, 8), torch.ones(2, 8))
     monkeypatch.setattr(library, "_tried", False)

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
     if prebuilt is not None and not extra_flags:
         return prebuilt
     compiler = find_compiler()
-    name = library_name(compiler_version(compiler), *extra_flags)
+    name = library_name(*compiler, compiler_version(compiler), *extra_flags)
     folder = extensions_folder() / name
     folder.mkdir(parents=True, exist_ok=True)
     library, mark = folder / f"{name}.so", folder / "complete"
@@ -136,26 +137,30 @@ def library_name(*parts: str) -> str:
     return f"zero_inference_cpu_{digest.hexdigest()[:16]}"
 
 
-def find_compiler() -> str:
-    """CXX, else g++ or c++ of PATH.
+def find_compiler() -> list[str]:
+    """CXX, which may bring arguments ("ccache g++"), else g++ or c++ of PATH.
 
     Raises RuntimeError where none is there.
     """
-    wanted = os.environ.get("CXX")
-    found = shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("c++")
+    wanted = os.environ.get("CXX", "").strip()
+    try:
+        command, *arguments = shlex.split(wanted) or ["g++" if shutil.which("g++") else "c++"]
+    except ValueError as error:
+        raise RuntimeError(f"CXX={wanted} is no command line: {error}") from error
+    found = shutil.which(command)
     if found is None:
         raise RuntimeError(
-            f"no C++ compiler: {f'CXX={wanted} was' if wanted else 'g++ and c++ were'} not found on PATH"
+            f"no C++ compiler: {f'{command} of CXX={wanted} was' if wanted else 'g++ and c++ were'} not found on PATH"
         )
-    return found
+    return [found, *arguments]
 
 
-def compiler_version(compiler: str) -> str:
+def compiler_version(compiler: Sequence[str]) -> str:
     """All that `compiler` says of itself."""
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def build(compiler: str, folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
+def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
     """Compile all sources side by side to objects in `folder`, and link them to `library`.
 
     Raises RuntimeError with the compiler's line that names the error.
@@ -165,11 +170,11 @@ def build(compiler: str, folder: Path, library: Path, extra_flags: Sequence[str]
     flags = [*FLAGS, *extra_flags]
     objects = [folder / f"{source.stem}.o" for source in sources()]
     commands = [
-        [compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)
+        [*compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)
     ]
     _run_all(commands)
     linked = folder / f"{library.name}.new"
-    _run_all([[compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)]])
+    _run_all([[*compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)]])
     linked.replace(library)
 
 
