@@ -36,9 +36,6 @@ def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     """The same sources, with the tile instructions in plain C++: two objects of their own, the others from the usual build."""
     folder = tmp_path_factory.mktemp("emulated")
     usual = library.find_or_build(print).parent
-    if not list(usual.glob("*.o")):  # the library came with the package
-        library.build(library.find_compiler(), folder, folder / "emulated.so", [EMULATED_TILES])
-        return library.declared(folder / "emulated.so")
     objects = [file for file in usual.glob("*.o") if file.stem not in ("product_amx", "instructions")]
     sources = [file for file in library.sources() if file.stem in ("product_amx", "instructions")]
     parts = [*library.FLAGS, EMULATED_TILES, "-shared", *sources, *objects, "-o", folder / "emulated.so"]
@@ -324,8 +321,6 @@ def test_the_reading_loop_reads_every_byte_once(instructions, use):
 
 def test_no_function_of_one_instruction_set_can_be_linked_into_another():
     folder = library.find_or_build(print).parent
-    if not list(folder.glob("*.o")):
-        pytest.skip("the library came compiled")
     for name in ("product_avx2", "product_avx512", "product_amx", "attention_avx2", "attention_avx512"):
         said = subprocess.run(
             ["nm", "-C", "--defined-only", folder / f"{name}.o"], capture_output=True, text=True, check=True
@@ -407,17 +402,6 @@ def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
     monkeypatch.setenv("CXX", a_compiler(no_cache, failing))
     assert library.load_library(print) is None
     assert library.why_unavailable() == "product.cpp:3: error: no such thing"
-
-
-def test_what_pip_compiled_is_used(no_cache, monkeypatch):
-    monkeypatch.setenv("CXX", a_compiler(no_cache, COMPILER.format(calls=no_cache / "calls")))
-    assert library.prebuilt_library(no_cache) is None
-    library.prebuild(no_cache / extension.PREBUILT)
-    prebuilt = library.prebuilt_library(no_cache)
-    assert prebuilt is not None and [path.suffix for path in prebuilt.parent.iterdir()] == [".so"]
-    monkeypatch.setattr(library, "package_folder", lambda: no_cache)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert library.find_or_build(print) == prebuilt
 
 
 def test_the_cuda_library_is_without_these_sources(tmp_path):

@@ -1,5 +1,5 @@
-"""The library of csrc/cpu: compiled by `pip install` (setup.py) or at first use on a machine, and loaded with ctypes, which lets other
-Python threads run during its calls.
+"""The library of csrc/cpu: compiled at first use on a machine, in some seconds, and loaded with ctypes, which lets other Python threads
+run during its calls. No wheel brings it, because it would run only where the system's libraries are as new as those of its maker.
 
 One library serves all x86-64 processors and, in plain C++, others: each file that needs an instruction set turns it on for itself, and
 what the processor has is asked when it runs. It takes GCC 10 or clang 14, or a later one, and depends neither on Python nor on torch.
@@ -20,14 +20,7 @@ from pathlib import Path
 
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
 from zero_inference.runtime.cache_folder import extensions_folder
-from zero_inference.runtime.extension import (
-    FOR_CORES,
-    PREBUILT,
-    file_digest,
-    in_one_line,
-    package_folder,
-    source_folder,
-)
+from zero_inference.runtime.extension import FOR_CORES, file_digest, in_one_line, source_folder
 from zero_inference.runtime.locks import held_lock
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
@@ -78,17 +71,14 @@ def needed_library() -> ctypes.CDLL:
 
 
 def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -> Path:
-    """The library that came with the package, or that was or now is compiled on this machine.
+    """The library that was or now is compiled on this machine.
 
     Args:
         say: gets the line that says what takes some seconds.
-        extra_flags: for the compiler; tests have some.
+        extra_flags: for the compiler, behind FLAGS.
 
     Raises RuntimeError where no compiler is there or it fails, and OSError for files.
     """
-    prebuilt = prebuilt_library(package_folder())
-    if prebuilt is not None and not extra_flags:
-        return prebuilt
     compiler = find_compiler()
     name = library_name(*compiler, compiler_version(compiler), *extra_flags)
     folder = extensions_folder() / name
@@ -101,24 +91,6 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
             build(compiler, folder, library, extra_flags)
             mark.write_bytes(file_digest(library))
     return library
-
-
-def prebuild(folder: Path) -> str:
-    """Compile the library into `folder`, for setup.py, and return the machine's type that it was compiled for.
-
-    Raises RuntimeError where no compiler is there or it fails.
-    """
-    work = folder / "work-cpu"
-    work.mkdir(parents=True, exist_ok=True)
-    build(find_compiler(), work, folder / f"{library_name(PREBUILT)}.so")
-    shutil.rmtree(work)
-    return platform.machine()
-
-
-def prebuilt_library(package: Path) -> Path | None:
-    """The library that came with the `package`, if it is of these sources."""
-    library = package / PREBUILT / f"{library_name(PREBUILT)}.so"
-    return library if library.exists() else None
 
 
 def sources() -> list[Path]:
