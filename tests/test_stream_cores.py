@@ -163,6 +163,12 @@ def test_record_and_output_say_what_the_cores_did(kv, checkpoints, run_model):
     assert done.record["decode_weights_gbps"] > 0
     plain = run_model("--model", checkpoints("llama"), "--engine", "resident", *lengths)
     assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]
+    operations, of_all = (
+        run.record["limit"]["floor_step_s"]["matmul"] * run.record["limit"]["matmul_tflops"] * 1e12
+        for run in (done, plain)
+    )
+    of_cores = 2 * 2 * moved["cores_bytes_per_step"] // 4  # sequences; a product and a sum for each float32
+    assert operations == pytest.approx(max(0, of_all - of_cores))
 
 
 def test_what_a_mixture_reads_is_not_told_as_all_of_its_weights(checkpoints, run_model):

@@ -21,7 +21,8 @@ def measured_of(session: Session, load_s: float) -> Measured:
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     moved = _over_ranks(measurement.loops[-1].moved, ranks)
     all_read = steps and not job.sizes.chooses_experts
-    work, ahead_bytes = limits.least_work(job, loaded.weight_bytes), ranks.total(around.ahead_bytes)
+    work = limits.least_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
+    ahead_bytes = ranks.total(around.ahead_bytes)
     limit = limits.decode_limits(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
     peak_gpu_bytes, peak_host_bytes = ranks.maximum(
         [float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
