@@ -1,0 +1,283 @@
+"""A decode step as one CUDA graph, for a model that is wholly on the device.
+
+With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
+launched at once. It is recorded in the first generation and repeats the same kernels on the same memory. So what changes from step to
+step lies in tensors: ids, positions, the cache's next place, and a mask over all positions that the cache has room for. Whether
+the graph does what the model does is tried before it is used: one step both ways, in logits, keys and values.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from zero_inference.engines.base import Job
+from zero_inference.errors import UsageError
+from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
+from zero_inference.records.schema import DecodeGraph
+
+USUAL_STEPS = 2  # computed as usual first: libraries take their memory, and blocks learn which modules are called
+MOST_DIFFERENCE = (
+    1e-2  # relative: attention with a mask sums in another order; a wrong position changes keys by a tenth or more
+)
+# Of a call of the model: what the graph has in tensors, and what has to be as it is in a plain generation.
+IN_TENSORS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+USUAL = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
+
+Step = Callable[[], torch.Tensor]
+Record = Callable[[Step], tuple[torch.Tensor, Callable[[], None]]]
+
+
+def why_no_graph(job: Job, all_on_device: bool) -> str | None:
+    """Why a decode step of this run is not recorded, in a few words; None where it is.
+
+    Raises:
+        UsageError: it was asked for, and cannot be.
+    """
+    config, several = job.config, job.ranks.world_size > 1
+    if config.decode_graph == "off":
+        return "--decode-graph off"
+    attention = (
+        getattr(job.spec.text_config, "_attn_implementation", None) or job.skeleton.model.config._attn_implementation
+    )
+    reasons = {
+        "weights are in host memory": not all_on_device,
+        "there are several ranks": several,
+        "keys and values are in host memory": config.kv_offload,
+        "--trace shows each layer": config.trace is not None,
+        "its attention is not PyTorch's": attention != "sdpa",
+        "its layers do not all attend to all positions": not attends_to_all(job.spec.config, job.length),
+        "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
+    }
+    reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason and config.decode_graph == "on":
+        raise UsageError(f"--decode-graph on: {reason}; use --decode-graph auto, or change that.")
+    return reason
+
+
+def cuda_graph(step: Step) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Record `step` without running it: its output, and what runs it.
+
+    Raises:
+        RuntimeError: it does something that cannot be recorded, such as waiting for the device.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+    return output, graph.replay
+
+
+def repeated_call(step: Step) -> tuple[torch.Tensor, Callable[[], None]]:
+    """What stands for a graph on a CPU: the same step, called again."""
+    output = step()
+
+    def replay() -> None:
+        output.copy_(step())
+
+    return output, replay
+
+
+@dataclass
+class _Inputs:
+    """What changes from step to step, in memory that stays: ids and positions int64 [batch, 1], place int64 [1], mask
+    [batch, 1, 1, positions] in the model's dtype."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    place: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def like(cls, ids: torch.Tensor, length: int, dtype: torch.dtype) -> _Inputs:
+        """Empty, for `ids` [batch, 1] and a cache of `length` positions."""
+        mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
+        return cls(torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(1), mask)
+
+    def fill(self, call: dict[str, Any]) -> None:
+        """With those of `call`, whose cache has not got its keys and values yet."""
+        length = call["past_key_values"].get_seq_length()
+        self.ids.copy_(call["input_ids"])
+        self.positions.copy_(call["position_ids"])
+        self.place.fill_(length)
+        self.mask.fill_(torch.finfo(self.mask.dtype).min)
+        seen, given = self.mask[:, 0, 0, : length + 1], call.get("attention_mask")
+        if given is None:
+            seen.zero_()
+        else:
+            seen.masked_fill_(given.bool(), 0)
+
+
+class StepGraph:
+    """Stands before `model.forward`, and repeats a graph where a call is a decode step like the one that was recorded.
+
+    Args:
+        model: a transformers model for generation, all of it on the device.
+        dtype: of its attention.
+        record: `cuda_graph` or `repeated_call`.
+        quiet: a context in which the engine keeps no times: events inside a graph have none.
+        always: use it where it is slower, too.
+        report: told what came of it, once it is known.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        record: Record,
+        quiet: Callable[[], AbstractContextManager],
+        always: bool,
+        report: Callable[[DecodeGraph], None],
+    ):
+        self.model, self.dtype, self.record, self.quiet, self.always, self.report = (
+            model,
+            dtype,
+            record,
+            quiet,
+            always,
+            report,
+        )
+        self.own = model.forward
+        self.cache: DeviceKVCache | None = None  # of the step that is recorded
+        self.usual_steps = 0
+        self.given_up = False
+        self.inputs: _Inputs | None = None
+        self.replay: Callable[[], None] | None = None
+        self.logits: torch.Tensor | None = None
+        self.tried = False
+
+        @functools.wraps(self.own)  # generate looks at its arguments
+        def forward(*args: Any, **call: Any) -> Any:
+            return self._forward(*args, **call)
+
+        model.forward = forward
+
+    def close(self) -> None:
+        """Give the model its own forward back, and let go of the graph."""
+        self.model.__dict__.pop("forward", None)
+        self.cache = self.inputs = self.replay = self.logits = None
+        self.given_up = True
+
+    def _forward(self, *args: Any, **call: Any) -> Any:
+        if self.given_up or args or not is_decode_step(call):
+            return self.own(*args, **call)
+        if not self._fits(call):
+            self.cache, self.inputs, self.replay, self.logits = call["past_key_values"], None, None, None
+            self.usual_steps, self.tried = 0, False
+        if self.tried:
+            return self._repeat(call)
+        if self.replay is not None:
+            return self._trial(call)
+        self.usual_steps += 1
+        if self.usual_steps > USUAL_STEPS:
+            self._record(call)
+        return self.own(**call)
+
+    def _fits(self, call: dict[str, Any]) -> bool:
+        same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
+        return call["past_key_values"] is self.cache and same_batch
+
+    def _record(self, call: dict[str, Any]) -> None:
+        cache = call["past_key_values"]
+        inputs = _Inputs.like(call["input_ids"], cache.max_length, self.dtype)
+        inputs.fill(call)
+        fixed = {
+            **call,
+            "input_ids": inputs.ids,
+            "position_ids": inputs.positions,
+            "attention_mask": inputs.mask,
+        }
+
+        def step() -> torch.Tensor:
+            with self.quiet(), cache.writing_at(inputs.place):
+                return self.own(**fixed).logits
+
+        try:
+            self.logits, self.replay = self.record(step)
+            self.inputs = inputs
+        except Exception as error:  # whatever the model's code does that a graph cannot hold
+            self._give_up(f"a graph could not be recorded ({(str(error).strip().splitlines() or [''])[0][:200]})")
+
+    def _repeat(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
+        assert self.inputs is not None and self.replay is not None
+        self.inputs.fill(call)
+        self.replay()
+        cache = call["past_key_values"]
+        cache.advance(1)
+        return CausalLMOutputWithPast(logits=self.logits, past_key_values=cache)
+
+    def _trial(self, call: dict[str, Any]) -> Any:
+        """One step both ways; what the model itself computes is what counts."""
+        cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
+
+        def found() -> list[torch.Tensor]:
+            return [self.logits[:, -1].clone(), *cache.at(place)]
+
+        self._repeat(call)  # the first time takes longer
+        cache.advance(-1)
+        graph_s, _ = _timed(lambda: self._repeat(call))
+        of_graph = found()
+        cache.advance(-1)
+        usual_s, output = _timed(lambda: self.own(**call))
+        difference = max(
+            float((one - other).norm() / other.norm().clamp_min(1e-30))
+            for one, other in zip(_floats(of_graph), _floats([output.logits[:, -1], *cache.at(place)]))
+        )
+        if not difference <= MOST_DIFFERENCE:
+            self._give_up(f"a graph's results differ by {difference:.1e}", difference, graph_s, usual_s)
+        elif graph_s >= usual_s and not self.always:
+            self._give_up("a graph is not faster", difference, graph_s, usual_s)
+        else:
+            self.tried = True
+            self.report(DecodeGraph(None, difference, graph_s, usual_s))
+        return output
+
+    def _give_up(self, reason: str, *measured: float) -> None:
+        self.given_up = True
+        self.inputs = self.replay = self.logits = None
+        self.report(DecodeGraph(reason, *measured))
+
+
+def is_decode_step(call: dict[str, Any]) -> bool:
+    """Whether a call of a model has one more token for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
+    ids, cache, positions = call.get("input_ids"), call.get("past_key_values"), call.get("position_ids")
+    if not (torch.is_tensor(ids) and ids.dim() == 2 and ids.shape[1] == 1 and isinstance(cache, DeviceKVCache)):
+        return False
+    if (
+        not torch.is_tensor(positions)
+        or positions.shape != ids.shape
+        or not 0 < cache.get_seq_length() < cache.max_length
+    ):
+        return False
+    mask = call.get("attention_mask")
+    if mask is not None and (not torch.is_tensor(mask) or mask.shape != (ids.shape[0], cache.get_seq_length() + 1)):
+        return False
+    return all(_is_usual(name, value) for name, value in call.items() if name not in IN_TENSORS)
+
+
+def _is_usual(name: str, value: Any) -> bool:
+    return not torch.is_tensor(value) and value in USUAL.get(name, (None, False))
+
+
+def _floats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.float() for tensor in tensors]
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds until the device has done it, and what it returned."""
+    _synchronize()
+    start = time.perf_counter()
+    result = work()
+    _synchronize()
+    return time.perf_counter() - start, result
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
