@@ -71,6 +71,25 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
     assert "forward" not in vars(loaded.model)
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_with_what_the_cores_multiply(family, checkpoints, steps):
+    """Nothing is on the device, and nothing is fetched: the cores' part of a step is asked for with each launch."""
+    folder, placed = checkpoints(family), {"gpu_memory": 0, "cpu_compute": "1", "gen_len": LONG}
+    usual, spec, ranks = load(folder, **placed)
+    expected = generate(usual, spec, ranks, LONG)
+    usual.close()
+    loaded, spec, ranks = load(folder, decode_graph="on", **placed)
+    found = generate(loaded, spec, ranks, LONG)
+    used = loaded.facts["stream"]["decode_graph"]
+    loaded.close()
+    assert torch.equal(found.output_ids, expected.output_ids)
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    assert used.unused_because is None and used.difference < 1e-5
+    assert steps["repeated"] > LONG
+    one, other = found.loops[-1].moved, expected.loops[-1].moved
+    assert one.cores_bytes_per_step == other.cores_bytes_per_step > 0
+
+
 def test_padded_prompts(checkpoints, steps):
     folder = checkpoints("llama")
     ids, mask = random_ids(0, BATCH, PROMPT, VOCAB), torch.ones(BATCH, PROMPT, dtype=torch.int64)
@@ -145,7 +164,7 @@ def test_where_it_is_not_possible(checkpoints, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
     assert attends_to_all(config, PROMPT) and not attends_to_all(config, PROMPT + 1)
     for folder, options, reason in (
-        (checkpoints("llama"), {"gpu_memory": 0}, "weights are in host memory"),
+        (checkpoints("llama"), {"gpu_memory": 0}, "weights are fetched in each step"),
         (checkpoints("llama"), {"gpu_memory": ALL, "kv_offload": True}, "keys and values are in host memory"),
         (checkpoints("llama"), {"gpu_memory": ALL, "trace": "trace.json"}, "--trace shows each layer"),
         (tmp_path / "mistral", {"gpu_memory": ALL}, "its layers do not all attend to all positions"),
@@ -165,7 +184,7 @@ def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
         return next(times), work()
 
     monkeypatch.setattr(step_graph, "_timed", timed)
-    monkeypatch.setattr(engine, "why_no_graph", lambda job, all_on_device: None)
+    monkeypatch.setattr(engine, "why_no_graph", lambda job, residency: None)
     loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph="auto", gen_len=LONG)
     generate(loaded, spec, ranks, LONG)
     used = loaded.facts["stream"]["decode_graph"]
@@ -189,4 +208,4 @@ def test_in_words():
     assert graph_in_words(DecodeGraph("a graph is not faster", 1e-3, 0.2, 0.1)) == (
         "decode steps are launched kernel by kernel: a graph is not faster"
     )
-    assert graph_in_words(DecodeGraph("weights are in host memory")) is None
+    assert graph_in_words(DecodeGraph("weights are fetched in each step")) is None

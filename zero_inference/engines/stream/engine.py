@@ -91,7 +91,7 @@ def plan(job: Job) -> StreamPlan:
     cores = cores if isinstance(cores, CoresPlan) else None
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
-    no_graph = why_no_graph(job, not residency.in_host_memory)
+    no_graph = why_no_graph(job, residency)
     return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason, no_graph)
 
 
@@ -130,7 +130,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
 
     facts = _facts(plan, model)
     feeder.changed = lambda residency: facts["stream"].update(_divided(residency))
-    graph = _step_graph(plan, feeder, facts)
+    graph = _step_graph(plan, feeder, team, facts)
 
     def close() -> None:
         if graph is not None:
@@ -155,8 +155,10 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     )
 
 
-def _step_graph(plan: StreamPlan, feeder: BlockFeeder, facts: dict[str, Any]) -> StepGraph | None:
-    job = plan.job
+def _step_graph(
+    plan: StreamPlan, feeder: BlockFeeder, team: CoreTeam | None, facts: dict[str, Any]
+) -> StepGraph | None:
+    job, calls = plan.job, None if team is None else team.calls
     if plan.no_graph is not None:
         return None
 
@@ -165,7 +167,7 @@ def _step_graph(plan: StreamPlan, feeder: BlockFeeder, facts: dict[str, Any]) ->
 
     record = cuda_graph if job.on_gpu else repeated_call
     always = job.config.decode_graph == "on"
-    return StepGraph(job.skeleton.model, job.spec.dtype, record, feeder.timeline.paused, always, report)
+    return StepGraph(job.skeleton.model, job.spec.dtype, record, feeder, calls, always, report)
 
 
 def _divided(residency: Residency) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""A decode step as one CUDA graph, for a model that is wholly on the device.
+"""A decode step as one CUDA graph, for a model of which nothing is fetched in a decode step: it is on the device, or the host's cores
+multiply it.
 
 With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
 launched at once. It is recorded in the first generation and repeats the same kernels on the same memory. So what changes from step to
@@ -8,17 +9,20 @@ the graph does what the model does is tried before it is used: one step both way
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from zero_inference.cores.crossing import Crossing, HostCalls, RecordedCalls
 from zero_inference.engines.base import Job
+from zero_inference.engines.stream.feeder import BlockFeeder
+from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.records.schema import DecodeGraph
@@ -31,12 +35,17 @@ MOST_DIFFERENCE = (
 IN_TENSORS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
 USUAL = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
 
+FETCHED = "weights are fetched in each step"
+
 Step = Callable[[], torch.Tensor]
 Record = Callable[[Step], tuple[torch.Tensor, Callable[[], None]]]
 
 
-def why_no_graph(job: Job, all_on_device: bool) -> str | None:
+def why_no_graph(job: Job, residency: Residency) -> str | None:
     """Why a decode step of this run is not recorded, in a few words; None where it is.
+
+    Args:
+        residency: as it is planned.
 
     Raises:
         UsageError: it was asked for, and cannot be.
@@ -48,7 +57,7 @@ def why_no_graph(job: Job, all_on_device: bool) -> str | None:
         getattr(job.spec.text_config, "_attn_implementation", None) or job.skeleton.model.config._attn_implementation
     )
     reasons = {
-        "weights are in host memory": not all_on_device,
+        FETCHED: bool(residency.fetched),
         "there are several ranks": several,
         "keys and values are in host memory": config.kv_offload,
         "--trace shows each layer": config.trace is not None,
@@ -121,7 +130,8 @@ class StepGraph:
         model: a transformers model for generation, all of it on the device.
         dtype: of its attention.
         record: `cuda_graph` or `repeated_call`.
-        quiet: a context in which the engine keeps no times: events inside a graph have none.
+        feeder: of the model's blocks.
+        calls: those that the model makes of the host's cores; None where it makes none.
         always: use it where it is slower, too.
         report: told what came of it, once it is known.
     """
@@ -131,18 +141,13 @@ class StepGraph:
         model: Any,
         dtype: torch.dtype,
         record: Record,
-        quiet: Callable[[], AbstractContextManager],
+        feeder: BlockFeeder,
+        calls: HostCalls | Crossing | None,
         always: bool,
         report: Callable[[DecodeGraph], None],
     ):
-        self.model, self.dtype, self.record, self.quiet, self.always, self.report = (
-            model,
-            dtype,
-            record,
-            quiet,
-            always,
-            report,
-        )
+        self.model, self.dtype, self.record = model, dtype, record
+        self.feeder, self.calls, self.always, self.report = feeder, calls, always, report
         self.own = model.forward
         self.cache: DeviceKVCache | None = None  # of the step that is recorded
         self.usual_steps = 0
@@ -150,6 +155,7 @@ class StepGraph:
         self.inputs: _Inputs | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: torch.Tensor | None = None
+        self.recorded_calls: RecordedCalls | None = None
         self.tried = False
 
         @functools.wraps(self.own)  # generate looks at its arguments
@@ -176,7 +182,9 @@ class StepGraph:
             return self._trial(call)
         self.usual_steps += 1
         if self.usual_steps > USUAL_STEPS:
-            self._record(call)
+            self._record(
+                call
+            )  # of what is placed by now: a block that is no work for the cores is fetched from the second step on
         return self.own(**call)
 
     def _fits(self, call: dict[str, Any]) -> bool:
@@ -184,6 +192,9 @@ class StepGraph:
         return call["past_key_values"] is self.cache and same_batch
 
     def _record(self, call: dict[str, Any]) -> None:
+        if self.feeder.residency.fetched:
+            self._give_up(FETCHED)
+            return
         cache = call["past_key_values"]
         inputs = _Inputs.like(call["input_ids"], cache.max_length, self.dtype)
         inputs.fill(call)
@@ -195,11 +206,12 @@ class StepGraph:
         }
 
         def step() -> torch.Tensor:
-            with self.quiet(), cache.writing_at(inputs.place):
+            with self.feeder.timeline.paused(), cache.writing_at(inputs.place):
                 return self.own(**fixed).logits
 
         try:
-            self.logits, self.replay = self.record(step)
+            with contextlib.nullcontext() if self.calls is None else self.calls.recording() as self.recorded_calls:
+                self.logits, self.replay = self.record(step)
             self.inputs = inputs
         except Exception as error:  # whatever the model's code does that a graph cannot hold
             self._give_up(f"a graph could not be recorded ({(str(error).strip().splitlines() or [''])[0][:200]})")
@@ -207,6 +219,8 @@ class StepGraph:
     def _repeat(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
         assert self.inputs is not None and self.replay is not None
         self.inputs.fill(call)
+        if self.calls is not None and self.recorded_calls is not None:
+            self.calls.ask_again(self.recorded_calls)
         self.replay()
         cache = call["past_key_values"]
         cache.advance(1)
