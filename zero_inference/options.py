@@ -138,8 +138,8 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--decode-graph",
         choices=DECODE_GRAPH,
-        help="stream engine, all weights on the device: launch a decode step as one CUDA graph; auto: where it is faster "
-        "and gives the same results (default: %(default)s)",
+        help="stream engine, where a decode step fetches nothing: launch it as one CUDA graph; auto: if that is faster and "
+        "gives the same results (default: %(default)s)",
     )
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
 
