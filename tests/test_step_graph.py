@@ -13,6 +13,7 @@ from test_stream import BATCH, GEN, PROMPT, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zero_inference.engines.stream import engine, step_graph
+from zero_inference.engines.stream.decode_steps import StepInputs
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.models.prompts import random_ids
@@ -138,7 +139,7 @@ def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
 
 @pytest.mark.parametrize("frozen", ["place", "positions", "mask", "ids"])
 def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, monkeypatch):
-    fill = step_graph._Inputs.fill
+    fill = StepInputs.fill
 
     def fill_some(self, call):
         before = getattr(self, frozen).clone()
@@ -147,7 +148,7 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
             getattr(self, frozen).copy_(before)
         self.filled += 1
 
-    monkeypatch.setattr(step_graph._Inputs, "fill", fill_some)
+    monkeypatch.setattr(StepInputs, "fill", fill_some)
     folder = checkpoints("llama")
     loaded, spec, ranks = recorded(folder)
     found = generate(loaded, spec, ranks, LONG)

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_inference.cores.crossing import Crossing, HostCalls, RecordedCalls
 from zero_inference.engines.base import Job
+from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import UsageError
@@ -31,10 +31,6 @@ USUAL_STEPS = 2  # computed as usual first: libraries take their memory, and blo
 MOST_DIFFERENCE = (
     1e-2  # relative: attention with a mask sums in another order; a wrong position changes keys by a tenth or more
 )
-# Of a call of the model: what the graph has in tensors, and what has to be as it is in a plain generation.
-IN_TENSORS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
-USUAL = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
-
 FETCHED = "weights are fetched in each step"
 
 Step = Callable[[], torch.Tensor]
@@ -93,36 +89,6 @@ def repeated_call(step: Step) -> tuple[torch.Tensor, Callable[[], None]]:
     return output, replay
 
 
-@dataclass
-class _Inputs:
-    """What changes from step to step, in memory that stays: ids and positions int64 [batch, 1], place int64 [1], mask
-    [batch, 1, 1, positions] in the model's dtype."""
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    place: torch.Tensor
-    mask: torch.Tensor
-
-    @classmethod
-    def like(cls, ids: torch.Tensor, length: int, dtype: torch.dtype) -> _Inputs:
-        """Empty, for `ids` [batch, 1] and a cache of `length` positions."""
-        mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
-        return cls(torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(1), mask)
-
-    def fill(self, call: dict[str, Any]) -> None:
-        """With those of `call`, whose cache has not got its keys and values yet."""
-        length = call["past_key_values"].get_seq_length()
-        self.ids.copy_(call["input_ids"])
-        self.positions.copy_(call["position_ids"])
-        self.place.fill_(length)
-        self.mask.fill_(torch.finfo(self.mask.dtype).min)
-        seen, given = self.mask[:, 0, 0, : length + 1], call.get("attention_mask")
-        if given is None:
-            seen.zero_()
-        else:
-            seen.masked_fill_(given.bool(), 0)
-
-
 class StepGraph:
     """Stands before `model.forward`, and repeats a graph where a call is a decode step like the one that was recorded.
 
@@ -152,7 +118,7 @@ class StepGraph:
         self.cache: DeviceKVCache | None = None  # of the step that is recorded
         self.usual_steps = 0
         self.given_up = False
-        self.inputs: _Inputs | None = None
+        self.inputs: StepInputs | None = None
         self.replay: Callable[[], None] | None = None
         self.logits: torch.Tensor | None = None
         self.recorded_calls: RecordedCalls | None = None
@@ -177,7 +143,11 @@ class StepGraph:
             self.cache, self.inputs, self.replay, self.logits = call["past_key_values"], None, None, None
             self.usual_steps, self.tried = 0, False
         if self.tried:
-            return self._repeat(call)
+            self.feeder.begin_pass(call["input_ids"].numel())
+            if not self.feeder.residency.fetched:
+                return self._repeat(call)
+            self._give_up(FETCHED)
+            return self.own(**call)
         if self.replay is not None:
             return self._trial(call)
         self.usual_steps += 1
@@ -196,7 +166,7 @@ class StepGraph:
             self._give_up(FETCHED)
             return
         cache = call["past_key_values"]
-        inputs = _Inputs.like(call["input_ids"], cache.max_length, self.dtype)
+        inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
         inputs.fill(call)
         fixed = {
             **call,
@@ -256,27 +226,6 @@ class StepGraph:
         self.given_up = True
         self.inputs = self.replay = self.logits = None
         self.report(DecodeGraph(reason, *measured))
-
-
-def is_decode_step(call: dict[str, Any]) -> bool:
-    """Whether a call of a model has one more token for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
-    ids, cache, positions = call.get("input_ids"), call.get("past_key_values"), call.get("position_ids")
-    if not (torch.is_tensor(ids) and ids.dim() == 2 and ids.shape[1] == 1 and isinstance(cache, DeviceKVCache)):
-        return False
-    if (
-        not torch.is_tensor(positions)
-        or positions.shape != ids.shape
-        or not 0 < cache.get_seq_length() < cache.max_length
-    ):
-        return False
-    mask = call.get("attention_mask")
-    if mask is not None and (not torch.is_tensor(mask) or mask.shape != (ids.shape[0], cache.get_seq_length() + 1)):
-        return False
-    return all(_is_usual(name, value) for name, value in call.items() if name not in IN_TENSORS)
-
-
-def _is_usual(name: str, value: Any) -> bool:
-    return not torch.is_tensor(value) and value in USUAL.get(name, (None, False))
 
 
 def _floats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
