@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import FAMILIES, ROOT, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from zero_inference.engines.stream import engine, step_graph
-from zero_inference.engines.stream.decode_steps import StepInputs
+from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.models.prompts import random_ids
@@ -105,6 +105,38 @@ def test_padded_prompts(checkpoints, steps):
     )
     loaded.close()
     assert steps["repeated"] > 5
+
+
+def test_which_calls_are_decode_steps(checkpoints):
+    folder = checkpoints("llama")
+    loaded, spec, _ = load(folder, gpu_memory=ALL)
+    cache = DeviceKVCache(spec.config, PROMPT + 2)
+    ids = random_ids(0, BATCH, PROMPT + 1, VOCAB).to(loaded.device)
+    last, place = ids[:, -1:], torch.tensor([PROMPT], device=loaded.device)
+    call = {"input_ids": last, "past_key_values": cache, "position_ids": place.expand(BATCH, 1), "use_cache": True}
+    assert not is_decode_step(call)  # nothing is cached yet
+    with torch.no_grad():
+        loaded.model(input_ids=ids[:, :-1], past_key_values=cache)
+    assert is_decode_step(call)
+    mask = torch.ones(BATCH, PROMPT + 1, device=loaded.device)
+    whole = call | {"cache_position": place, "attention_mask": mask, "logits_to_keep": 1, "labels": None}
+    assert is_decode_step(whole)
+    inputs = StepInputs.like(last, cache.max_length, torch.float32)
+    fixed = inputs.instead_of(whole)
+    assert fixed["cache_position"] is inputs.place and fixed["attention_mask"] is inputs.mask
+    assert "cache_position" not in inputs.instead_of(call)
+    for other in (
+        {"position_ids": None},
+        {"input_ids": ids, "position_ids": ids},
+        {"labels": last},
+        {"output_attentions": True},
+        {"logits_to_keep": 2},
+        {"cache_position": torch.arange(2)},
+        {"attention_mask": mask[:, 1:]},
+        {"past_key_values": DynamicCache()},
+    ):
+        assert not is_decode_step(call | other), other
+    loaded.close()
 
 
 def test_another_cache_or_batch_is_recorded_anew(checkpoints, steps):

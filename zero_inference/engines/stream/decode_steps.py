@@ -10,7 +10,7 @@ import torch
 from zero_inference.kv_cache.device import DeviceKVCache
 
 # Of a call of the model: what the graph has in tensors, and what has to be as it is in a plain generation.
-IN_TENSORS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+IN_TENSORS = {"input_ids", "position_ids", "cache_position", "attention_mask", "past_key_values"}
 USUAL = {"use_cache": (None, True), "return_dict": (None, True), "logits_to_keep": (0, 1)}
 
 
@@ -29,6 +29,11 @@ class StepInputs:
         """Empty, for `ids` [batch, 1] and a cache of `length` positions."""
         mask = torch.empty(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
         return cls(torch.empty_like(ids), torch.empty_like(ids), ids.new_empty(1), mask)
+
+    def instead_of(self, call: dict[str, Any]) -> dict[str, Any]:
+        """`call` with these tensors in place of its own."""
+        known = {"cache_position": self.place} if call.get("cache_position") is not None else {}
+        return call | known | {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": self.mask}
 
     def fill(self, call: dict[str, Any]) -> None:
         """With those of `call`, whose cache has not got its keys and values yet."""
@@ -55,7 +60,9 @@ def is_decode_step(call: dict[str, Any]) -> bool:
         or not 0 < cache.get_seq_length() < cache.max_length
     ):
         return False
-    mask = call.get("attention_mask")
+    place, mask = call.get("cache_position"), call.get("attention_mask")
+    if place is not None and (not torch.is_tensor(place) or place.shape != (1,)):
+        return False
     if mask is not None and (not torch.is_tensor(mask) or mask.shape != (ids.shape[0], cache.get_seq_length() + 1)):
         return False
     return all(_is_usual(name, value) for name, value in call.items() if name not in IN_TENSORS)

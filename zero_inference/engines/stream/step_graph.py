@@ -168,12 +168,7 @@ class StepGraph:
         cache = call["past_key_values"]
         inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
         inputs.fill(call)
-        fixed = {
-            **call,
-            "input_ids": inputs.ids,
-            "position_ids": inputs.positions,
-            "attention_mask": inputs.mask,
-        }
+        fixed = inputs.instead_of(call)
 
         def step() -> torch.Tensor:
             with self.feeder.timeline.paused(), cache.writing_at(inputs.place):
