@@ -28,9 +28,7 @@ from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.records.schema import DecodeGraph
 
 USUAL_STEPS = 2  # computed as usual first: libraries take their memory, and blocks learn which modules are called
-MOST_DIFFERENCE = (
-    1e-2  # relative: attention with a mask sums in another order; a wrong position changes keys by a tenth or more
-)
+MOST_DIFFERENCE = 1e-2  # relative: attention with a mask sums in another order; a wrong position shows in the keys
 FETCHED = "weights are fetched in each step"
 
 Step = Callable[[], torch.Tensor]
