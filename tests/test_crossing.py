@@ -34,14 +34,18 @@ def word(address: int) -> ctypes.c_uint32:
 class PythonSide:
     """A device whose kernels run when they are asked for."""
 
-    def push(self, tensor, target, flag, number) -> None:
+    def __init__(self):
+        self.number = 0
+
+    def push(self, tensor, target, flag) -> None:
         ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
         if flag:
-            word(flag).value = number
+            self.number += 1
+            word(flag).value = self.number
 
-    def pull(self, out, source, flag, stop, number) -> None:
+    def pull(self, out, source, flag, stop) -> None:
         limit = time.monotonic() + 20
-        while word(flag).value != number:
+        while word(flag).value != self.number & 0xFFFFFFFF:
             assert time.monotonic() < limit, "the cores did not answer"
             time.sleep(1e-4)
         ctypes.memmove(out.data_ptr(), source, out.nbytes)
@@ -88,11 +92,9 @@ def test_numbers_go_on_behind_32_bits(meet):
     weight = random(ROWS, COLUMNS)
     calls, _ = meet(4 * COLUMNS, 4 * ROWS)
     task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
-    calls.number = 2**31 - 2
-    for flag in (calls.arrived, calls.done):
-        word(flag).value = calls.number
     for start in (2**31 - 2, 2**32 - 2):
         calls.number = start
+        calls.side.number = start
         for flag in (calls.arrived, calls.done):
             word(flag).value = start & 0xFFFFFFFF
         for _ in range(4):
@@ -116,6 +118,35 @@ def test_several_inputs_lie_one_behind_the_other_and_the_last_one_raises_the_fla
     assert seen == [[tensor.numpy().tobytes() for tensor in inputs]]
     with pytest.raises(ValueError, match="an input of 8192 bytes"):
         calls.meet([torch.empty(2048)], [torch.empty(4)], submit)
+
+
+def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatch):
+    weight, graph = random(ROWS, COLUMNS), []
+    calls, transfers = meet(4 * COLUMNS, 4 * ROWS)
+    task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
+    calls.cores.reserve(task, 1)
+    x = torch.randn(1, COLUMNS)
+    (expected,) = calls(task, x)
+    one = transfers.snapshot()
+    with monkeypatch.context() as recorder, calls.recording() as recorded:  # a graph's kernels do not run yet
+        for name in ("push", "pull"):
+            kernel = getattr(calls.side, name)
+            recorder.setattr(calls.side, name, lambda *args, kernel=kernel: graph.append(lambda: kernel(*args)))
+        outs = [calls(task, x)[0] for _ in range(3)]
+    assert transfers.snapshot() == one and len(recorded.submits) == 3
+    for launches in (1, 2):
+        x.normal_()
+        calls.ask_again(recorded)
+        for kernel in graph:
+            kernel()
+        assert all(error(out, x.double() @ weight.double().T) < 1e-6 for out in outs)
+        assert transfers.snapshot() == tuple((1 + 3 * launches) * counted for counted in one)
+        (found,) = calls(task, x)  # and others go on in between
+        assert torch.equal(found, outs[0])
+        transfers.host_to_device_bytes -= found.nbytes
+        transfers.device_to_host_bytes -= x.nbytes
+        transfers.cores_bytes -= task.nbytes
+    assert not torch.equal(expected, outs[0])
 
 
 def test_attention_and_products_share_one_meeting(meet):
@@ -201,7 +232,7 @@ def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
     xs |= {(rank, turn): torch.randn(7, COLUMNS) for rank in range(RANKS) for turn in (12, 13)}
 
     def work(rank: int) -> None:
-        host.calls[rank].number = first_number
+        host.calls[rank].number = host.calls[rank].side.number = first_number
         for turn in range(14):
             x = xs[rank, turn]
             if turn % 3 == 2:

@@ -3,13 +3,16 @@
 `HostCalls` makes a call at once, for a model of one rank that computes on the CPU. `Crossing` makes it in the order of a GPU's stream:
 a kernel writes the input into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for
 theirs and reads the output. Python only asks for all of it, and waits for nothing. The ranks of a host meet its cores in the same way,
-on a CPU too: each brings its rows and takes its part of the output.
+on a CPU too: each brings its rows and takes its part of the output. Calls that belong to a CUDA graph are kept when it is
+recorded, and asked for again whenever it is launched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +22,21 @@ from zero_inference.cores.cores import ARRIVED, DONE, FLAG_BYTES, STOP, Cores, T
 from zero_inference.cores.library import needed_library
 from zero_inference.cores.meeting_place import MeetingPlace, await_flag
 from zero_inference.runtime.transfers import Transfers
+
+
+@dataclass
+class RecordedCalls:
+    """Calls of a graph.
+
+    Attributes:
+        submits: ask the cores for each of them, given its number.
+        host_to_device_bytes, device_to_host_bytes, cores_bytes: of all of them.
+    """
+
+    submits: list[Callable[[int], None]] = field(default_factory=list)
+    host_to_device_bytes: int = 0
+    device_to_host_bytes: int = 0
+    cores_bytes: int = 0
 
 
 class HostCalls:
@@ -36,19 +54,27 @@ class HostCalls:
         self.transfers.cores_bytes += task.nbytes
         return _split(out, x.shape[0], task.widths)
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[RecordedCalls]:
+        """Of no effect: a step that is repeated on the CPU makes its calls itself."""
+        yield RecordedCalls()
+
+    def ask_again(self, calls: RecordedCalls) -> None:
+        """See `recording`."""
+
     def close(self) -> None:
         self.transfers.settle()
         self.cores.close()
 
 
 class DeviceSide(Protocol):
-    """What a device does at a crossing, in the order in which it is asked. Addresses are of host memory."""
+    """What a device does at a crossing, in the order in which it is asked. It counts the calls. Addresses are of host memory."""
 
-    def push(self, tensor: torch.Tensor, target: int, flag: int, number: int) -> None:
-        """Write the contiguous `tensor` to `target` and then raise `flag`, if not 0, to `number`."""
+    def push(self, tensor: torch.Tensor, target: int, flag: int) -> None:
+        """Write the contiguous `tensor` to `target`; with a `flag`, if not 0, begin the next call and raise it to its number."""
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, number: int) -> None:
-        """Wait until `flag` has come to `number`, or `stop` is raised, and read the contiguous `out` from `source`."""
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int) -> None:
+        """Wait until `flag` has come to the number of the call, or `stop` is raised, and read the contiguous `out` from `source`."""
 
     def wait(self) -> None:
         """Return when all that was asked here is done."""
@@ -61,13 +87,13 @@ class StreamSide:
     """The current stream of a CUDA device (csrc/crossing)."""
 
     def __init__(self, device: torch.device):
-        self.scratch = torch.zeros(2, dtype=torch.int32, device=device)
+        self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
 
-    def push(self, tensor: torch.Tensor, target: int, flag: int, number: int) -> None:
-        torch.ops.zero_inference.crossing_push(tensor, target, flag, number, self.scratch)
+    def push(self, tensor: torch.Tensor, target: int, flag: int) -> None:
+        torch.ops.zero_inference.crossing_push(tensor, target, flag, self.scratch)
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, number: int) -> None:
-        torch.ops.zero_inference.crossing_pull(out, source, flag, stop, number, self.scratch)
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int) -> None:
+        torch.ops.zero_inference.crossing_pull(out, source, flag, stop, self.scratch)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.scratch.device).synchronize()
@@ -79,13 +105,17 @@ class StreamSide:
 class HostSide:
     """A CPU, which has done what it was asked when it returns."""
 
-    def push(self, tensor: torch.Tensor, target: int, flag: int, number: int) -> None:
+    def __init__(self) -> None:
+        self.number = 0  # of the call under way
+
+    def push(self, tensor: torch.Tensor, target: int, flag: int) -> None:
         ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
         if flag:
-            needed_library().zero_inference_raise_flag(flag, number)
+            self.number = (self.number + 1) & 0xFFFFFFFF
+            needed_library().zero_inference_raise_flag(flag, self.number)
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, number: int) -> None:
-        await_flag(flag, number, stop)
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int) -> None:
+        await_flag(flag, self.number, stop)
         ctypes.memmove(out.data_ptr(), source, out.nbytes)
 
     def wait(self) -> None:
@@ -111,7 +141,8 @@ class Crossing:
     def __init__(self, cores: Cores, side: DeviceSide, place: MeetingPlace, transfers: Transfers, rank: int = 0):
         self.cores, self.side, self.transfers, self.rank = cores, side, transfers, rank
         self.input, self.output = place.input, place.output
-        self.number = 0
+        self.number = 0  # of the latest call; the device counts them as well
+        self.recorded: RecordedCalls | None = None
         self.chose = False  # whether a call had a choice
         transfers.cores_counts = self._chosen_bytes
         flags = place.flags.data_ptr()
@@ -143,7 +174,7 @@ class Crossing:
 
         self.meet([x, *(choice or ())], [out] if self.cores.ranks == 1 else parts, submit)
         self.chose |= choice is not None
-        self.transfers.cores_bytes += task.nbytes if self.rank == 0 else 0
+        self._count().cores_bytes += task.nbytes if self.rank == 0 else 0
         return parts
 
     def meet(
@@ -155,14 +186,41 @@ class Crossing:
             submit: asks the cores for the call, given the addresses of the inputs in host memory and the call's number; its outputs
                 go to `output`, one behind the other, each of all ranks.
         """
-        self.number += 1
-        number = self.number & 0xFFFFFFFF
-        submit(self._push(inputs, number), number)
+        addresses = self._push(inputs)
+        if self.recorded is None:
+            self._ask(lambda number: submit(addresses, number))
+        else:
+            self.recorded.submits.append(lambda number: submit(addresses, number))
         source = self.output.data_ptr()
         for out in outs:
-            self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop, number)
-            self.transfers.host_to_device_bytes += out.nbytes
+            self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop)
+            self._count().host_to_device_bytes += out.nbytes
             source += self.cores.ranks * out.nbytes
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[RecordedCalls]:
+        """Within it a CUDA graph is recorded: calls are kept, for `ask_again`."""
+        self.recorded = RecordedCalls()
+        try:
+            yield self.recorded
+        finally:
+            self.recorded = None
+
+    def ask_again(self, calls: RecordedCalls) -> None:
+        """Ask the cores for the calls of a graph that is launched next."""
+        for submit in calls.submits:
+            self._ask(submit)
+        self.transfers.host_to_device_bytes += calls.host_to_device_bytes
+        self.transfers.device_to_host_bytes += calls.device_to_host_bytes
+        self.transfers.cores_bytes += calls.cores_bytes
+
+    def _ask(self, submit: Callable[[int], None]) -> None:
+        self.number += 1
+        submit(self.number & 0xFFFFFFFF)
+
+    def _count(self) -> Transfers | RecordedCalls:
+        """What is raised by a call now."""
+        return self.transfers if self.recorded is None else self.recorded
 
     def _most_rows(self, task: Task, element_bytes: int) -> int:
         """Rows of a call for which there is memory, at least 1."""
@@ -170,7 +228,7 @@ class Crossing:
         of_output = self.output.numel() // (max(1, sum(task.widths)) * element_bytes * self.cores.ranks)
         return max(1, min(of_input, of_output))
 
-    def _push(self, tensors: Sequence[torch.Tensor], number: int) -> list[int]:
+    def _push(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Bring them into host memory one behind the other, the last with the flag, and return the addresses of the first rank's."""
         addresses, end = [], self.input.data_ptr()
         most = end + self.input.numel()
@@ -181,10 +239,10 @@ class Crossing:
                     f"an input of {of_all} bytes at {most - end} bytes from the end of the place for inputs"
                 )
             flag = self.arrived if place == len(tensors) else 0
-            self.side.push(tensor.contiguous(), end + self.rank * tensor.nbytes, flag, number)
+            self.side.push(tensor.contiguous(), end + self.rank * tensor.nbytes, flag)
             addresses.append(end)
             end += -(-of_all // FLAG_BYTES) * FLAG_BYTES
-            self.transfers.device_to_host_bytes += tensor.nbytes
+            self._count().device_to_host_bytes += tensor.nbytes
         return addresses
 
     def _chosen_bytes(self) -> int:

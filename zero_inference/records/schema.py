@@ -111,7 +111,9 @@ class Measured:
     )
     transfers: MovedPerStep = key("byte", "bytes moved per decode step, all ranks, counted", required="when measured")
     decode_weights_gb_per_s: float | None = key(
-        "GB/s", "`weight_bytes` for each decode step / decode latency; null when G = 1", "decode_weights_gbps"
+        "GB/s",
+        "`weight_bytes` for each decode step / decode latency; null when G = 1, and for a mixture, of which a step reads some experts only",
+        "decode_weights_gbps",
     )
     limit: Limit = key(
         "", "the roofline of the decode on this machine, and the share reached", required="when measured"
@@ -147,6 +149,20 @@ class CoresUse:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """Whether decode steps are one CUDA graph, and how it compared with launching kernel by kernel; null where it was not tried."""
+
+    unused_because: str | None = key("", "why it is not used; null if it is")
+    difference: float | None = key(
+        "share",
+        "largest relative difference of logits, keys and values of one step that was computed both ways",
+        default=None,
+    )
+    graph_s: float | None = key("s", "of that step as a graph", default=None)
+    launched_s: float | None = key("s", "of that step launched kernel by kernel", default=None)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamPlacement:
     """What the stream engine placed where."""
 
@@ -163,6 +179,7 @@ class StreamPlacement:
     cores: CoresUse | None = key(
         "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
     )
+    decode_graph: DecodeGraph | None = key("", "a decode step as one CUDA graph", default=None)
 
 
 @dataclass(frozen=True, slots=True)
