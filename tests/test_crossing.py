@@ -107,6 +107,17 @@ def test_several_inputs_lie_one_behind_the_other_and_the_last_one_raises_the_fla
         calls.meet([torch.empty(2048)], torch.empty(4), submit)
 
 
+def test_the_device_works_between_input_and_output(meet):
+    calls, _ = meet(4096, 4096)
+
+    def meanwhile():
+        assert word(calls.arrived).value == calls.number, "behind the input"
+        word(calls.done).value = calls.number  # and before the output, which nothing else lets through
+
+    calls.meet([torch.randn(3)], torch.empty(4), lambda addresses, number: None, meanwhile)
+    assert word(calls.done).value == calls.number == 1
+
+
 def test_attention_and_products_share_one_meeting(meet):
     """Over a cache in host memory the logits are those of transformers, with products of the same threads in between."""
     model, ids = small_model("llama"), prompts(3, 40)

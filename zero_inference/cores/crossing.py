@@ -24,12 +24,15 @@ class HostCalls:
         self.cores, self.transfers = cores, transfers
         transfers.cores_counts = cores.chosen_bytes
 
-    def __call__(self, task: Task, x: torch.Tensor, choice: Choice | None = None) -> list[torch.Tensor]:
-        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's."""
+    def __call__(
+        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
+        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; then `meanwhile`."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
         self.cores.run(task, x, out, choice and Choice(*(tensor.contiguous() for tensor in choice)))
         self.transfers.cores_bytes += task.nbytes
+        meanwhile()
         return _split(out, x.shape[0], task.widths)
 
     def close(self) -> None:
@@ -57,8 +60,13 @@ class Crossing:
         flags = cores.flags.data_ptr()
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED, DONE, STOP))
 
-    def __call__(self, task: Task, x: torch.Tensor, choice: Choice | None = None) -> list[torch.Tensor]:
+    def __call__(
+        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
         """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; on the device, when its stream comes there.
+
+        Args:
+            meanwhile: asks the device for what it computes while the cores multiply; only with a choice.
 
         Raises:
             ValueError: a choice for more rows than there is memory for.
@@ -78,21 +86,29 @@ class Crossing:
             extra = () if choice is None else choice.extra(*chosen)
             self.cores.submit(task, x.shape[0], source, self.output.data_ptr(), number, extra)
 
-        self.meet([x, *(choice or ())], out, submit)
+        self.meet([x, *(choice or ())], out, submit, meanwhile)
         self.chose |= choice is not None
         self.transfers.cores_bytes += task.nbytes
         return _split(out, x.shape[0], task.widths)
 
-    def meet(self, inputs: Sequence[torch.Tensor], out: torch.Tensor, submit: Callable[[list[int], int], None]) -> None:
+    def meet(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        submit: Callable[[list[int], int], None],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Bring `inputs` to the cores and their output to `out`, in the order of the stream.
 
         Args:
             submit: asks the cores for the call, given the addresses of the inputs in host memory and the call's number; its output
                 goes to `output`.
+            meanwhile: asks the device for what stands between input and output in its stream.
         """
         self.number += 1
         number = self.number & 0xFFFFFFFF
         submit(self._push(inputs, number), number)
+        meanwhile()
         torch.ops.zero_inference.crossing_pull(out, self.output.data_ptr(), self.done, self.stop, number, self.scratch)
         self.transfers.host_to_device_bytes += out.nbytes
 

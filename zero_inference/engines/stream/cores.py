@@ -14,6 +14,7 @@ from zero_inference.cores.library import best_instructions, load_library, why_un
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.core_blocks import CoreBlock, Workers
 from zero_inference.engines.stream.expert_blocks import ExpertBlock, choice_bytes
+from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
 from zero_inference.engines.stream.store import BlockStore
@@ -157,15 +158,16 @@ def place_on_cores(
                 f"--cpu-compute {config.cpu_compute}: less than half of a block of {job.spec.name}, and blocks are not divided; use a "
                 "larger share, or --cpu-compute off."
             )
-        return residency, CoresPlan(cpus, config.cpu_share, job.rank_batch, rates, can_attend, kv_bytes)
+        plan = CoresPlan(cpus, config.cpu_share, job.rank_batch, rates, can_attend, kv_bytes)
+        return residency.with_budget_used(), plan
     if rates is None:
         return residency, "there was no memory to measure them"
-    best = best_split(residency, rates, kv_bytes, can_attend)
+    best = best_split(residency.with_shares_computed(1.0, 0.0), rates, kv_bytes, can_attend)
     if not (best.of_experts or best.of_others or best.attends):
         return residency, (
             f"they would hardly help: {rates.cores_gb_per_s:.1f} GB/s beside a link at {rates.link_gb_per_s:.1f} GB/s"
         )
-    residency = residency.with_shares_computed(best.of_experts, best.of_others)
+    residency = residency.with_shares_computed(best.of_experts, best.of_others).with_budget_used()
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, CoresPlan(cpus, share, job.rank_batch, rates, best.attends, kv_bytes, automatic=True)
 
@@ -197,6 +199,7 @@ class CoreTeam:
         self.dtype, self.few_rows = job.spec.dtype, plan.few_rows
         self.python_cpus: set[int] | None = None  # where this thread could run before
         device = job.ranks.device
+        self.experts = ExpertCache(residency, store, scheme, device, transfers) if residency.expert_slots else None
         if not job.on_gpu:
             self.cores = Cores(plan.cpus, spin_us=0)
             self.calls: HostCalls | Crossing = HostCalls(self.cores, transfers)
@@ -217,7 +220,8 @@ class CoreTeam:
         block, layout = self.residency.blocks[index], self.residency.layouts[index]
         workers = Workers(self.cores, self.calls, self.scheme, self.few_rows)
         if block.experts is not None:
-            return ExpertBlock(block, layout, self.store.buffers[index], workers, self.dtype)
+            slots = None if self.experts is None else self.experts.slots.get(index)
+            return ExpertBlock(block, layout, self.store.buffers[index], workers, self.dtype, slots)
         return CoreBlock(block, module, layout, self.store.buffers[index], workers)
 
     def meeting(self) -> CoresMeeting:
@@ -227,6 +231,8 @@ class CoreTeam:
     def close(self) -> None:
         """Wait for the calls under way, and end the threads."""
         self.calls.close()
+        if self.experts is not None:
+            self.experts.close()
         if self.python_cpus is not None:
             os.sched_setaffinity(0, self.python_cpus)
             self.python_cpus = None

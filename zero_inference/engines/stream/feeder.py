@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.balance import Balance
-from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.blocks import Block, names_of
 from zero_inference.engines.stream.core_blocks import CoreBlock
 from zero_inference.engines.stream.cores import CoreTeam
 from zero_inference.engines.stream.expert_blocks import ExpertBlock
-from zero_inference.engines.stream.forwards import codes_forward, tokens_of
+from zero_inference.engines.stream.forwards import chosen_of, codes_forward, tokens_of
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.ring import BlockRing
 from zero_inference.engines.stream.store import BlockStore
@@ -55,7 +55,7 @@ class BlockFeeder:
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
         self.layouts = residency.layouts
-        self.timeline = Timeline(streams, _names(residency.blocks))
+        self.timeline = Timeline(streams, names_of(residency.blocks))
         self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
         self.ring = None
         if residency.in_host_memory:
@@ -63,6 +63,7 @@ class BlockFeeder:
                 store, residency.in_host_memory, residency.depth, ranks, streams, transfers, self.timeline, group
             )
         self.few_rows = 0 if team is None else team.few_rows
+        self.experts = None if team is None else team.experts
         self.few: bool | None = None  # whether this pass is of few tokens; None before the first one
         self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
@@ -114,7 +115,7 @@ class BlockFeeder:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
             self.hooks += [
-                module.register_forward_pre_hook(self._before(index)),
+                module.register_forward_pre_hook(self._before(index), with_kwargs=True),
                 module.register_forward_hook(self._after(index)),
             ]
 
@@ -203,6 +204,8 @@ class BlockFeeder:
         few = tokens <= self.few_rows and self.core_blocks.keys() <= self.known
         self._place_anew(few)
         was_few, self.few = self.few, few and bool(self.core_blocks)
+        if self.experts is not None:
+            self.experts.pass_begins(self.few)
         if self.ring is None:
             return
         of_few, of_many = self.residency.fetched, self.residency.in_host_memory
@@ -215,12 +218,14 @@ class BlockFeeder:
     def _before(self, index: int):
         layout, resident = self.layouts[index], index in self.store.resident
 
-        def begin(module, args) -> None:
+        def begin(module, args, kwargs) -> None:
             if self._by_cores(index):
                 self.timeline.block_begins(index)
                 return
             slot = None if resident else self.ring.acquire(index)
             self.timeline.block_begins(index)
+            if self.experts is not None and slot is not None:
+                self.experts.seen(index, chosen_of(args, kwargs), self.ring.buffer_in(index, slot))
             if layout.workspace_bytes:
                 buffer = self.store.buffers[index] if resident else self.ring.buffer_in(index, slot)
                 self.workspace[: layout.plain_bytes].copy_(buffer[: layout.plain_bytes])
@@ -284,10 +289,3 @@ class BlockFeeder:
     def _holds_slot(self, index: int) -> bool:
         """Whether the block's slot is in use until its end in this pass."""
         return not self.layouts[index].workspace_bytes or (self._has_codes_only(index) and bool(self.fused[index]))
-
-
-def _names(blocks) -> list[str]:
-    """For the trace; none where each block is a layer."""
-    if not any(block.module for block in blocks):
-        return []
-    return [f"layer {block.layer} {block.module}".strip() for block in blocks]

@@ -1,4 +1,4 @@
-"""What modules compute in place of their own `forward`, and how many tokens a call of the decoder has."""
+"""What modules compute in place of their own `forward`, and what a call says: how many tokens, and which experts they chose."""
 
 from __future__ import annotations
 
@@ -42,3 +42,8 @@ def tokens_of(args: tuple, kwargs: dict[str, Any]) -> int:
         if torch.is_tensor(value) and value.dim() >= 2:
             return value.shape[0] * value.shape[1]
     return sys.maxsize  # called in a way that is not known: computed as a long pass is, which is always right
+
+
+def chosen_of(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The numbers of the experts that tokens chose, in a call of a module of experts; None where they are not found."""
+    return args[1] if len(args) > 1 else kwargs.get("top_k_index")

@@ -33,7 +33,8 @@ def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_atten
         kv_bytes: keys and values in host memory that a step reads.
         can_attend: whether the cores could read them.
     """
-    alone = Split(0.0, 0.0, False, (residency.host_bytes + kv_bytes) / (rates.link_alone_gb_per_s * 1e9))
+    sent = residency.host_bytes - residency.expert_budget + kv_bytes  # without cores whole layers stay in that memory
+    alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = [_balanced(residency, rates, kv_bytes, attends) for attends in (False, True)[: 1 + can_attend]]
     best = min(found, key=lambda split: split.step_s)
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
