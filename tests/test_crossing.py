@@ -9,11 +9,14 @@ import pytest
 import torch
 from test_attended_cache import prompts, small_model
 from test_cores import error, plain, random
+from test_cores_experts import EXPERTS, HIDDEN, Mixture, a_choice
 from transformers import DynamicCache
 
 from zero_inference.cores import crossing
+from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES, FLAGS, Cores, Stage
 from zero_inference.cores.crossing import Crossing
+from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, add_experts, elsewhere
 from zero_inference.kv_cache.attended import AttendedCache
 from zero_inference.kv_cache.diverted import divert_attention
 from zero_inference.kv_cache.meetings import CoresMeeting
@@ -116,6 +119,24 @@ def test_the_device_works_between_input_and_output(meet):
 
     calls.meet([torch.randn(3)], torch.empty(4), lambda addresses, number: None, meanwhile)
     assert word(calls.done).value == calls.number == 1
+
+
+def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(meet):
+    """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
+    mixture, use = Mixture.random(torch.float32, 8), torch.zeros(FIRST_USE + EXPERTS, dtype=torch.int64)
+    calls, _ = meet(1 << 14, 1 << 14)
+    task = add_experts(calls.cores, mixture.experts, "silu", torch.float32, use)
+    calls.cores.reserve(task, 5, 3)
+    for rows in (1, 5):
+        x, choice = torch.randn(rows, HIDDEN), a_choice(rows, 3)
+        there, of_device = choice.experts < 2, []
+        numbers = torch.where(there, elsewhere(choice.experts), choice.experts)
+        on_device = Choice(choice.experts, choice.weights.masked_fill(~there, 0))
+        (out,) = calls(
+            task, x, Choice(numbers, choice.weights), lambda: of_device.append(mixture.expected(x, on_device))
+        )
+        assert error(out + of_device[0], mixture.expected(x, choice)) < 1e-5
+    assert use[CHOICES] == 3 * 6 and use[HITS] == use[FIRST_USE : FIRST_USE + 2].sum()
 
 
 def test_attention_and_products_share_one_meeting(meet):

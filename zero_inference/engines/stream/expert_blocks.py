@@ -68,7 +68,7 @@ class ExpertBlock:
         of_device: list[torch.Tensor] = []
         choice = Choice(torch.where(where < 0, numbers, elsewhere(numbers)), weights)
         (out,) = self.calls(self.task, x, choice, lambda: of_device.append(slots.products(x, where, weights)))
-        return out.float() + of_device[0]
+        return of_device[0].add_(out)  # in float32
 
     def ends(self) -> None:
         """The block was called to its end; nothing is kept from call to call."""

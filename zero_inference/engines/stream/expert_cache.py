@@ -54,7 +54,7 @@ class _Weights:
     def take(self, experts: torch.Tensor, buffer: torch.Tensor) -> None:
         """Fill the slots with `experts`, int64 [slots], out of the block in `buffer` on the device."""
         for kept, piece in zip(self.kept, self.pieces):
-            torch.index_select(self._by_expert(piece, buffer), 0, experts, out=kept)
+            torch.index_select(_words(self._by_expert(piece, buffer)), 0, experts, out=_words(kept))
 
     def load(self, expert: int, slot: int) -> None:
         for kept, waiting in zip(self.kept, self.waiting):
@@ -67,6 +67,11 @@ class _Weights:
             return linear_indexed(x, self.kept[0].view(-1, self.rows, self.columns), slot)
         codes, scale, minimum = self.kept
         return linear_groups_indexed(x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot)
+
+
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as words of 8 bytes where they are whole ones: a kernel that gathers rows takes an element at a time."""
+    return rows if rows.shape[1] * rows.element_size() % 8 else rows.view(torch.int64)
 
 
 class ExpertSlots:
@@ -138,7 +143,7 @@ class ExpertSlots:
             gate, up = up[0], [gate]
         hidden = ACTIVATIONS[form.activation](gate)
         out = self.last.times(hidden * up[0] if up else hidden, slot, self.scheme)
-        return (out.view(tokens, k, -1).float() * weights.float().unsqueeze(-1)).sum(1)
+        return (out.view(tokens, k, -1) * weights.float().unsqueeze(-1)).sum(1)  # products in float32
 
 
 class ExpertCache:
@@ -225,9 +230,9 @@ class ExpertCache:
 
     def _look(self) -> None:
         """Choose experts that are worth a place, and send for them into the places of others, which are in no table from now on."""
-        self.known = self.known or self.asked.query()
         if not self.known:
-            return
+            self.asked.synchronize()  # some tokens ago: the host, which reads each of them, does not wait here
+            self.known = True
         for slots, uses in zip(self.all, self.uses_on_host):
             now = slots.use.clone()
             uses.copy_(decayed(uses, PERIOD_PASSES) + (now - slots.counted)[FIRST_USE:])

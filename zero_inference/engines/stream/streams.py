@@ -29,10 +29,6 @@ class HostEvent:
     def synchronize(self) -> None:
         """Nothing to wait for: what was asked of a CPU is done."""
 
-    def query(self) -> bool:
-        """Whether it has come."""
-        return True
-
 
 class HostStream:
     """The order of calls on a CPU."""
