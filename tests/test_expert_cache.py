@@ -77,7 +77,7 @@ class Watched:
             if not self.feeder.few:
                 self.long[index] = Counter(chosen)
                 return
-            table = slots.table[:-1].tolist()
+            table = slots.table[: slots.experts.number].tolist()
             for weights in (slots.first, slots.last):
                 for expert, slot in enumerate(table):
                     for own, waiting in zip(weights.kept, weights.waiting):
@@ -101,7 +101,7 @@ def test_ids_are_those_of_transformers_whatever_is_kept(family, slots, mixtures,
         monkeypatch.setattr(expert_cache, "exchanges", exchange)
         monkeypatch.setattr(expert_cache, "PERIOD_PASSES", period)
         loaded, spec, ranks = kept(family, slots)
-        assert {each.numbers.numel() for each in cache_of(loaded).all} == {slots}
+        assert {each.numbers.numel() for each in cache_of(loaded).blocks} == {slots}
         found = generate(loaded, spec, ranks, loops=3)
         assert torch.equal(found.output_ids, mixtures(family)[1]), exchange.__name__
         use = found.loops[-1].experts
@@ -148,7 +148,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, monkeypatch):
     watched, transfers = Watched(loaded), loaded.transfers
     found = generate(loaded, spec, ranks, loops=1).loops[0]
     counts = transfers.expert_counts()
-    layers = len(watched.cache.all)
+    layers = len(watched.cache.blocks)
     k = feeder_of(loaded).residency.blocks[next(iter(watched.cache.slots))].experts.chosen
     assert counts.choices == watched.choices == layers * BATCH * k * (GEN - 1)
     assert counts.hits == watched.hits and 0 < counts.hits < counts.choices
@@ -158,7 +158,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, monkeypatch):
     assert found.moved.cores_bytes_per_step == watched.missed_bytes / (GEN - 1), "all other blocks stay on the device"
     assert found.moved.host_to_device_bytes_per_step == found.experts.loaded_bytes_per_step
     looks = (GEN - 1) // 2
-    assert counts.loaded_bytes == looks * sum(slots.expert_bytes for slots in watched.cache.all)
+    assert counts.loaded_bytes == looks * sum(slots.expert_bytes for slots in watched.cache.blocks)
 
 
 def test_a_long_pass_keeps_what_its_tokens_chose_most(kept):
@@ -167,10 +167,10 @@ def test_a_long_pass_keeps_what_its_tokens_chose_most(kept):
     generate(loaded, spec, ranks, gen_len=2, loops=1)
     for index, slots in watched.cache.slots.items():
         used = watched.long[index]
-        inside = [expert for expert, slot in enumerate(slots.table[:-1].tolist()) if slot >= 0]
+        inside = [expert for expert, slot in enumerate(slots.table[: slots.experts.number].tolist()) if slot >= 0]
         assert len(inside) == 3
         assert sum(used[expert] for expert in inside) == sum(count for _, count in used.most_common(3))
-        assert slots.uses[:-1].tolist() == [used[expert] for expert in range(8)]
+        assert slots.uses[: slots.experts.number].tolist() == [used[expert] for expert in range(8)]
 
 
 def test_what_is_used_more_comes_in_and_a_pass_may_break_off(mixtures, kept, monkeypatch):  # noqa: F811
@@ -178,8 +178,8 @@ def test_what_is_used_more_comes_in_and_a_pass_may_break_off(mixtures, kept, mon
     loaded, spec, ranks = kept("mixtral", 1)
     generate(loaded, spec, ranks, loops=1)
     cache = cache_of(loaded)
-    slots = cache.all[0]
-    (before,) = (slots.table[:-1] >= 0).nonzero().view(-1).tolist()
+    slots = cache.blocks[0]
+    (before,) = (slots.table[: slots.experts.number] >= 0).nonzero().view(-1).tolist()
     wanted = (before + 1) % slots.experts.number
     cache.uses_on_host[0].zero_()
     slots.use[expert_cache.FIRST_USE + wanted] += 50  # as if the cores had counted them
@@ -203,7 +203,7 @@ def test_device_memory_is_taken_as_planned(kept):
     for bits in FORMS:
         loaded, _, _ = kept("qwen2_moe", 2, bits)
         residency, cache = feeder_of(loaded).residency, cache_of(loaded)
-        assert sum(slots.nbytes for slots in cache.all) == residency.expert_slot_bytes > 0
+        assert sum(slots.nbytes for slots in cache.blocks) == residency.expert_slot_bytes > 0
         resident = sum(feeder_of(loaded).store.buffers[index].nbytes for index in residency.resident)
         assert resident + residency.expert_slot_bytes == residency.resident_bytes <= residency.kept_bytes
         assert loaded.facts["stream"]["resident_bytes"] == residency.resident_bytes

@@ -78,9 +78,9 @@ class ExpertSlots:
     """Those of one block.
 
     Attributes:
+        table: int64 [experts + 1 or more] on the device: the slot of each expert, or -1; what stands for no expert is behind them.
+        uses: float32, of the same shape, on the device: decayed, as of the last pass of many tokens.
         use: what the cores count, see `cores.experts.add_experts`.
-        table: int64 [experts + 1] on the device: the slot of each expert, or -1; the last is what stands for no expert.
-        uses: float32 [experts + 1] on the device, decayed, as of the last pass of many tokens.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class ExpertSlots:
         scheme: GroupQuantization | None,
         table: torch.Tensor,
         uses: torch.Tensor,
+        use: torch.Tensor,
     ):
-        self.experts, self.scheme, self.table, self.uses = experts, scheme, table, uses
+        self.experts, self.scheme = experts, scheme
+        self.table, self.uses, self.use = table, uses, use
         self.first, self.last = (
             _Weights(layout, name, experts.number, count, buffer, table.device)
             for name in (experts.first, experts.last)
         )
-        self.use = torch.zeros(FIRST_USE + experts.number, dtype=torch.int64)
-        self.counted = self.use.clone()  # at the last look
         self.numbers = torch.arange(count, device=table.device)
 
     @property
@@ -116,7 +116,7 @@ class ExpertSlots:
         if chosen is not None:
             flat = chosen.reshape(-1).to(torch.int64)
             self.uses.scatter_add_(0, flat, self.uses.new_ones(1).expand_as(flat))
-        most_used = self.uses[:-1].topk(self.numbers.numel()).indices
+        most_used = self.uses[: self.experts.number].topk(self.numbers.numel()).indices
         self.first.take(most_used, buffer)
         self.last.take(most_used, buffer)
         self.table.fill_(-1)
@@ -165,21 +165,23 @@ class ExpertCache:
         self.copy_stream = self.streams.stream()
         counts = residency.expert_slots
         forms = {index: residency.blocks[index].experts for index in counts}
-        lengths = [form.number + 1 for form in forms.values()]
-        self.tables = torch.full((sum(lengths),), -1, dtype=torch.int64, device=device)
-        self.uses = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
-        pinned = self.streams.on_gpu
-        self.host_tables = host_empty(self.tables.shape, torch.int64, pinned).fill_(-1)
-        self.host_uses = host_empty(self.uses.shape, torch.float32, pinned).zero_()
-        views = (whole.split(lengths) for whole in (self.tables, self.uses, self.host_tables, self.host_uses))
-        tables, uses, host_tables, host_uses = views
-        self.tables_on_host = [each[:-1] for each in host_tables]
-        self.uses_on_host = [each[:-1] for each in host_uses]
+        numbers = [form.number for form in forms.values()]
+        # a row each for a block; its last column, or those behind its experts, stand for none
+        shape, pinned = (len(numbers), max(numbers) + 1), self.streams.on_gpu
+        self.tables = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.uses = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.host_tables = host_empty(shape, torch.int64, pinned).fill_(-1)
+        self.host_uses = host_empty(shape, torch.float32, pinned).zero_()
+        self.use = torch.zeros(len(numbers), FIRST_USE + shape[1], dtype=torch.int64)
+        self.counted = self.use.clone()  # at the last look
+        self.tables_on_host = [row[:number] for row, number in zip(self.host_tables, numbers)]
+        self.uses_on_host = [row[:number] for row, number in zip(self.host_uses, numbers)]
         self.slots = {
-            index: ExpertSlots(form, residency.layouts[index], counts[index], store.buffers[index], scheme, *of_device)
-            for (index, form), of_device in zip(forms.items(), zip(tables, uses))
+            index: ExpertSlots(form, residency.layouts[index], counts[index], store.buffers[index], scheme, *rows)
+            for (index, form), rows in zip(forms.items(), zip(self.tables, self.uses, self.use))
         }
-        self.all = list(self.slots.values())
+        self.blocks = list(self.slots.values())
+        self.sizes = [slots.expert_bytes for slots in self.blocks]
         self.loaded_bytes = 0
         self.passes = 0  # of few tokens, since the last of many
         self.asked: Any = None  # event behind the copies of what the host wants to know
@@ -210,46 +212,43 @@ class ExpertCache:
 
     def counts(self) -> ExpertCounts:
         """So far, of passes of few tokens."""
-        choices = sum(int(slots.use[CHOICES]) for slots in self.all)
-        hits = sum(int(slots.use[HITS]) for slots in self.all)
-        saved = sum(int(slots.use[UNREAD]) * slots.expert_bytes for slots in self.all)
-        return ExpertCounts(choices, hits, saved, self.loaded_bytes)
+        choices, hits, unread = self.use[:, [CHOICES, HITS, UNREAD]].unbind(1)
+        saved = sum(count * size for count, size in zip(unread.tolist(), self.sizes))
+        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved, self.loaded_bytes)
 
     def close(self) -> None:
         """Let go of the slots; nothing may be under way."""
         self.transfers.expert_counts = None
         self.slots.clear()
-        self.all.clear()
+        self.blocks.clear()
 
     def _ask(self) -> None:
         self.host_tables.copy_(self.tables, non_blocking=True)
         self.host_uses.copy_(self.uses, non_blocking=True)
         self.asked = self.streams.recorded(self.streams.current())
-        for slots in self.all:
-            slots.counted.copy_(slots.use)
+        self.counted.copy_(self.use)
 
     def _look(self) -> None:
         """Choose experts that are worth a place, and send for them into the places of others, which are in no table from now on."""
         if not self.known:
             self.asked.synchronize()  # some tokens ago: the host, which reads each of them, does not wait here
             self.known = True
-        for slots, uses in zip(self.all, self.uses_on_host):
-            now = slots.use.clone()
-            uses.copy_(decayed(uses, PERIOD_PASSES) + (now - slots.counted)[FIRST_USE:])
-            slots.counted = now
-        found = exchanges(self.uses_on_host, self.tables_on_host, [slots.expert_bytes for slots in self.all])
+        now = self.use.clone()
+        self.host_uses.copy_(decayed(self.host_uses, PERIOD_PASSES) + (now - self.counted)[:, FIRST_USE:])
+        self.counted = now
+        found = exchanges(self.uses_on_host, self.tables_on_host, self.sizes)
         if not found:
             return
         for cache, _, slot in found:
             table = self.tables_on_host[cache]
             gone = int((table == slot).nonzero())
-            table[gone] = self.all[cache].table[gone] = -1
+            table[gone] = self.blocks[cache].table[gone] = -1
         self.copy_stream.wait_event(self.streams.recorded(self.streams.current()))
         with self.streams.on(self.copy_stream):
             for cache, expert, slot in found:
-                self.all[cache].load(expert, slot)
-                self.loaded_bytes += self.all[cache].expert_bytes
-                self.transfers.host_to_device_bytes += self.all[cache].expert_bytes
+                self.blocks[cache].load(expert, slot)
+                self.loaded_bytes += self.sizes[cache]
+                self.transfers.host_to_device_bytes += self.sizes[cache]
         self.pending, self.copied = found, self.streams.recorded(self.copy_stream)
 
     def _install(self) -> None:
@@ -258,5 +257,5 @@ class ExpertCache:
             return
         self.streams.current().wait_event(self.copied)
         for cache, expert, slot in self.pending:
-            self.tables_on_host[cache][expert] = self.all[cache].table[expert] = slot
+            self.tables_on_host[cache][expert] = self.blocks[cache].table[expert] = slot
         self.pending = []
