@@ -208,6 +208,8 @@ def test_device_memory_is_taken_as_planned(kept):
         assert resident + residency.expert_slot_bytes == residency.resident_bytes <= residency.kept_bytes
         assert loaded.facts["stream"]["resident_bytes"] == residency.resident_bytes
         assert loaded.facts["stream"]["expert_slots"] == 2
+        layers = [loaded.facts["stream"][f"{kind}_layers"] for kind in ("resident", "streamed")]
+        assert layers == [2, 2], "of four, every other one has experts, which wait in host memory"
         layer = next(iter(cache.slots))
         assert cache.slots[layer].expert_bytes * residency.blocks[layer].experts.number == sum(
             piece.nbytes for stored in residency.layouts[layer].parameters for piece in stored.pieces

@@ -172,10 +172,11 @@ def _kept_experts(residency: Residency) -> dict[str, Any]:
 def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     """What the record says of where the weights are."""
     residency = plan.residency
+    streamed = residency.layers_of(residency.in_host_memory)
     facts: dict[str, Any] = {
         "stream": {
-            "resident_layers": len(residency.layers_of(residency.resident)),
-            "streamed_layers": len(residency.layers_of(residency.in_host_memory)),
+            "resident_layers": residency.layers - len(streamed),
+            "streamed_layers": len(streamed),
             "ring_depth": residency.depth,
             "slot_bytes": residency.slot_bytes,
             "resident_bytes": residency.resident_bytes,
