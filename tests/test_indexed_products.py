@@ -60,6 +60,7 @@ def test_each_row_meets_its_weight(bits, group_size, dtype, monkeypatch):
     assert torch.equal(out, linear_indexed(case.x, case.plain, case.slot))
     assert torch.equal(out, torch.ops.zero_inference.linear_groups_indexed(*case.arguments))
     monkeypatch.setattr(indexed, "GATHERED_BYTES", 2 * 37 * 4 * group_size * dtype.itemsize)  # two rows at a time
+    case.x.requires_grad_()  # nothing here has a gradient; a caller may not have said so
     case.check(linear_groups_indexed(*case.arguments))
     case.check(linear_indexed(case.x, case.plain, case.slot))
 

@@ -23,6 +23,7 @@ SCHEMA = (
 )
 
 
+@torch.no_grad()
 def linear_indexed(x: Tensor, weight: Tensor, slot: Tensor) -> Tensor:
     """Each row of `x` times one of the weights, with PyTorch alone.
 
