@@ -29,15 +29,16 @@ def word(address: int) -> ctypes.c_uint32:
     return ctypes.c_uint32.from_address(address)
 
 
-def push(tensor, target, flag, number, scratch) -> None:
+def push(tensor, target, flag, scratch) -> None:
     ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
     if flag:
-        word(flag).value = number
+        scratch[2] += 1
+        word(flag).value = int(scratch[2])
 
 
-def pull(out, source, flag, stop, number, scratch) -> None:
+def pull(out, source, flag, stop, scratch) -> None:
     limit = time.monotonic() + 20
-    while word(flag).value != number:
+    while word(flag).value != int(scratch[2]) & 0xFFFFFFFF:
         assert time.monotonic() < limit, "the cores did not answer"
         time.sleep(1e-4)
     ctypes.memmove(out.data_ptr(), source, out.nbytes)
@@ -80,11 +81,9 @@ def test_numbers_go_on_behind_32_bits(meet):
     weight = random(ROWS, COLUMNS)
     calls, _ = meet(4 * COLUMNS, 4 * ROWS)
     task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
-    calls.number = 2**31 - 2
-    for flag in (calls.arrived, calls.done):
-        word(flag).value = calls.number
     for start in (2**31 - 2, 2**32 - 2):
         calls.number = start
+        calls.scratch[2] = ctypes.c_int32(start).value
         for flag in (calls.arrived, calls.done):
             word(flag).value = start & 0xFFFFFFFF
         for _ in range(4):
@@ -114,7 +113,7 @@ def test_the_device_works_between_input_and_output(meet):
     calls, _ = meet(4096, 4096)
 
     def meanwhile():
-        assert word(calls.arrived).value == calls.number, "behind the input"
+        assert word(calls.arrived).value == calls.number == 1, "behind the input"
         word(calls.done).value = calls.number  # and before the output, which nothing else lets through
 
     calls.meet([torch.randn(3)], torch.empty(4), lambda addresses, number: None, meanwhile)
@@ -137,6 +136,36 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
         )
         assert error(out + of_device[0], mixture.expected(x, choice)) < 1e-5
     assert use[CHOICES] == 3 * 6 and use[HITS] == use[FIRST_USE : FIRST_USE + 2].sum()
+
+
+def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatch):
+    weight, graph = random(ROWS, COLUMNS), []
+    calls, transfers = meet(4 * COLUMNS, 4 * ROWS)
+    task = calls.cores.add_block([Stage([plain(weight)])], torch.float32)
+    calls.cores.reserve(task, 1)
+    x = torch.randn(1, COLUMNS)
+    (expected,) = calls(task, x)
+    one = transfers.snapshot()
+    with monkeypatch.context() as recorder, calls.recording() as recorded:  # a graph's kernels do not run yet
+        for name, kernel in (("crossing_push", push), ("crossing_pull", pull)):
+            recorder.setattr(
+                torch.ops.zero_inference, name, lambda *args, kernel=kernel: graph.append(lambda: kernel(*args))
+            )
+        outs = [calls(task, x)[0] for _ in range(3)]
+    assert transfers.snapshot() == one and len(recorded.submits) == 3
+    for launches in (1, 2):
+        x.normal_()
+        calls.ask_again(recorded)
+        for kernel in graph:
+            kernel()
+        assert all(error(out, x.double() @ weight.double().T) < 1e-6 for out in outs)
+        assert transfers.snapshot() == tuple((1 + 3 * launches) * counted for counted in one)
+        (found,) = calls(task, x)  # and others go on in between
+        assert torch.equal(found, outs[0])
+        transfers.host_to_device_bytes -= found.nbytes
+        transfers.device_to_host_bytes -= x.nbytes
+        transfers.cores_bytes -= task.nbytes
+    assert not torch.equal(expected, outs[0])
 
 
 def test_attention_and_products_share_one_meeting(meet):

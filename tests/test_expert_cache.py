@@ -121,6 +121,17 @@ def test_codes_give_the_ids_of_the_dequantized_weights(family, bits, mixtures, k
     assert torch.equal(found.output_ids, by_device) and found.loops[-1].experts.loaded_bytes_per_step > 0
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_a_decode_step_that_is_repeated_as_a_graph_finds_what_has_changed(family, mixtures, kept, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(expert_cache, "exchanges", rotating)
+    monkeypatch.setattr(expert_cache, "PERIOD_PASSES", 2)
+    loaded, spec, ranks = kept(family, 2, decode_graph="on")
+    found = generate(loaded, spec, ranks)
+    assert loaded.facts["stream"]["decode_graph"].unused_because is None
+    assert torch.equal(found.output_ids, mixtures(family)[1])
+    assert found.loops[-1].experts.loaded_bytes_per_step > 0 and 0 < found.loops[-1].experts.hit_rate < 1
+
+
 def test_with_all_experts_kept_the_cores_read_none(mixtures, kept):  # noqa: F811
     """Of three layers' experts one's are the cores', with room for all of these; then another's stay on the device as a whole."""
     loaded, spec, ranks = kept("qwen3_moe", 7, share="0.3")

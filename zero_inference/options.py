@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from zero_inference.config import (
+    DECODE_GRAPH,
     DEFAULTS,
     DTYPES,
     ENGINES,
@@ -133,6 +134,12 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="stream engine: host cores that multiply (default: the physical ones near the GPU, less one; without a GPU all)",
+    )
+    engine.add_argument(
+        "--decode-graph",
+        choices=DECODE_GRAPH,
+        help="stream engine, where a decode step fetches nothing: launch it as one CUDA graph; auto: if that is faster and "
+        "gives the same results (default: %(default)s)",
     )
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
 

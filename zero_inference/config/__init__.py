@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from zero_inference.config import checks
 from zero_inference.config.choices import (
+    DECODE_GRAPH,
     DEFAULTS,
     DTYPES,
     ENGINES,
@@ -23,6 +24,7 @@ __all__ = [
     "DTYPES",
     "ENGINES",
     "FIELD_NAMES",
+    "DECODE_GRAPH",
     "NORM_KERNELS",
     "PATHS",
     "QUALITY_FIELDS",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zero_inference.config.choices import (
     CPU_COMPUTE,
+    DECODE_GRAPH,
     DEFAULTS,
     DTYPES,
     ENGINES,
@@ -54,6 +55,7 @@ def check_values(choices: Choices) -> None:
         ("dtype", DTYPES),
         ("norm_kernels", NORM_KERNELS),
         ("quant_bits", QUANT_BITS),
+        ("decode_graph", DECODE_GRAPH),
     ):
         value = getattr(choices, name)
         if value not in allowed:

@@ -12,10 +12,11 @@ from typing import Any
 
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
-STREAM_OPTIONS = ("gpu_memory", "ring_depth", "cpu_compute", "cpu_threads")  # which no other engine has
+STREAM_OPTIONS = ("gpu_memory", "ring_depth", "cpu_compute", "cpu_threads", "decode_graph")  # which no other engine has
 LOG_PREFIX = {"deepspeed": "ds"}  # of a log's name, where it is not the engine's
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 NORM_KERNELS = ("auto", "cuda", "off")
+DECODE_GRAPH = ("auto", "on", "off")
 QUANT_BITS = (16, 8, 4)
 CPU_COMPUTE = {"auto": None, "off": 0.0}  # words for a share
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
@@ -101,6 +102,7 @@ class Choices:
     cpu_compute: str = "auto"
     cpu_threads: int | None = None
     ring_depth: int | None = None
+    decode_graph: str = "off"
     trace: str | None = None
     ds_config: str | None = None
     quality: tuple[str, ...] = ()

@@ -2,12 +2,15 @@
 
 `HostCalls` makes a call at once, for a model that computes on the CPU. `Crossing` makes it in the order of a GPU's stream:
 a kernel writes the input into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for
-theirs and reads the output. Python only asks for all of it, and waits for nothing.
+theirs and reads the output. Python only asks for all of it, and waits for nothing. Calls that belong to a CUDA graph are kept when it is
+recorded, and asked for again whenever it is launched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +18,21 @@ from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import ARRIVED, DONE, FLAG_BYTES, STOP, Cores, Task
 from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.transfers import Transfers
+
+
+@dataclass
+class RecordedCalls:
+    """Calls of a graph.
+
+    Attributes:
+        submits: ask the cores for each of them, given its number.
+        host_to_device_bytes, device_to_host_bytes, cores_bytes: of all of them.
+    """
+
+    submits: list[Callable[[int], None]] = field(default_factory=list)
+    host_to_device_bytes: int = 0
+    device_to_host_bytes: int = 0
+    cores_bytes: int = 0
 
 
 class HostCalls:
@@ -35,6 +53,14 @@ class HostCalls:
         meanwhile()
         return _split(out, x.shape[0], task.widths)
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[RecordedCalls]:
+        """Of no effect: a step that is repeated on the CPU makes its calls itself."""
+        yield RecordedCalls()
+
+    def ask_again(self, calls: RecordedCalls) -> None:
+        """See `recording`."""
+
     def close(self) -> None:
         self.transfers.settle()
         self.cores.close()
@@ -51,8 +77,9 @@ class Crossing:
         self.cores, self.transfers = cores, transfers
         self.input = host_empty((input_bytes,), torch.uint8, pinned=True)
         self.output = host_empty((output_bytes,), torch.uint8, pinned=True)
-        self.scratch = torch.zeros(2, dtype=torch.int32, device=device)
-        self.number = 0
+        self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
+        self.number = 0  # of the latest call; the device counts them as well
+        self.recorded: RecordedCalls | None = None
         self.chose = False  # whether a call had a choice
         transfers.cores_counts = self._chosen_bytes
         if cores.flags is None:
@@ -88,7 +115,7 @@ class Crossing:
 
         self.meet([x, *(choice or ())], out, submit, meanwhile)
         self.chose |= choice is not None
-        self.transfers.cores_bytes += task.nbytes
+        self._count().cores_bytes += task.nbytes
         return _split(out, x.shape[0], task.widths)
 
     def meet(
@@ -105,19 +132,46 @@ class Crossing:
                 goes to `output`.
             meanwhile: asks the device for what stands between input and output in its stream.
         """
-        self.number += 1
-        number = self.number & 0xFFFFFFFF
-        submit(self._push(inputs, number), number)
+        addresses = self._push(inputs)
+        if self.recorded is None:
+            self._ask(lambda number: submit(addresses, number))
+        else:
+            self.recorded.submits.append(lambda number: submit(addresses, number))
         meanwhile()
-        torch.ops.zero_inference.crossing_pull(out, self.output.data_ptr(), self.done, self.stop, number, self.scratch)
-        self.transfers.host_to_device_bytes += out.nbytes
+        torch.ops.zero_inference.crossing_pull(out, self.output.data_ptr(), self.done, self.stop, self.scratch)
+        self._count().host_to_device_bytes += out.nbytes
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[RecordedCalls]:
+        """Within it a CUDA graph is recorded: calls are kept, for `ask_again`."""
+        self.recorded = RecordedCalls()
+        try:
+            yield self.recorded
+        finally:
+            self.recorded = None
+
+    def ask_again(self, calls: RecordedCalls) -> None:
+        """Ask the cores for the calls of a graph that is launched next."""
+        for submit in calls.submits:
+            self._ask(submit)
+        self.transfers.host_to_device_bytes += calls.host_to_device_bytes
+        self.transfers.device_to_host_bytes += calls.device_to_host_bytes
+        self.transfers.cores_bytes += calls.cores_bytes
+
+    def _ask(self, submit: Callable[[int], None]) -> None:
+        self.number += 1
+        submit(self.number & 0xFFFFFFFF)
+
+    def _count(self) -> Transfers | RecordedCalls:
+        """What is raised by a call now."""
+        return self.transfers if self.recorded is None else self.recorded
 
     def _most_rows(self, task: Task, element_bytes: int) -> int:
         """Rows of a call for which there is memory, at least 1."""
         of_input = self.input.numel() // (task.columns * element_bytes)
         return max(1, min(of_input, self.output.numel() // (max(1, sum(task.widths)) * element_bytes)))
 
-    def _push(self, tensors: Sequence[torch.Tensor], number: int) -> list[int]:
+    def _push(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Bring them into host memory one behind the other, the last with the flag, and return their addresses."""
         addresses, end = [], self.input.data_ptr()
         most = end + self.input.numel()
@@ -128,10 +182,10 @@ class Crossing:
                     f"an input of {nbytes} bytes at {most - end} bytes from the end of the place for inputs"
                 )
             flag = self.arrived if place == len(tensors) else 0
-            torch.ops.zero_inference.crossing_push(tensor.contiguous(), end, flag, number, self.scratch)
+            torch.ops.zero_inference.crossing_push(tensor.contiguous(), end, flag, self.scratch)
             addresses.append(end)
             end += -(-nbytes // FLAG_BYTES) * FLAG_BYTES
-            self.transfers.device_to_host_bytes += nbytes
+            self._count().device_to_host_bytes += nbytes
         return addresses
 
     def _chosen_bytes(self) -> int:

@@ -6,7 +6,9 @@ that attention computes what it would with transformers' growing cache, without 
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -29,6 +31,14 @@ def check_layer_types(config) -> None:
             f"--kv-offload keeps keys and values, but {config.get_text_config(decoder=True).model_type} has layers of "
             f"type {', '.join(sorted(kinds))}: drop --kv-offload."
         )
+
+
+def attends_to_all(config, length: int) -> bool:
+    """Whether each of `length` positions attends to all before it, in every layer of `config`'s decoder."""
+    text = config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    return kinds <= {"full_attention", "attention"} or (kinds <= KEY_VALUE_LAYERS and bool(window) and window >= length)
 
 
 def key_value_layers(config) -> int:
@@ -120,15 +130,47 @@ class DeviceKVCache(PreallocatedCache):
     """
 
     def __init__(self, config, max_length: int):
+        self.max_length = max_length
         super().__init__(layers=[_DeviceLayer(max_length) for _ in range(key_value_layers(config))])
+
+    @contextlib.contextmanager
+    def writing_at(self, place: torch.Tensor) -> Iterator[None]:
+        """Within it the next token's keys and values go to position `place`, int64 [1] on the device, which is read when that happens;
+        attention is given all positions, and needs a mask. Nobody counts the token: `advance` does."""
+        for layer in self.layers:
+            layer.place = place
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.place = None
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that were written within `writing_at`."""
+        for layer in self.layers:
+            layer.length += tokens
+
+    def at(self, position: int) -> list[torch.Tensor]:
+        """Copies of the keys and values at one position, [batch, heads, head_dim] each."""
+        return [kept[:, :, position].clone() for layer in self.layers for kept in layer.kept or ()]
 
 
 class _DeviceLayer(PreallocatedLayer):
+    place: torch.Tensor | None = None  # where the next token goes, if a graph is recorded
+
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.kept = tuple(
-            torch.empty((*states.shape[:2], self.max_length, states.shape[3]), dtype=states.dtype, device=states.device)
+        self.kept = tuple(  # zeros: a mask keeps attention from what is not filled, and not from what is no number
+            torch.zeros((*states.shape[:2], self.max_length, states.shape[3]), dtype=states.dtype, device=states.device)
             for states in (key_states, value_states)
         )
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """See `PreallocatedLayer`; and `DeviceKVCache.writing_at`."""
+        if self.place is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        for kept, new in zip(self.kept, (key_states, value_states)):
+            kept.index_copy_(2, self.place, new)
+        return self.kept
 
     def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
         for kept, new in zip(self.kept, states):

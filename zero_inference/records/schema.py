@@ -154,6 +154,20 @@ class CoresUse:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """Whether decode steps are one CUDA graph, and how it compared with launching kernel by kernel; null where it was not tried."""
+
+    unused_because: str | None = key("", "why it is not used; null if it is")
+    difference: float | None = key(
+        "share",
+        "largest relative difference of logits, keys and values of one step that was computed both ways",
+        default=None,
+    )
+    graph_s: float | None = key("s", "of that step as a graph", default=None)
+    launched_s: float | None = key("s", "of that step launched kernel by kernel", default=None)
+
+
+@dataclass(frozen=True, slots=True)
 class StreamPlacement:
     """What the stream engine placed where."""
 
@@ -175,6 +189,7 @@ class StreamPlacement:
     cores: CoresUse | None = key(
         "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
     )
+    decode_graph: DecodeGraph | None = key("", "a decode step as one CUDA graph", default=None)
 
 
 @dataclass(frozen=True, slots=True)

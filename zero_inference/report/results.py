@@ -13,7 +13,7 @@ from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.loops import ExpertUse, MovedPerStep
 from zero_inference.records.run_log import RunLog
-from zero_inference.records.schema import Result
+from zero_inference.records.schema import DecodeGraph, Result
 from zero_inference.runtime import signals
 from zero_inference.runtime.text import printable
 from zero_inference.utils import GB
@@ -83,6 +83,9 @@ def print_results(block: str, result: Result) -> None:
         )
     if measured.experts is not None:
         print(experts_in_words(measured.experts))
+    graph = engine.stream.decode_graph if engine.stream is not None else None
+    if on_gpu and graph is not None and (line := graph_in_words(graph)):
+        print(line)
     if engine.quantized_fraction is not None:
         print(f"quantized: {engine.quantized_fraction:.1%} of the weights, {measured.weight_bytes / GB:.3f} GB stored")
     for task, scores in (scored.by_task or {}).items():
@@ -124,6 +127,17 @@ def experts_in_words(use: ExpertUse) -> str:
         f"experts: {use.hit_rate:.1%} of the choices were on the device, {use.saved_bytes_per_step / 1e9:.3f} GB a step not read from host "
         f"memory, {use.loaded_bytes_per_step / 1e9:.3f} GB a step brought in"
     )
+
+
+def graph_in_words(graph: DecodeGraph) -> str | None:
+    """One line, None where no graph was tried."""
+    if graph.unused_because is None:
+        return (
+            f"a decode step as one CUDA graph took {1e3 * (graph.graph_s or 0):.2f} ms, "
+            f"launched kernel by kernel {1e3 * (graph.launched_s or 0):.2f} ms"
+        )
+    tried = graph.unused_because.startswith("a graph")
+    return f"decode steps are launched kernel by kernel: {graph.unused_because}" if tried else None
 
 
 _HOST_LATE = {

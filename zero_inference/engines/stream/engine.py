@@ -17,12 +17,14 @@ from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, CoreTeam, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.residency import Residency, decide_residency
+from zero_inference.engines.stream.step_graph import StepGraph, cuda_graph, repeated_call, why_no_graph
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.diverted import divert_attention
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.records.schema import DecodeGraph
 from zero_inference.runtime.distributed import new_group
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import Transfers
@@ -39,12 +41,14 @@ class StreamPlan(EnginePlan):
         scheme: None where weights keep 16 bits.
         cores: how the host's cores take part; None if they do not.
         cores_stay_out: why they do not, in a few words; None if they do, or if nothing is in host memory.
+        no_graph: why decode steps are not one CUDA graph, in a few words; None if they may be.
     """
 
     residency: Residency
     scheme: GroupQuantization | None
     cores: CoresPlan | None = None
     cores_stay_out: str | None = None
+    no_graph: str | None = None
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
@@ -94,7 +98,8 @@ def plan(job: Job) -> StreamPlan:
     cores = cores if isinstance(cores, CoresPlan) else None
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
-    return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason)
+    no_graph = why_no_graph(job, residency)
+    return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason, no_graph)
 
 
 def _residency(job: Job, scheme: GroupQuantization | None, divided: bool) -> Residency:
@@ -132,8 +137,11 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
 
     facts = _facts(plan, model)
     feeder.changed = lambda residency: facts["stream"].update(_divided(residency))
+    graph = _step_graph(plan, feeder, team, facts)
 
     def close() -> None:
+        if graph is not None:
+            graph.close()
         feeder.close()
         if team is not None:
             team.close()
@@ -152,6 +160,21 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         meeting=meeting,
         page_locked=[store.buffers[block] for block in residency.in_host_memory] if plan.pinned else (),
     )
+
+
+def _step_graph(
+    plan: StreamPlan, feeder: BlockFeeder, team: CoreTeam | None, facts: dict[str, Any]
+) -> StepGraph | None:
+    job, calls = plan.job, None if team is None else team.calls
+    if plan.no_graph is not None:
+        return None
+
+    def report(graph: DecodeGraph) -> None:
+        facts["stream"]["decode_graph"] = graph
+
+    record = cuda_graph if job.on_gpu else repeated_call
+    always = job.config.decode_graph == "on"
+    return StepGraph(job.skeleton.model, job.spec.dtype, record, feeder, calls, always, report)
 
 
 def _divided(residency: Residency) -> dict[str, int]:
@@ -184,6 +207,7 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             **_divided(residency),
             **_kept_experts(residency),
             "cores": None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
+            "decode_graph": DecodeGraph(plan.no_graph or "no generation was long enough to try it"),
         }
     }
     if plan.scheme is not None:

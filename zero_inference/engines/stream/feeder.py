@@ -198,8 +198,12 @@ class BlockFeeder:
         self.replaced.append(module)
 
     def _pass_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self.timeline.is_paused:  # a pass that is recorded is like the one before
+            self.begin_pass(tokens_of(args, kwargs))
+
+    def begin_pass(self, tokens: int) -> None:
+        """A pass of so many tokens begins: by a call of the model, or by a graph of one."""
         self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
-        tokens = tokens_of(args, kwargs)
         self.from_codes = tokens <= FUSED_ROWS
         few = tokens <= self.few_rows and self.core_blocks.keys() <= self.known
         self._place_anew(few)

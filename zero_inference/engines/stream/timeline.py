@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class Timeline:
 
     def __init__(self, streams: DeviceStreams, names: Sequence[str] = ()):
         self.streams, self.names = streams, names
+        self.is_paused = False
         self.restart()
 
     def restart(self) -> None:
@@ -78,6 +80,15 @@ class Timeline:
         if self.forward == 1 and pending:
             self.ahead, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it no block is recorded: what is asked for is not computed now."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
     def latest_block(self) -> BlockSpan | None:
         return self.spans[-1] if self.spans else None
 
@@ -95,9 +106,13 @@ class Timeline:
         self.asked += 1
 
     def block_begins(self, block: int) -> None:
+        if self.is_paused:
+            return
         self.spans.append(BlockSpan(block, self.streams.recorded(self.streams.current())))
 
     def block_ends(self) -> None:
+        if self.is_paused:
+            return
         self.spans[-1].end = self.streams.recorded(self.streams.current())
 
     def link_use(self) -> LinkUse | None:

@@ -1,0 +1,244 @@
+"""A decode step that is recorded once and repeated gives what the model gives, and is not used where it would not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import FAMILIES, ROOT, VOCAB, plain_ids
+from test_stream import BATCH, GEN, PROMPT, generate, load
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from zero_inference.engines.stream import engine, step_graph
+from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
+from zero_inference.errors import UsageError
+from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
+from zero_inference.models.prompts import random_ids
+from zero_inference.records.schema import DecodeGraph
+from zero_inference.report.results import graph_in_words
+
+ALL = 1.0  # GiB on the device: more than these models have
+LONG = 2 * GEN
+
+
+def recorded(folder, **options):
+    return load(folder, gpu_memory=ALL, decode_graph="on", gen_len=LONG, **options)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Counts what the recorded step is asked to do."""
+    counted = {"recorded": 0, "repeated": 0}
+
+    def counting(own):
+        def record(step):
+            counted["recorded"] += 1
+            output, replay = own(step)
+
+            def again():
+                counted["repeated"] += 1
+                replay()
+
+            return output, again
+
+        return record
+
+    for name in ("cuda_graph", "repeated_call"):
+        monkeypatch.setattr(engine, name, counting(getattr(step_graph, name)))
+    return counted
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "qwen3", "mixtral"])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, checkpoints, steps):
+    folder = checkpoints(family)
+    quantized = {} if bits == 16 else {"quant_bits": bits, "quant_group_size": 32}
+    loaded, spec, ranks = recorded(folder, **quantized)
+    found = generate(loaded, spec, ranks, LONG)
+    used = loaded.facts["stream"]["decode_graph"]
+    loaded.close()
+    expected = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG)
+    if bits != 16:
+        usual, spec, ranks = load(folder, gpu_memory=ALL, gen_len=LONG, **quantized)
+        expected = generate(usual, spec, ranks, LONG).output_ids
+        usual.close()
+    assert torch.equal(found.output_ids, expected)
+    assert used.unused_because is None and used.difference < 1e-5
+    # two generations of one prefill and LONG - 1 steps; of the first three are as usual, and the trial repeats its step twice
+    assert steps == {"recorded": 1, "repeated": 2 * (LONG - 1) - step_graph.USUAL_STEPS - 2 + 2}
+    assert "forward" not in vars(loaded.model)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_with_what_the_cores_multiply(family, checkpoints, steps):
+    """Nothing is on the device, and nothing is fetched: the cores' part of a step is asked for with each launch."""
+    folder, placed = checkpoints(family), {"gpu_memory": 0, "cpu_compute": "1", "gen_len": LONG}
+    usual, spec, ranks = load(folder, **placed)
+    expected = generate(usual, spec, ranks, LONG)
+    usual.close()
+    loaded, spec, ranks = load(folder, decode_graph="on", **placed)
+    found = generate(loaded, spec, ranks, LONG)
+    used = loaded.facts["stream"]["decode_graph"]
+    loaded.close()
+    assert torch.equal(found.output_ids, expected.output_ids)
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    assert used.unused_because is None and used.difference < 1e-5
+    assert steps["repeated"] > LONG
+    one, other = found.loops[-1].moved, expected.loops[-1].moved
+    assert one.cores_bytes_per_step == other.cores_bytes_per_step > 0
+
+
+def test_padded_prompts(checkpoints, steps):
+    folder = checkpoints("llama")
+    ids, mask = random_ids(0, BATCH, PROMPT, VOCAB), torch.ones(BATCH, PROMPT, dtype=torch.int64)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": LONG, "do_sample": False, "attention_mask": mask}
+    loaded, spec, _ = load(folder, gpu_memory=ALL)
+    expected = loaded.model.generate(ids, **options)
+    loaded.close()
+    loaded, spec, _ = recorded(folder)
+    assert torch.equal(
+        loaded.model.generate(ids, past_key_values=DeviceKVCache(spec.config, PROMPT + LONG), **options), expected
+    )
+    loaded.close()
+    assert steps["repeated"] > 5
+
+
+def test_which_calls_are_decode_steps(checkpoints):
+    folder = checkpoints("llama")
+    loaded, spec, _ = load(folder, gpu_memory=ALL)
+    cache = DeviceKVCache(spec.config, PROMPT + 2)
+    ids = random_ids(0, BATCH, PROMPT + 1, VOCAB).to(loaded.device)
+    last, place = ids[:, -1:], torch.tensor([PROMPT], device=loaded.device)
+    call = {"input_ids": last, "past_key_values": cache, "position_ids": place.expand(BATCH, 1), "use_cache": True}
+    assert not is_decode_step(call)  # nothing is cached yet
+    with torch.no_grad():
+        loaded.model(input_ids=ids[:, :-1], past_key_values=cache)
+    assert is_decode_step(call)
+    mask = torch.ones(BATCH, PROMPT + 1, device=loaded.device)
+    whole = call | {"cache_position": place, "attention_mask": mask, "logits_to_keep": 1, "labels": None}
+    assert is_decode_step(whole)
+    inputs = StepInputs.like(last, cache.max_length, torch.float32)
+    fixed = inputs.instead_of(whole)
+    assert fixed["cache_position"] is inputs.place and fixed["attention_mask"] is inputs.mask
+    assert "cache_position" not in inputs.instead_of(call)
+    for other in (
+        {"position_ids": None},
+        {"input_ids": ids, "position_ids": ids},
+        {"labels": last},
+        {"output_attentions": True},
+        {"logits_to_keep": 2},
+        {"cache_position": torch.arange(2)},
+        {"attention_mask": mask[:, 1:]},
+        {"past_key_values": DynamicCache()},
+    ):
+        assert not is_decode_step(call | other), other
+    loaded.close()
+
+
+def test_another_cache_or_batch_is_recorded_anew(checkpoints, steps):
+    folder = checkpoints("llama")
+    loaded, spec, _ = recorded(folder)
+    for number, batch in enumerate((BATCH, BATCH, BATCH + 1), 1):
+        ids = random_ids(number, batch, PROMPT, VOCAB)
+        cache = DeviceKVCache(spec.config, PROMPT + LONG)
+        found = loaded.model.generate(ids, past_key_values=cache, max_new_tokens=LONG, do_sample=False)
+        assert torch.equal(found[:, PROMPT:], plain_ids(folder, ids, LONG))
+        assert steps["recorded"] == number
+        transformers_own = loaded.model.generate(ids, max_new_tokens=LONG, do_sample=False)
+        assert torch.equal(transformers_own, found) and steps["recorded"] == number
+    loaded.close()
+
+
+def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
+    def refuses(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(engine, "repeated_call", refuses)
+    monkeypatch.setattr(engine, "cuda_graph", refuses)
+    folder = checkpoints("llama")
+    loaded, spec, ranks = recorded(folder)
+    found = generate(loaded, spec, ranks, LONG)
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    assert loaded.facts["stream"]["decode_graph"].unused_because == (
+        "a graph could not be recorded (operation not permitted when stream is capturing)"
+    )
+    loaded.close()
+
+
+@pytest.mark.parametrize("frozen", ["place", "positions", "mask", "ids"])
+def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, monkeypatch):
+    fill = StepInputs.fill
+
+    def fill_some(self, call):
+        before = getattr(self, frozen).clone()
+        fill(self, call)
+        if vars(self).setdefault("filled", 0):
+            getattr(self, frozen).copy_(before)
+        self.filled += 1
+
+    monkeypatch.setattr(StepInputs, "fill", fill_some)
+    folder = checkpoints("llama")
+    loaded, spec, ranks = recorded(folder)
+    found = generate(loaded, spec, ranks, LONG)
+    used = loaded.facts["stream"]["decode_graph"]
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    assert (
+        used.unused_because.startswith("a graph's results differ by") and used.difference > step_graph.MOST_DIFFERENCE
+    )
+    loaded.close()
+
+
+def test_where_it_is_not_possible(checkpoints, tmp_path):
+    config = AutoConfig.for_model(**{**FAMILIES["llama"], "model_type": "mistral", "sliding_window": PROMPT})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
+    assert attends_to_all(config, PROMPT) and not attends_to_all(config, PROMPT + 1)
+    for folder, options, reason in (
+        (checkpoints("llama"), {"gpu_memory": 0}, "weights are fetched in each step"),
+        (checkpoints("llama"), {"gpu_memory": ALL, "kv_offload": True}, "keys and values are in host memory"),
+        (checkpoints("llama"), {"gpu_memory": ALL, "trace": "trace.json"}, "--trace shows each layer"),
+        (tmp_path / "mistral", {"gpu_memory": ALL}, "its layers do not all attend to all positions"),
+        (checkpoints("bloom"), {"gpu_memory": ALL}, "its attention is not PyTorch's"),
+    ):
+        with pytest.raises(UsageError, match=f"--decode-graph on: {reason}"):
+            load(folder, decode_graph="on", **options)
+        loaded, *_ = load(folder, decode_graph="auto", **options)
+        assert loaded.facts["stream"]["decode_graph"].unused_because == reason
+        loaded.close()
+
+
+def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
+    times = iter([2.0, 1.0])
+
+    def timed(work):
+        return next(times), work()
+
+    monkeypatch.setattr(step_graph, "_timed", timed)
+    monkeypatch.setattr(engine, "why_no_graph", lambda job, residency: None)
+    loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph="auto", gen_len=LONG)
+    generate(loaded, spec, ranks, LONG)
+    used = loaded.facts["stream"]["decode_graph"]
+    assert used.unused_because == "a graph is not faster" and (used.graph_s, used.launched_s) == (2.0, 1.0)
+    loaded.close()
+
+
+def test_the_record_says_how_it_compared(checkpoints, tmp_path):
+    command = [sys.executable, str(ROOT / "run_model.py"), "--model", str(checkpoints("llama")), "--engine", "stream"]
+    command += ["--gpu-memory", "1", "--decode-graph", "on", "--gen-len", "8", "--prompt-len", "8", "--loops", "1"]
+    done = subprocess.run([*command, "--log-file", str(tmp_path / "a.log")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    graph = json.loads((tmp_path / "a.jsonl").read_text())["stream"]["decode_graph"]
+    assert graph["unused_because"] is None and graph["graph_s"] > 0 and graph["launched_s"] > 0
+
+
+def test_in_words():
+    assert graph_in_words(DecodeGraph(None, 1e-3, 0.0041, 0.0302)) == (
+        "a decode step as one CUDA graph took 4.10 ms, launched kernel by kernel 30.20 ms"
+    )
+    assert graph_in_words(DecodeGraph("a graph is not faster", 1e-3, 0.2, 0.1)) == (
+        "decode steps are launched kernel by kernel: a graph is not faster"
+    )
+    assert graph_in_words(DecodeGraph("weights are fetched in each step")) is None

@@ -1,0 +1,239 @@
+"""A decode step as one CUDA graph, for a model of which nothing is fetched in a decode step: it is on the device, or the host's cores
+multiply it.
+
+With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
+launched at once. It is recorded in the first generation and repeats the same kernels on the same memory. So what changes from step to
+step lies in tensors: ids, positions, the cache's next place, and a mask over all positions that the cache has room for. Whether
+the graph does what the model does is tried before it is used: one step both ways, in logits, keys and values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from zero_inference.cores.crossing import Crossing, HostCalls, RecordedCalls
+from zero_inference.engines.base import Job
+from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
+from zero_inference.engines.stream.feeder import BlockFeeder
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.errors import UsageError
+from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
+from zero_inference.records.schema import DecodeGraph
+
+USUAL_STEPS = 2  # computed as usual first: libraries take their memory, and blocks learn which modules are called
+MOST_DIFFERENCE = 1e-2  # relative: attention with a mask sums in another order; a wrong position shows in the keys
+FETCHED = "weights are fetched in each step"
+
+Step = Callable[[], torch.Tensor]
+Record = Callable[[Step], tuple[torch.Tensor, Callable[[], None]]]
+
+
+def why_no_graph(job: Job, residency: Residency) -> str | None:
+    """Why a decode step of this run is not recorded, in a few words; None where it is.
+
+    Args:
+        residency: as it is planned.
+
+    Raises:
+        UsageError: it was asked for, and cannot be.
+    """
+    config, several = job.config, job.ranks.world_size > 1
+    if config.decode_graph == "off":
+        return "--decode-graph off"
+    attention = (
+        getattr(job.spec.text_config, "_attn_implementation", None) or job.skeleton.model.config._attn_implementation
+    )
+    reasons = {
+        FETCHED: bool(residency.fetched),
+        "there are several ranks": several,
+        "keys and values are in host memory": config.kv_offload,
+        "--trace shows each layer": config.trace is not None,
+        "its attention is not PyTorch's": attention != "sdpa",
+        "its layers do not all attend to all positions": not attends_to_all(job.spec.config, job.length),
+        "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
+    }
+    reason = next((words for words, holds in reasons.items() if holds), None)
+    if reason and config.decode_graph == "on":
+        raise UsageError(f"--decode-graph on: {reason}; use --decode-graph auto, or change that.")
+    return reason
+
+
+def cuda_graph(step: Step) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Record `step` without running it: its output, and what runs it.
+
+    Raises:
+        RuntimeError: it does something that cannot be recorded, such as waiting for the device.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+    return output, graph.replay
+
+
+def repeated_call(step: Step) -> tuple[torch.Tensor, Callable[[], None]]:
+    """What stands for a graph on a CPU: the same step, called again."""
+    output = step()
+
+    def replay() -> None:
+        output.copy_(step())
+
+    return output, replay
+
+
+class StepGraph:
+    """Stands before `model.forward`, and repeats a graph where a call is a decode step like the one that was recorded.
+
+    Args:
+        model: a transformers model for generation, all of it on the device.
+        dtype: of its attention.
+        record: `cuda_graph` or `repeated_call`.
+        feeder: of the model's blocks.
+        calls: those that the model makes of the host's cores; None where it makes none.
+        always: use it where it is slower, too.
+        report: told what came of it, once it is known.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        record: Record,
+        feeder: BlockFeeder,
+        calls: HostCalls | Crossing | None,
+        always: bool,
+        report: Callable[[DecodeGraph], None],
+    ):
+        self.model, self.dtype, self.record = model, dtype, record
+        self.feeder, self.calls, self.always, self.report = feeder, calls, always, report
+        self.own = model.forward
+        self.cache: DeviceKVCache | None = None  # of the step that is recorded
+        self.usual_steps = 0
+        self.given_up = False
+        self.inputs: StepInputs | None = None
+        self.replay: Callable[[], None] | None = None
+        self.logits: torch.Tensor | None = None
+        self.recorded_calls: RecordedCalls | None = None
+        self.tried = False
+
+        @functools.wraps(self.own)  # generate looks at its arguments
+        def forward(*args: Any, **call: Any) -> Any:
+            return self._forward(*args, **call)
+
+        model.forward = forward
+
+    def close(self) -> None:
+        """Give the model its own forward back, and let go of the graph."""
+        self.model.__dict__.pop("forward", None)
+        self.cache = self.inputs = self.replay = self.logits = None
+        self.given_up = True
+
+    def _forward(self, *args: Any, **call: Any) -> Any:
+        if self.given_up or args or not is_decode_step(call):
+            return self.own(*args, **call)
+        if not self._fits(call):
+            self.cache, self.inputs, self.replay, self.logits = call["past_key_values"], None, None, None
+            self.usual_steps, self.tried = 0, False
+        if self.tried:
+            self.feeder.begin_pass(call["input_ids"].numel())
+            if not self.feeder.residency.fetched:
+                return self._repeat(call)
+            self._give_up(FETCHED)
+            return self.own(**call)
+        if self.replay is not None:
+            return self._trial(call)
+        self.usual_steps += 1
+        if self.usual_steps > USUAL_STEPS:
+            self._record(
+                call
+            )  # of what is placed by now: a block that is no work for the cores is fetched from the second step on
+        return self.own(**call)
+
+    def _fits(self, call: dict[str, Any]) -> bool:
+        same_batch = self.inputs is None or self.inputs.ids.shape == call["input_ids"].shape
+        return call["past_key_values"] is self.cache and same_batch
+
+    def _record(self, call: dict[str, Any]) -> None:
+        if self.feeder.residency.fetched:
+            self._give_up(FETCHED)
+            return
+        cache = call["past_key_values"]
+        inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
+        inputs.fill(call)
+        fixed = inputs.instead_of(call)
+
+        def step() -> torch.Tensor:
+            with self.feeder.timeline.paused(), cache.writing_at(inputs.place):
+                return self.own(**fixed).logits
+
+        try:
+            with contextlib.nullcontext() if self.calls is None else self.calls.recording() as self.recorded_calls:
+                self.logits, self.replay = self.record(step)
+            self.inputs = inputs
+        except Exception as error:  # whatever the model's code does that a graph cannot hold
+            self._give_up(f"a graph could not be recorded ({(str(error).strip().splitlines() or [''])[0][:200]})")
+
+    def _repeat(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
+        assert self.inputs is not None and self.replay is not None
+        self.inputs.fill(call)
+        if self.calls is not None and self.recorded_calls is not None:
+            self.calls.ask_again(self.recorded_calls)
+        self.replay()
+        cache = call["past_key_values"]
+        cache.advance(1)
+        return CausalLMOutputWithPast(logits=self.logits, past_key_values=cache)
+
+    def _trial(self, call: dict[str, Any]) -> Any:
+        """One step both ways; what the model itself computes is what counts."""
+        cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
+
+        def found() -> list[torch.Tensor]:
+            return [self.logits[:, -1].clone(), *cache.at(place)]
+
+        self._repeat(call)  # the first time takes longer
+        cache.advance(-1)
+        graph_s, _ = _timed(lambda: self._repeat(call))
+        of_graph = found()
+        cache.advance(-1)
+        usual_s, output = _timed(lambda: self.own(**call))
+        difference = max(
+            float((one - other).norm() / other.norm().clamp_min(1e-30))
+            for one, other in zip(_floats(of_graph), _floats([output.logits[:, -1], *cache.at(place)]))
+        )
+        if not difference <= MOST_DIFFERENCE:
+            self._give_up(f"a graph's results differ by {difference:.1e}", difference, graph_s, usual_s)
+        elif graph_s >= usual_s and not self.always:
+            self._give_up("a graph is not faster", difference, graph_s, usual_s)
+        else:
+            self.tried = True
+            self.report(DecodeGraph(None, difference, graph_s, usual_s))
+        return output
+
+    def _give_up(self, reason: str, *measured: float) -> None:
+        self.given_up = True
+        self.inputs = self.replay = self.logits = None
+        self.report(DecodeGraph(reason, *measured))
+
+
+def _floats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.float() for tensor in tensors]
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds until the device has done it, and what it returned."""
+    _synchronize()
+    start = time.perf_counter()
+    result = work()
+    _synchronize()
+    return time.perf_counter() - start, result
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
