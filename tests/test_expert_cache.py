@@ -15,6 +15,8 @@ from zero_inference.engines.stream.expert_policy import FACTOR, MORE_USES, Excha
 from zero_inference.engines.stream.expert_slots import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency, decide_residency
+from zero_inference.engines.stream.split import best_split
+from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
 
 FORMS = {16: {}, 8: {"quant_bits": 8, "quant_group_size": 32}, 4: {"quant_bits": 4, "quant_group_size": 32}}
@@ -326,6 +328,16 @@ def test_blocks_that_every_token_uses_come_first():
     assert everything.in_host_memory == [] and everything.expert_slots == {}
     several = residency_of(4 * 100 + 13 * 200, ranks=2)
     assert several.expert_slots == {} and several.resident == [4, 5], "of several ranks, whole layers as ever"
+
+
+def test_experts_are_fetched_only_where_that_promises_enough():
+    """A token reads 950 of 6400 bytes of experts if all are used alike; cores four times as fast as the link gain 4% by leaving some."""
+    layouts, blocks = a_mixture()
+    plan = decide_residency(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
+    for cores, share in ((100.0, 128 / (128 + 9.5)), (200.0, 1.0)):
+        rates = BesideLink(1, 50.0, 50.0, cores, cores, cores, 0.0)
+        split = best_split(plan.with_shares_computed(1.0, 0.0), rates, 0, False)
+        assert split.of_experts == pytest.approx(share) and split.of_others == 0
 
 
 def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
