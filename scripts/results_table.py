@@ -88,11 +88,19 @@ def row(record: dict, path: Path) -> dict[str, object]:
         "case": label(record),
         "batch": f"{record['batch_size']} x {record['prompt_len']}",
         "tokens": f"{record['gen_len']} x {len(record['loops'])}",
+        "decode_weights_gbps": None if chooses_experts(record["model_type"]) else record["decode_weights_gbps"],
         "step_s": record["decode_latency_s"] / (record["gen_len"] - 1),
         "share": None if share is None else f"{share:.1%}{error}",
         "peak_gib": record["peak_gpu_bytes"] / 2**30,
         "record": f"{path.parent.name}/{path.stem}",
     }
+
+
+def chooses_experts(model_type: str) -> bool:
+    """Whether a decode step reads some of the weights only, which older records do not say."""
+    from transformers import AutoConfig
+
+    return hasattr(AutoConfig.for_model(model_type), "num_experts_per_tok")
 
 
 def label(record: dict) -> str:

@@ -231,7 +231,7 @@ def no_gpu(monkeypatch) -> None:
 
 @dataclass
 class Finished:
-    """A run that ended: exit code, what it printed, and its last record (None if it wrote none)."""
+    """A run that ended: exit code, what it printed, and the last record that it wrote (None without one)."""
 
     code: int
     stdout: str
@@ -274,6 +274,7 @@ def run_model(tmp_path, fork_server):
             program = tmp_path / "limited.py"
             program.write_text(LIMITED.format(root=str(ROOT), memory_bytes=memory_bytes))
         log_dir = tmp_path / "logs"
+        before = records_in(log_dir)
         if server is None and memory_bytes is None:
             server = fork_server(LIBRARIES if env else PROGRAM)
         port = free_port()
@@ -308,14 +309,15 @@ def run_model(tmp_path, fork_server):
             )
             codes = wait_for_all(started, timeout)
             stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
-        lines = (
-            [line for file in sorted(log_dir.glob("*.jsonl")) for line in file.read_text().splitlines()]
-            if log_dir.is_dir()
-            else []
-        )
-        return Finished(next(filter(None, codes), 0), stdout, stderr, json.loads(lines[-1]) if lines else None)
+        written = [line for file, lines in records_in(log_dir).items() for line in lines[len(before.get(file, ())) :]]
+        return Finished(next(filter(None, codes), 0), stdout, stderr, json.loads(written[-1]) if written else None)
 
     return start
+
+
+def records_in(log_dir: Path) -> dict[Path, list[str]]:
+    """The lines of each file of records, as they are."""
+    return {file: file.read_text().splitlines() for file in sorted(log_dir.glob("*.jsonl"))}
 
 
 def start_python(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -35,13 +36,10 @@ def emulated_library(tmp_path_factory) -> ctypes.CDLL:
     """The same sources, with the tile instructions in plain C++: two objects of their own, the others from the usual build."""
     folder = tmp_path_factory.mktemp("emulated")
     usual = library.find_or_build(print).parent
-    if not list(usual.glob("*.o")):  # the library came with the package
-        library.build(library.find_compiler(), folder, folder / "emulated.so", [EMULATED_TILES])
-        return library.declared(folder / "emulated.so")
     objects = [file for file in usual.glob("*.o") if file.stem not in ("product_amx", "instructions")]
     sources = [file for file in library.sources() if file.stem in ("product_amx", "instructions")]
     parts = [*library.FLAGS, EMULATED_TILES, "-shared", *sources, *objects, "-o", folder / "emulated.so"]
-    subprocess.run([library.find_compiler(), *parts], check=True)
+    subprocess.run([*library.find_compiler(), *parts], check=True)
     return library.declared(folder / "emulated.so")
 
 
@@ -323,14 +321,25 @@ def test_the_reading_loop_reads_every_byte_once(instructions, use):
 
 def test_no_function_of_one_instruction_set_can_be_linked_into_another():
     folder = library.find_or_build(print).parent
-    if not list(folder.glob("*.o")):
-        pytest.skip("the library came compiled")
-    for name in ("product_avx2", "product_avx512", "product_amx"):
+    for name in ("product_avx2", "product_avx512", "product_amx", "attention_avx2", "attention_avx512"):
         said = subprocess.run(
             ["nm", "-C", "--defined-only", folder / f"{name}.o"], capture_output=True, text=True, check=True
         )
         shared = [line for line in said.stdout.splitlines() if line.split()[1] in "uvVwW"]
         assert not shared, "weak symbols, of which the linker keeps any one"
+
+
+@pytest.mark.parametrize("compiler", [name for name in ("g++", "clang++") if shutil.which(name)])
+def test_the_kernels_of_each_compiler_that_is_here(compiler, monkeypatch):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(library, "_library", library.declared(library.find_or_build(print)))
+    for dtype in DTYPES:
+        weight = a_weight(37, 256, dtype)
+        matrix, _parts, restored = quantized(weight, 4, 32)
+        for count in (1, 5):
+            x = an_input(count, 256, dtype)
+            check(Matrix.plain(weight), weight, x, library.best_instructions())
+            check(matrix, restored, x, library.best_instructions())
 
 
 @pytest.fixture
@@ -363,12 +372,29 @@ def test_a_build_is_made_once_and_again_where_it_is_damaged(no_cache, monkeypatc
     assert library.find_or_build(said.append) == path and len(said) == 2 and path.read_text() == "made\n"
 
 
+def test_a_compiler_with_arguments(no_cache, monkeypatch):
+    source = no_cache / "a source.cpp"
+    source.write_text('extern "C" int answer() { return ANSWER; }\n')
+    monkeypatch.setattr(library, "sources", lambda: [source])
+    for answer in (42, 43):
+        monkeypatch.setenv("CXX", f"env OF='two words' g++ -DANSWER={answer}")
+        assert ctypes.CDLL(str(library.find_or_build(print))).answer() == answer
+    monkeypatch.setenv("CXX", "g++ 'half")
+    with pytest.raises(RuntimeError, match="CXX=g[+][+] 'half is no command line: No closing quotation"):
+        library.find_compiler()
+    monkeypatch.setenv("CXX", " ")
+    assert Path(library.find_compiler()[0]).name in ("g++", "c++")
+
+
 def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
     for name, value in (("_tried", False), ("_library", None), ("_reason", None)):
         monkeypatch.setattr(library, name, value)
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
     assert library.load_library(print) is None
-    assert library.why_unavailable() == "no C++ compiler: CXX=no-such-compiler was not found on PATH"
+    assert (
+        library.why_unavailable()
+        == "no C++ compiler: no-such-compiler of CXX=no-such-compiler -O3 was not found on PATH"
+    )
     with pytest.raises(RuntimeError, match="not found on PATH"):
         products.linear(torch.ones(1, 8), torch.ones(2, 8))
     monkeypatch.setattr(library, "_tried", False)
@@ -376,17 +402,6 @@ def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
     monkeypatch.setenv("CXX", a_compiler(no_cache, failing))
     assert library.load_library(print) is None
     assert library.why_unavailable() == "product.cpp:3: error: no such thing"
-
-
-def test_what_pip_compiled_is_used(no_cache, monkeypatch):
-    monkeypatch.setenv("CXX", a_compiler(no_cache, COMPILER.format(calls=no_cache / "calls")))
-    assert library.prebuilt_library(no_cache) is None
-    library.prebuild(no_cache / extension.PREBUILT)
-    prebuilt = library.prebuilt_library(no_cache)
-    assert prebuilt is not None and [path.suffix for path in prebuilt.parent.iterdir()] == [".so"]
-    monkeypatch.setattr(library, "package_folder", lambda: no_cache)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert library.find_or_build(print) == prebuilt
 
 
 def test_the_cuda_library_is_without_these_sources(tmp_path):

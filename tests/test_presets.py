@@ -98,11 +98,13 @@ def test_experts_that_were_not_chosen_are_idle(name):
     active = skeleton.sizes.parameters - skeleton.sizes.idle_parameters + embedding_counts * embedding
     assert active / 1e9 == pytest.approx(billions, rel=0.02), "published with two digits"
     assert skeleton.sizes.idle_bytes == 2 * skeleton.sizes.idle_parameters
+    assert skeleton.sizes.chooses_experts
 
 
 def test_no_expert_of_llama_4_is_idle_because_its_module_multiplies_all():
     skeleton = skeleton_of("llama-4-scout")
     assert skeleton.sizes.idle_parameters == skeleton.model.get_input_embeddings().weight.numel()
+    assert not skeleton.sizes.chooses_experts
 
 
 def test_large_zeros_of_a_model_that_is_built_touch_no_memory():

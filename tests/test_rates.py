@@ -257,6 +257,19 @@ def test_matmul_counts_two_operations_a_product():
     pytest.fail(f"{measured} TFLOP/s is not what {sorted(spent)[10]} s a product are")
 
 
+def test_the_best_rate_of_several_numbers_of_rows_is_that_of_products(monkeypatch):
+    shapes = []
+
+    def timed(device, action, seconds):
+        shapes.append(tuple(action().shape))
+        return {8: 1.0, 3: 0.125}[shapes[-1][0]]
+
+    monkeypatch.setattr(compute, "_median_s", timed)
+    assert compute.matmul_tflops(CPU, torch.float16, size=8, rows=(3,)) == 2 * 3 * 64 / 0.125 / 1e12
+    assert compute.matmul_tflops(CPU, torch.float16, size=8) == 2 * 8 * 64 / 1e12
+    assert shapes == [(8, 8), (3, 8), (8, 8)]
+
+
 @pytest.mark.parametrize(
     "asked, taken_mib",
     [(0, 128), (1, 128), (128 << 20, 128), ((128 << 20) + 1, 256), (900 << 20, 1024), (1 << 40, 1024)],

@@ -1,4 +1,5 @@
-"""scripts/setup.sh removes nothing but an environment that it made; what it installs is pinned; .ci/run checks before it tests."""
+"""scripts/setup.sh removes nothing but an environment that it made; what it installs is pinned; .ci/run checks before it tests; a
+package holds all sources of the kernels."""
 
 from __future__ import annotations
 
@@ -98,3 +99,19 @@ def test_the_kernels_are_compiled_by_an_installation_of_a_package_that_is_not_in
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "without CUDA" in last or "nvcc" in last, done.stderr
+
+
+def test_an_installed_package_has_all_sources_of_the_kernels(tmp_path):
+    """Those for the host's cores are compiled of them at first use."""
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "build_py", "-d", tmp_path / "built"],
+        cwd=ROOT,
+        env=os.environ | {"ZERO_INFERENCE_BUILD_CUDA": "0"},
+        check=True,
+    )
+    built = tmp_path / "built" / "zero_inference" / "csrc"
+    packed, sources = (
+        {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        for folder in (built, ROOT / "csrc")
+    )
+    assert packed == sources and "cpu/product.cpp" in packed

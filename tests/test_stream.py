@@ -561,22 +561,38 @@ def test_idle_time_goes_to_who_caused_it():
     timeline = Timeline(DeviceStreams(torch.device("cpu")))
     timeline.forward = 1
 
-    def copy(start, end, free=None, span=None, first=False):
+    def copy(start, end, free=None, begun=None, pass_start=None, first=False):
+        """Its slot was free at `free`, and before that used by a block that `begun`, in a pass that began at `pass_start`."""
+        freed_by = None if begun is None else BlockSpan(0, Moment(begun), Moment(pass_start))
         timeline.copies.append(
-            Copy(0, 10, free and Moment(free), span and BlockSpan(*span), Moment(start), Moment(end), 1, first)
+            Copy(0, 10, free and Moment(free), freed_by, Moment(start), Moment(end), timeline.forward, first)
         )
 
+    def use():
+        found = timeline.link_use()
+        return [found.busy_s, found.slot_wait_s, found.step_start_s, found.host_late_s, found.copied_bytes]
+
     copy(0, 10)
-    copy(15, 20, free=15, span=(3, Moment(8)))  # its slot's layer computed from 8 to 15: the device
-    copy(
-        60, 70, free=60, span=(0, Moment(55))
-    )  # the first layer of a step began at 55 only: start of a step, then 5 ms of computing
-    copy(90, 95, free=60, span=(1, Moment(60)))  # free since long: the host did not ask
-    use = timeline.link_use()
-    assert (use.busy_s, use.slot_wait_s, use.step_start_s, use.host_late_s) == pytest.approx(
-        (0.020, 0.010, 0.035, 0.020)
-    )
-    assert use.copied_bytes == 30
+    copy(15, 20, free=15, begun=8, pass_start=5)  # its slot's layer computed from 8 to 15: the device
+    # the first layer of a step began at 55 only: start of a step, then 5 ms of computing
+    copy(60, 70, free=60, begun=55, pass_start=55)
+    copy(90, 95, free=60, begun=60, pass_start=55)  # free since long: the host did not ask
+    assert use() == pytest.approx([0.020, 0.010, 0.035, 0.020, 30])
+    # the cores multiply the first blocks of a step, from 105 to 125, then the device one that freed a slot
+    copy(130, 140, free=130, begun=125, pass_start=105)
+    assert use() == pytest.approx([0.030, 0.015, 0.045, 0.040, 40])
+
+
+def test_a_pass_begins_with_its_first_block_wherever_that_is_computed():
+    timeline = Timeline(DeviceStreams(torch.device("cpu")))
+    for blocks in ((0, 1, 2), (1, 2)):
+        timeline.forward_begins(0)
+        for block in blocks:
+            timeline.block_begins(block)
+            timeline.block_ends()
+    spans = list(timeline.spans)
+    assert [span.pass_start is spans[0].start for span in spans] == [True, True, True, False, False]
+    assert [span.pass_start is spans[3].start for span in spans] == [False, False, False, True, True]
 
 
 def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time():
@@ -590,10 +606,10 @@ def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time()
     fetched(100, 10, 20)
     fetched(200, 20, 40)  # the last layer of the prefill ended after a quarter of it
     fetched(400, 40, 50)
-    timeline.spans.append(BlockSpan(2, Moment(5), Moment(25)))
+    timeline.spans.append(BlockSpan(2, Moment(5), Moment(5), Moment(25)))
     timeline.forward_begins(3)
     assert timeline.link_use() is None, "no copy of a decode step yet"
-    timeline.spans.append(BlockSpan(0, Moment(25), Moment(60)))
+    timeline.spans.append(BlockSpan(0, Moment(25), Moment(25), Moment(60)))
     for start in (50, 60, 70):
         fetched(800, start, start + 10)
     assert timeline.link_use().ahead_bytes == 100 + 200 // 4
@@ -602,7 +618,7 @@ def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time()
     assert timeline.link_use().ahead_bytes == 150
     timeline.restart()
     timeline.forward_begins(3)
-    timeline.spans.append(BlockSpan(2, Moment(0), Moment(1)))
+    timeline.spans.append(BlockSpan(2, Moment(0), Moment(0), Moment(1)))
     timeline.forward_begins(0)  # nothing was asked for ahead
     for start in (1, 11):
         fetched(800, start, start + 10)

@@ -160,8 +160,23 @@ def test_record_and_output_say_what_the_cores_did(kv, checkpoints, run_model):
     attended = keys_and_values * (10 + 11 + 12) / 3 if kv else 0
     assert moved["cores_bytes_per_step"] == stream["computed_bytes"] + attended
     assert moved["host_to_device_bytes_per_step"] >= stream["fetched_bytes"] > 0
+    assert done.record["decode_weights_gbps"] > 0
     plain = run_model("--model", checkpoints("llama"), "--engine", "resident", *lengths)
     assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]
+    operations, of_all = (
+        run.record["limit"]["floor_step_s"]["matmul"] * run.record["limit"]["matmul_tflops"] * 1e12
+        for run in (done, plain)
+    )
+    of_cores = 2 * 2 * moved["cores_bytes_per_step"] // 4  # sequences; a product and a sum for each float32
+    assert operations == pytest.approx(max(0, of_all - of_cores))
+
+
+def test_what_a_mixture_reads_is_not_told_as_all_of_its_weights(checkpoints, run_model):
+    options = ["--engine", "stream", "--cpu-compute", "1", "--cpu-threads", "1", "--gpu-memory", "0"]
+    done = run_model("--model", checkpoints("mixtral"), *options, "--prompt-len", "9", "--gen-len", "4", "--loops", "1")
+    assert done.code == 0, done.stderr
+    assert 0 < done.record["transfers"]["cores_bytes_per_step"] < done.record["weight_bytes"]
+    assert done.record["decode_throughput"] > 0 and done.record["decode_weights_gbps"] is None
 
 
 @pytest.mark.parametrize("share", ["off", "0.5", "1"])

@@ -1,8 +1,11 @@
 // Attention with AVX2, FMA and F16C.
 
 #if defined(__x86_64__)
-#pragma GCC target("avx2,fma,f16c")
 #include <immintrin.h>
+
+#include "target.h"
+
+ZI_TARGET_BEGIN("avx2,fma,f16c")
 
 #include "attention_kernel.h"
 
@@ -90,5 +93,7 @@ struct Avx2 {
 const AttentionKernels kAvx2Attention = {attend_with<Avx2>, merge_group<Avx2>};
 
 }  // namespace zero_inference::cpu
+
+ZI_TARGET_END
 
 #endif

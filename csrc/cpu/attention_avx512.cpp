@@ -1,8 +1,11 @@
 // Attention with AVX-512 (F, BW, DQ, VL).
 
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 #include <immintrin.h>
+
+#include "target.h"
+
+ZI_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 
 #include "attention_kernel.h"
 
@@ -95,5 +98,7 @@ struct Avx512 {
 const AttentionKernels kAvx512Attention = {attend_with<Avx512>, merge_group<Avx512>};
 
 }  // namespace zero_inference::cpu
+
+ZI_TARGET_END
 
 #endif

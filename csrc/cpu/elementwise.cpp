@@ -2,8 +2,9 @@
 
 #include <cstring>
 
-// One copy of a function for each of these, chosen when the library is loaded; the compiler writes the vectors.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+// One copy of a function for each of these, chosen when the library is loaded; the compiler writes the vectors. Only of
+// functions that no header declares: clang 14 makes none of others, and names them so that other files do not find them.
+#if defined(__x86_64__) && defined(__gnu_linux__)
 #define ZI_FOR_EACH_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
 #else
 #define ZI_FOR_EACH_CPU
@@ -87,7 +88,7 @@ ZI_INLINE uint16_t float_to_bfloat16(float value) {
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
-}  // namespace
+namespace each_cpu {
 
 ZI_FOR_EACH_CPU void activate(Activation activation, float* values, int64_t count) {
   switch (activation) {
@@ -135,12 +136,6 @@ ZI_FOR_EACH_CPU void add_scaled(float* sums, const float* values, float factor, 
   for (int64_t i = 0; i < count; ++i) sums[i] += values[i] * factor;
 }
 
-float load(const void* value, Dtype dtype) {
-  if (dtype == Dtype::float32) return *static_cast<const float*>(value);
-  const uint16_t bits = *static_cast<const uint16_t*>(value);
-  return dtype == Dtype::bfloat16 ? from_bits(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
-}
-
 ZI_FOR_EACH_CPU void store(const float* values, void* out, Dtype dtype, int64_t count) {
   if (dtype == Dtype::float32) {
     std::memcpy(out, values, count * sizeof(float));
@@ -152,5 +147,27 @@ ZI_FOR_EACH_CPU void store(const float* values, void* out, Dtype dtype, int64_t 
     for (int64_t i = 0; i < count; ++i) to[i] = float_to_half(values[i]);
   }
 }
+
+}  // namespace each_cpu
+
+}  // namespace
+
+void activate(Activation activation, float* values, int64_t count) { each_cpu::activate(activation, values, count); }
+
+void multiply(float* values, const float* factors, int64_t count) { each_cpu::multiply(values, factors, count); }
+
+void add_bias(float* values, const void* bias, Dtype dtype, int64_t count) { each_cpu::add_bias(values, bias, dtype, count); }
+
+void add_scaled(float* sums, const float* values, float factor, int64_t count) {
+  each_cpu::add_scaled(sums, values, factor, count);
+}
+
+float load(const void* value, Dtype dtype) {
+  if (dtype == Dtype::float32) return *static_cast<const float*>(value);
+  const uint16_t bits = *static_cast<const uint16_t*>(value);
+  return dtype == Dtype::bfloat16 ? from_bits(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+}
+
+void store(const float* values, void* out, Dtype dtype, int64_t count) { each_cpu::store(values, out, dtype, count); }
 
 }  // namespace zero_inference::cpu

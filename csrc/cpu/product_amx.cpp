@@ -7,8 +7,11 @@
 
 #if defined(__x86_64__)
 
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 #include <immintrin.h>
+
+#include "target.h"
+
+ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 
 #include "product_layout.h"
 
@@ -257,5 +260,7 @@ void product(const Matrix& matrix, const Layout& layout, int64_t count, const vo
 uint64_t read_bytes_sum(const void* data, int64_t bytes) { return avx512::read_bytes_sum(data, bytes); }
 
 }  // namespace zero_inference::cpu::amx
+
+ZI_TARGET_END
 
 #endif

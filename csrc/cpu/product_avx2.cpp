@@ -2,8 +2,11 @@
 
 #if defined(__x86_64__)
 
-#pragma GCC target("avx2,fma,f16c")
 #include <immintrin.h>
+
+#include "target.h"
+
+ZI_TARGET_BEGIN("avx2,fma,f16c")
 
 #include "product_layout.h"
 
@@ -83,29 +86,9 @@ inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
   odd = _mm256_castpd_ps(_mm256_permute4x64_pd(high, 0xd8));
 }
 
-#include "product_vectors.h"
-
-template <Dtype kDtype>
-inline Vector from_part(const char* p, int64_t count) {
-  char part[kVectorBytes] = {};
-  __builtin_memcpy(part, p, static_cast<size_t>(count * bytes_of(kDtype)));
-  return from<kDtype>(part);
-}
-
-#include "product_direct.h"
-
 }  // namespace
 
-void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,
-                   int64_t last, int64_t columns, void* input) {
-  prepare_float32(layout, count, static_cast<const char*>(x), x_dtype, stride, first, last, columns, static_cast<char*>(input));
-}
-
-void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
-             float* out, int64_t stride, void* scratch) {
-  product_float32(matrix, layout, count, static_cast<const char*>(input), first, last, out, stride,
-                  static_cast<char*>(scratch));
-}
+#include "product_narrow.h"
 
 uint64_t read_bytes_sum(const void* data, int64_t bytes) {
   const char* const p = static_cast<const char*>(data);
@@ -123,14 +106,11 @@ uint64_t read_bytes_sum(const void* data, int64_t bytes) {
   __builtin_memcpy(words, total, sizeof(words));
   uint64_t result = 0;
   for (int i = 0; i < 16; ++i) result += words[i];
-  for (; at < bytes; at += 8) {
-    uint64_t word = 0;
-    __builtin_memcpy(&word, p + at, static_cast<size_t>(bytes - at < 8 ? bytes - at : 8));
-    result += word;
-  }
-  return result;
+  return result + words_sum(p + at, bytes - at);
 }
 
 }  // namespace zero_inference::cpu::avx2
+
+ZI_TARGET_END
 
 #endif

@@ -2,8 +2,11 @@
 
 #if defined(__x86_64__)
 
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 #include <immintrin.h>
+
+#include "target.h"
+
+ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 
 #include "product_layout.h"
 
@@ -112,14 +115,11 @@ uint64_t read_bytes_sum(const void* data, int64_t bytes) {
   }
   const __m512i all = _mm512_add_epi64(_mm512_add_epi64(total[0], total[1]), _mm512_add_epi64(total[2], total[3]));
   uint64_t result = static_cast<uint64_t>(_mm512_reduce_add_epi64(all));
-  for (; at < bytes; at += 8) {
-    uint64_t word = 0;
-    __builtin_memcpy(&word, p + at, static_cast<size_t>(bytes - at < 8 ? bytes - at : 8));
-    result += word;
-  }
-  return result;
+  return result + words_sum(p + at, bytes - at);
 }
 
 }  // namespace zero_inference::cpu::avx512
+
+ZI_TARGET_END
 
 #endif

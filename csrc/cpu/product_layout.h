@@ -118,4 +118,15 @@ ZERO_INFERENCE_KERNELS(amx)  // the tile forms; the others are avx512's, and so 
 #endif
 #undef ZERO_INFERENCE_KERNELS
 
+// The sum of words of 8 bytes, the last one filled with zeros.
+static inline uint64_t words_sum(const char* p, int64_t bytes) {
+  uint64_t total = 0;
+  for (int64_t at = 0; at < bytes; at += 8) {
+    uint64_t word = 0;
+    __builtin_memcpy(&word, p + at, static_cast<size_t>(bytes - at < 8 ? bytes - at : 8));
+    total += word;
+  }
+  return total;
+}
+
 }  // namespace zero_inference::cpu

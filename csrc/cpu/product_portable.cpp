@@ -86,39 +86,10 @@ inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
   odd = Vector{one[1], one[3], two[1], two[3]};
 }
 
-#include "product_vectors.h"
-
-template <Dtype kDtype>
-inline Vector from_part(const char* p, int64_t count) {
-  char part[kVectorBytes] = {};
-  __builtin_memcpy(part, p, static_cast<size_t>(count * bytes_of(kDtype)));
-  return from<kDtype>(part);
-}
-
-#include "product_direct.h"
-
 }  // namespace
 
-void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,
-                   int64_t last, int64_t columns, void* input) {
-  prepare_float32(layout, count, static_cast<const char*>(x), x_dtype, stride, first, last, columns, static_cast<char*>(input));
-}
+#include "product_narrow.h"
 
-void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
-             float* out, int64_t stride, void* scratch) {
-  product_float32(matrix, layout, count, static_cast<const char*>(input), first, last, out, stride,
-                  static_cast<char*>(scratch));
-}
-
-uint64_t read_bytes_sum(const void* data, int64_t bytes) {
-  const char* const p = static_cast<const char*>(data);
-  uint64_t total = 0;
-  for (int64_t at = 0; at < bytes; at += 8) {
-    uint64_t word = 0;
-    __builtin_memcpy(&word, p + at, static_cast<size_t>(bytes - at < 8 ? bytes - at : 8));
-    total += word;
-  }
-  return total;
-}
+uint64_t read_bytes_sum(const void* data, int64_t bytes) { return words_sum(static_cast<const char*>(data), bytes); }
 
 }  // namespace zero_inference::cpu::portable

@@ -1,4 +1,4 @@
-// Products in vectors, for any instruction set. Included by each set's .cpp inside its unnamed namespace, behind
+// Products in vectors, for any instruction set. Included by product_narrow.h and product_wide.h in an unnamed namespace, behind
 //
 //   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x one pass over the panel multiplies
 //   zero, broadcast, load, store, fused, sum

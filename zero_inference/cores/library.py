@@ -1,8 +1,8 @@
-"""The library of csrc/cpu: compiled by `pip install` (setup.py) or at first use on a machine, and loaded with ctypes, which lets other
-Python threads run during its calls.
+"""The library of csrc/cpu: compiled at first use on a machine, in some seconds, and loaded with ctypes, which lets other Python threads
+run during its calls. No wheel brings it, because it would run only where the system's libraries are as new as those of its maker.
 
 One library serves all x86-64 processors and, in plain C++, others: each file that needs an instruction set turns it on for itself, and
-what the processor has is asked when it runs. It takes GCC 10 or later, and depends neither on Python nor on torch.
+what the processor has is asked when it runs. It takes GCC 10 or clang 14, or a later one, and depends neither on Python nor on torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,14 +20,7 @@ from pathlib import Path
 
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
 from zero_inference.runtime.cache_folder import extensions_folder
-from zero_inference.runtime.extension import (
-    FOR_CORES,
-    PREBUILT,
-    file_digest,
-    in_one_line,
-    package_folder,
-    source_folder,
-)
+from zero_inference.runtime.extension import FOR_CORES, file_digest, in_one_line, source_folder
 from zero_inference.runtime.locks import held_lock
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
@@ -77,19 +71,16 @@ def needed_library() -> ctypes.CDLL:
 
 
 def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -> Path:
-    """The library that came with the package, or that was or now is compiled on this machine.
+    """The library that was or now is compiled on this machine.
 
     Args:
         say: gets the line that says what takes some seconds.
-        extra_flags: for the compiler; tests have some.
+        extra_flags: for the compiler, behind FLAGS.
 
     Raises RuntimeError where no compiler is there or it fails, and OSError for files.
     """
-    prebuilt = prebuilt_library(package_folder())
-    if prebuilt is not None and not extra_flags:
-        return prebuilt
     compiler = find_compiler()
-    name = library_name(compiler_version(compiler), *extra_flags)
+    name = library_name(*compiler, compiler_version(compiler), *extra_flags)
     folder = extensions_folder() / name
     folder.mkdir(parents=True, exist_ok=True)
     library, mark = folder / f"{name}.so", folder / "complete"
@@ -100,24 +91,6 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
             build(compiler, folder, library, extra_flags)
             mark.write_bytes(file_digest(library))
     return library
-
-
-def prebuild(folder: Path) -> str:
-    """Compile the library into `folder`, for setup.py, and return the machine's type that it was compiled for.
-
-    Raises RuntimeError where no compiler is there or it fails.
-    """
-    work = folder / "work-cpu"
-    work.mkdir(parents=True, exist_ok=True)
-    build(find_compiler(), work, folder / f"{library_name(PREBUILT)}.so")
-    shutil.rmtree(work)
-    return platform.machine()
-
-
-def prebuilt_library(package: Path) -> Path | None:
-    """The library that came with the `package`, if it is of these sources."""
-    library = package / PREBUILT / f"{library_name(PREBUILT)}.so"
-    return library if library.exists() else None
 
 
 def sources() -> list[Path]:
@@ -136,26 +109,30 @@ def library_name(*parts: str) -> str:
     return f"zero_inference_cpu_{digest.hexdigest()[:16]}"
 
 
-def find_compiler() -> str:
-    """CXX, else g++ or c++ of PATH: a file turns its instructions on by a pragma that GCC knows, from version 10 on.
+def find_compiler() -> list[str]:
+    """CXX, which may bring arguments ("ccache g++"), else g++ or c++ of PATH.
 
     Raises RuntimeError where none is there.
     """
-    wanted = os.environ.get("CXX")
-    found = shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("c++")
+    wanted = os.environ.get("CXX", "").strip()
+    try:
+        command, *arguments = shlex.split(wanted) or ["g++" if shutil.which("g++") else "c++"]
+    except ValueError as error:
+        raise RuntimeError(f"CXX={wanted} is no command line: {error}") from error
+    found = shutil.which(command)
     if found is None:
         raise RuntimeError(
-            f"no C++ compiler: {f'CXX={wanted} was' if wanted else 'g++ and c++ were'} not found on PATH"
+            f"no C++ compiler: {f'{command} of CXX={wanted} was' if wanted else 'g++ and c++ were'} not found on PATH"
         )
-    return found
+    return [found, *arguments]
 
 
-def compiler_version(compiler: str) -> str:
+def compiler_version(compiler: Sequence[str]) -> str:
     """All that `compiler` says of itself."""
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def build(compiler: str, folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
+def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Sequence[str] = ()) -> None:
     """Compile all sources side by side to objects in `folder`, and link them to `library`.
 
     Raises RuntimeError with the compiler's line that names the error.
@@ -165,11 +142,11 @@ def build(compiler: str, folder: Path, library: Path, extra_flags: Sequence[str]
     flags = [*FLAGS, *extra_flags]
     objects = [folder / f"{source.stem}.o" for source in sources()]
     commands = [
-        [compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)
+        [*compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)
     ]
     _run_all(commands)
     linked = folder / f"{library.name}.new"
-    _run_all([[compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)]])
+    _run_all([[*compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)]])
     linked.replace(library)
 
 

@@ -164,16 +164,7 @@ def _cpu_linear_groups(
 
 @_cpu_linear_groups.register_fake
 def _(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    minimum: Tensor,
-    bits: int,
-    group_size: int,
-    rows: int,
-    bias: Tensor | None,
-    instructions: str,
-    threads: int,
+    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, *others: object
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], rows))
 

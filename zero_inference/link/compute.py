@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,17 +29,31 @@ def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> floa
     return 2 * nbytes / _median_s(device, lambda: target.copy_(source), seconds) / 1e9
 
 
-def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int | None = None, seconds: float = SECONDS) -> float:
-    """Median TFLOP/s (1e12) of [size, size] x [size, size] in `dtype`, 2 size^3 operations each.
+def matmul_tflops(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int | None = None,
+    seconds: float = SECONDS,
+    rows: Sequence[int] = (),
+) -> float:
+    """Median TFLOP/s (1e12) of [size, size] x [size, size] in `dtype`, the second transposed as the weight of a linear module is;
+    2 size^3 operations.
 
     Args:
         size: 8192 on CUDA and 1024 on a CPU where not given.
+        seconds: to measure for, for each number of rows.
+        rows: other numbers of rows of the first matrix to try; the best of all is the rate.
     """
     size = size or (8192 if device.type == "cuda" else 1024)
-    # random values: zeros draw less power, and a GPU at its power limit then clocks higher than any model would see
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = torch.empty(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / _median_s(device, lambda: torch.mm(left, right, out=product), seconds) / 1e12
+
+    def of(count: int) -> float:
+        # random values: zeros draw less power, and a GPU at its power limit then clocks higher than any model would see
+        left, weight = (torch.randn(many, size, device=device).to(dtype) for many in (count, size))
+        product = torch.empty(count, size, dtype=dtype, device=device)
+        spent_s = _median_s(device, lambda: torch.mm(left, weight.t(), out=product), seconds)
+        return 2 * count * size**2 / spent_s / 1e12
+
+    return max(of(count) for count in (size, *rows))
 
 
 def _median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:

@@ -19,16 +19,24 @@ class LeastWork:
     flops: int
 
 
-def least_work(job: Job, weight_bytes: int) -> LeastWork:
+def least_work(job: Job, weight_bytes: int, cores_bytes: float) -> LeastWork:
     """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
 
     Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. What is idle is
-    taken off at its unquantized size, which an engine may not exceed: the bound errs to the low side.
+    taken off at its unquantized size, which an engine may not exceed, and all that the host's cores read as weights that every
+    sequence uses: the bound errs to the low side.
+
+    Args:
+        cores_bytes: what the host's cores read in a step, in kernels of their own. Without a GPU the memory is the same.
     """
     sizes, config = job.sizes, job.config
     active = sizes.parameters - sizes.idle_parameters
     kv = job.kv_bytes(config.prompt_len + config.gen_len // 2)
-    return LeastWork(device_bytes=max(0, weight_bytes - sizes.idle_bytes) + kv, flops=2 * active * job.rank_batch)
+    bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
+    return LeastWork(
+        device_bytes=max(0, max(0, weight_bytes - sizes.idle_bytes) + kv - int(cores_bytes if job.on_gpu else 0)),
+        flops=2 * max(0, active - int(cores_bytes * 8 / bits)) * job.rank_batch,
+    )
 
 
 def decode_limits(

@@ -20,7 +20,9 @@ def measured_of(session: Session, load_s: float) -> Measured:
     batch, steps = config.batch_size, config.gen_len - 1
     prefill_s, decode_s, total_s = (measurement.median(name) for name in ("prefill_s", "decode_s", "total_s"))
     moved = _over_ranks(measurement.loops[-1].moved, ranks)
-    work, ahead_bytes = limits.least_work(job, loaded.weight_bytes), ranks.total(around.ahead_bytes)
+    all_read = steps and not job.sizes.chooses_experts
+    work = limits.least_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
+    ahead_bytes = ranks.total(around.ahead_bytes)
     limit = limits.decode_limits(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
     peak_gpu_bytes, peak_host_bytes = ranks.maximum(
         [float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
@@ -46,7 +48,7 @@ def measured_of(session: Session, load_s: float) -> Measured:
         peak_host_bytes=int(peak_host_bytes),
         output_ids_sha256=output_ids_sha256(measurement.output_ids),
         transfers=moved,
-        decode_weights_gb_per_s=loaded.weight_bytes * steps / decode_s / 1e9 if steps else None,
+        decode_weights_gb_per_s=loaded.weight_bytes * steps / decode_s / 1e9 if all_read else None,
         limit=limit,
         link_use=around.last_use,
         device=str(ranks.device.type),

@@ -33,6 +33,7 @@ class ModelSizes:
         parameter_bytes: their bytes, each in the dtype that it is computed in.
         idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen.
         idle_bytes: the bytes of those, unquantized.
+        chooses_experts: whether a token leaves experts out.
         kv_widths: elements of keys and values together that a position adds to the cache, of each layer that keeps any.
     """
 
@@ -40,18 +41,21 @@ class ModelSizes:
     parameter_bytes: int
     idle_parameters: int
     idle_bytes: int
+    chooses_experts: bool
     kv_widths: tuple[int, ...]
 
 
 def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
     """Count a model without weights (see `models.skeleton`). To be called before an engine fills it: it may take parameters apart."""
-    idle = _idle_parameters(model, spec)
+    idle_experts = _idle_experts(model, spec)
+    idle = _idle_rows(model) + idle_experts
     widths = kv_widths_of(model)
     return ModelSizes(
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=parameter_bytes(model),
         idle_parameters=sum(numel for numel, _ in idle),
         idle_bytes=sum(numel * dtype.itemsize for numel, dtype in idle),
+        chooses_experts=any(numel for numel, _ in idle_experts),
         kv_widths=tuple(_kv_widths_by_config(spec) if widths is None else widths),
     )
 
@@ -100,27 +104,30 @@ def _kv_widths_by_config(spec: ModelSpec) -> list[int]:
     return [2 * kv_width(text) for kind in kinds if kind in KEY_VALUE_LAYERS]
 
 
-def _idle_parameters(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
-    """Elements, with their dtype, that a token of one sequence does not touch: rows of an embedding, experts not chosen."""
+def _idle_rows(model: Any) -> list[tuple[int, torch.dtype]]:
+    """Elements, with their dtype, of embeddings that are no head."""
     head = model.get_output_embeddings()
-    idle = [
+    return [
         (module.weight.numel(), module.weight.dtype)
         for module in model.modules()
         if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight)
     ]
+
+
+def _idle_experts(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
+    """Elements, with their dtype, of the experts that a token does not choose."""
     config = spec.text_config
     experts = next(
         (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0
     )
     chosen = getattr(config, "num_experts_per_tok", None) or experts
-    for name, module in model.named_modules():
-        if experts and f".{name}.".count(".experts.") and not _multiplies_all(module):
-            idle += [
-                (p.numel() * (experts - chosen) // experts, p.dtype)
-                for p in module.parameters(recurse=False)
-                if p.dim() == 3 and p.shape[0] == experts or p.dim() == 2
-            ]
-    return idle
+    return [
+        (p.numel() * (experts - chosen) // experts, p.dtype)
+        for name, module in model.named_modules()
+        if experts and f".{name}.".count(".experts.") and not _multiplies_all(module)
+        for p in module.parameters(recurse=False)
+        if p.dim() == 3 and p.shape[0] == experts or p.dim() == 2
+    ]
 
 
 def _multiplies_all(experts: torch.nn.Module) -> bool:

@@ -26,7 +26,10 @@ class Rates:
     device_copy_gb_per_s: float | None = key(
         "GB/s", "copy inside the device's memory, bytes read and bytes written", "device_copy_gbps"
     )
-    matmul_tflops: float | None = key("TFLOP/s", "product of large matrices in the model's dtype")
+    matmul_tflops: float | None = key(
+        "TFLOP/s",
+        "product of large matrices in the model's dtype; on a CPU of as many rows as a step has, where that is faster",
+    )
     disk_gb_per_s: float | None = key(
         "GB/s", "direct reads, all nodes at once; null without --disk-offload", "disk_gbps"
     )

@@ -112,7 +112,9 @@ class Measured:
     )
     transfers: MovedPerStep = key("byte", "bytes moved per decode step, all ranks, counted", required="when measured")
     decode_weights_gb_per_s: float | None = key(
-        "GB/s", "`weight_bytes` for each decode step / decode latency; null when G = 1", "decode_weights_gbps"
+        "GB/s",
+        "`weight_bytes` for each decode step / decode latency; null when G = 1, and for a mixture, of which a step reads some experts only",
+        "decode_weights_gbps",
     )
     limit: Limit = key(
         "", "the roofline of the decode on this machine, and the share reached", required="when measured"

@@ -18,10 +18,15 @@ KEPT = 8192  # copies and layers; older ones are forgotten, so that a long gener
 
 @dataclass
 class BlockSpan:
-    """One block's computation."""
+    """One block's computation, on the device or by the cores.
+
+    Attributes:
+        pass_start: when the first block of the same call of the model began.
+    """
 
     block: int
     start: Any
+    pass_start: Any
     end: Any = None
 
 
@@ -69,6 +74,7 @@ class Timeline:
         self.spans: deque[BlockSpan] = deque(maxlen=KEPT)
         self.origin = self.streams.recorded(self.streams.current())
         self.forward = -1
+        self.pass_start: Any = None  # of the first block of this call of the model; None before it
         self.asked = 0  # copies in this call of the model
         self.ahead: list[Copy] = []  # those of the first decode step that were asked for before it
         self.prefill_end: Any = None
@@ -76,7 +82,7 @@ class Timeline:
     def forward_begins(self, pending: int) -> None:
         """A call of the model, for which `pending` blocks have been asked already."""
         self.forward += 1
-        self.asked = 0
+        self.asked, self.pass_start = 0, None
         if self.forward == 1 and pending:
             self.ahead, self.prefill_end = list(self.copies)[-pending:], self.spans[-1].end
 
@@ -108,7 +114,10 @@ class Timeline:
     def block_begins(self, block: int) -> None:
         if self.is_paused:
             return
-        self.spans.append(BlockSpan(block, self.streams.recorded(self.streams.current())))
+        start = self.streams.recorded(self.streams.current())
+        if self.pass_start is None:
+            self.pass_start = start
+        self.spans.append(BlockSpan(block, start, self.pass_start))
 
     def block_ends(self) -> None:
         if self.is_paused:
@@ -125,17 +134,16 @@ class Timeline:
         for before, copy in zip(decode, decode[1:]):
             busy += self._between(copy.start, copy.end)
             gap = max(0.0, self._between(before.end, copy.start))
-            not_begun = within(gap, self._between(before.end, copy.freed_by.start)) if copy.freed_by else 0.0
-            until_free = within(gap, self._between(before.end, copy.slot_free)) if copy.slot_free is not None else 0.0
+            between_passes = not_begun = until_free = 0.0
+            if copy.freed_by is not None:
+                between_passes = within(gap, self._between(before.end, copy.freed_by.pass_start))
+                not_begun = within(gap, self._between(before.end, copy.freed_by.start))
+            if copy.slot_free is not None:
+                until_free = within(gap, self._between(before.end, copy.slot_free))
+            asked_late = gap - max(until_free, not_begun)
+            step_start += between_passes + (asked_late if copy.first else 0.0)
             slot_wait += max(0.0, until_free - not_begun)
-            for spent, at_start in (
-                (not_begun, copy.freed_by is not None and copy.freed_by.block == 0),
-                (gap - max(until_free, not_begun), copy.first),
-            ):
-                if at_start:
-                    step_start += spent
-                else:
-                    host_late += spent
+            host_late += not_begun - between_passes + (0.0 if copy.first else asked_late)
         return LinkUse(
             decode[-1].forward - decode[0].forward + 1,
             busy,

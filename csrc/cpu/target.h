@@ -1,0 +1,13 @@
+// Instruction sets by file: code between ZI_TARGET_BEGIN("avx2,fma") and ZI_TARGET_END, that of headers included there too, is
+// compiled for these as well. It has internal linkage, so that no other file runs it.
+
+#pragma once
+
+#define ZI_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define ZI_TARGET_BEGIN(features) ZI_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define ZI_TARGET_END ZI_PRAGMA(clang attribute pop)
+#else
+#define ZI_TARGET_BEGIN(features) ZI_PRAGMA(GCC push_options) ZI_PRAGMA(GCC target(features))
+#define ZI_TARGET_END ZI_PRAGMA(GCC pop_options)
+#endif
