@@ -7,11 +7,13 @@ the order of the model's stream, and a slot is in no table while it is filled.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD
+from zero_inference.engines.stream.codes import weighted_sum
 from zero_inference.engines.stream.expert_policy import (
     LONG_PASS_KEEPS,
     PERIOD_PASSES,
@@ -24,7 +26,6 @@ from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.models.experts import FusedExperts
-from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.indexed import linear_groups_indexed, linear_indexed
 from zero_inference.runtime.host_memory import host_empty
@@ -135,15 +136,8 @@ class ExpertSlots:
             slots: int64 [tokens, k], of the experts that each token chose; -1 for others.
             weights: of them, [tokens, k].
         """
-        (tokens, k), form = slots.shape, self.experts
-        slot = slots.reshape(-1)
-        pairs = x.unsqueeze(1).expand(-1, k, -1).reshape(tokens * k, -1)
-        gate, *up = self.first.times(pairs, slot, self.scheme).float().chunk(1 + form.gated, -1)
-        if form.gate_is_second:
-            gate, up = up[0], [gate]
-        hidden = ACTIVATIONS[form.activation](gate)
-        out = self.last.times(hidden * up[0] if up else hidden, slot, self.scheme)
-        return (out.view(tokens, k, -1) * weights.float().unsqueeze(-1)).sum(1)  # products in float32
+        first, last = (partial(each.times, scheme=self.scheme) for each in (self.first, self.last))
+        return weighted_sum(self.experts, first, last, x, slots, weights)
 
 
 class ExpertCache:
