@@ -11,7 +11,7 @@ from zero_inference.cores import library
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import Cores
 from zero_inference.cores.crossing import HostCalls
-from zero_inference.cores.experts import Expert, add_experts
+from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD, Expert, add_experts, elsewhere
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
@@ -158,3 +158,26 @@ def test_experts_that_do_not_fit_each_other_are_refused():
     with pytest.raises(ValueError, match="down's columns"):
         add_experts(cores, [Expert(one.gate, one.up, one.gate)], "silu", torch.float32)
     cores.close()
+
+
+def test_what_is_computed_elsewhere_is_counted_and_not_read():
+    mixture, use = Mixture.random(torch.bfloat16, 4), torch.zeros(FIRST_USE + EXPERTS, dtype=torch.int64)
+    calls = HostCalls(Cores([-1] * 2, 0), Transfers())
+    task = add_experts(calls.cores, mixture.experts, "silu", torch.bfloat16, use)
+    calls.cores.reserve(task, 5, 3)
+    expected, steps = torch.zeros_like(use), []
+    for rows in (1, 5, 2):
+        x, choice = torch.randn(rows, HIDDEN).bfloat16(), a_choice(rows, 3)
+        there = choice.experts % 2 == 0  # experts with an even number are computed elsewhere
+        numbers = torch.where(there, elsewhere(choice.experts), choice.experts)
+        (out,) = calls(task, x, Choice(numbers, choice.weights), lambda: steps.append("between"))
+        weights = choice.weights.masked_fill(there, 0)
+        exact = mixture.expected(x, Choice(choice.experts, weights))
+        assert float((out.double() - exact).norm()) <= ERROR[torch.bfloat16] * float(exact.norm()) + 1e-12
+        expected[CHOICES] += 3 * rows
+        expected[HITS] += int(there.sum())
+        expected[UNREAD] += len(choice.experts[there].unique())
+        expected[FIRST_USE:] += torch.bincount(choice.experts.flatten(), minlength=EXPERTS)
+        assert torch.equal(use, expected) and 0 < expected[HITS] < expected[CHOICES]
+    assert len(steps) == 3
+    calls.close()

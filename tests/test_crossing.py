@@ -11,12 +11,13 @@ import pytest
 import torch
 from test_attended_cache import prompts, small_model
 from test_cores import error, plain, random
+from test_cores_experts import EXPERTS, HIDDEN, Mixture, a_choice
 from transformers import DynamicCache
 
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
 from zero_inference.cores.crossing import Crossing, HostSide
-from zero_inference.cores.experts import Expert, add_experts
+from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Expert, add_experts, elsewhere
 from zero_inference.cores.meeting_place import Agreement, own_place
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.attended import AttendedCache
@@ -118,6 +119,35 @@ def test_several_inputs_lie_one_behind_the_other_and_the_last_one_raises_the_fla
     assert seen == [[tensor.numpy().tobytes() for tensor in inputs]]
     with pytest.raises(ValueError, match="an input of 8192 bytes"):
         calls.meet([torch.empty(2048)], [torch.empty(4)], submit)
+
+
+def test_the_device_works_between_input_and_output(meet):
+    calls, _ = meet(4096, 4096)
+
+    def meanwhile():
+        assert word(calls.arrived).value == calls.number == 1, "behind the input"
+        word(calls.done).value = calls.number  # and before the output, which nothing else lets through
+
+    calls.meet([torch.randn(3)], [torch.empty(4)], lambda addresses, number: None, meanwhile)
+    assert word(calls.done).value == calls.number == 1
+
+
+def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(meet):
+    """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
+    mixture, use = Mixture.random(torch.float32, 8), torch.zeros(FIRST_USE + EXPERTS, dtype=torch.int64)
+    calls, _ = meet(1 << 14, 1 << 14)
+    task = add_experts(calls.cores, mixture.experts, "silu", torch.float32, use)
+    calls.cores.reserve(task, 5, 3)
+    for rows in (1, 5):
+        x, choice = torch.randn(rows, HIDDEN), a_choice(rows, 3)
+        there, of_device = choice.experts < 2, []
+        numbers = torch.where(there, elsewhere(choice.experts), choice.experts)
+        on_device = Choice(choice.experts, choice.weights.masked_fill(~there, 0))
+        (out,) = calls(
+            task, x, Choice(numbers, choice.weights), lambda: of_device.append(mixture.expected(x, on_device))
+        )
+        assert error(out + of_device[0], mixture.expected(x, choice)) < 1e-5
+    assert use[CHOICES] == 3 * 6 and use[HITS] == use[FIRST_USE : FIRST_USE + 2].sum()
 
 
 def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatch):

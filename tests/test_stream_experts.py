@@ -12,6 +12,7 @@ from test_stream_cores import feeder_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from zero_inference.engines.stream import codes, feeder
 from zero_inference.engines.stream.blocks import find_blocks
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
@@ -19,6 +20,7 @@ from zero_inference.engines.stream.split import best_split
 from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import read_experts
 from zero_inference.models.prompts import random_ids
+from zero_inference.quantization import groups
 
 SHARES = ("0.3", "0.7", "1")
 SMALL = dict(
@@ -95,13 +97,45 @@ def test_any_share_gives_the_ids_of_transformers(family, mixtures):
         assert torch.equal(found, expected), share
 
 
+def by_dequantizing(folder, **options):
+    """The ids with weights that are dequantized in every pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codes, "FUSED_ROWS", 0)
+        loaded, spec, ranks = load(folder, cpu_compute="off", **options)
+    found = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    return found
+
+
+@pytest.mark.parametrize("gpu_memory", [0, 1])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_on_the_device_are_not_dequantized_in_short_passes(family, bits, gpu_memory, mixtures, monkeypatch):
+    """Fetched or resident: where tokens choose no more experts than there are, only those are restored."""
+    folder, _ = mixtures(family)
+    options = {"quant_bits": bits, "quant_group_size": 32, "gpu_memory": gpu_memory}
+    expected = by_dequantizing(folder, **options)
+    restored: list[torch.Size] = []
+
+    def dequantize(*args):
+        restored.append(args[-1].shape)
+        return groups.dequantize(*args)
+
+    monkeypatch.setattr(feeder, "dequantize", dequantize)
+    loaded, spec, ranks = load(folder, cpu_compute="off", **options)
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    mixed = sum(read_experts(module) is not None for module in loaded.model.modules())
+    loaded.close()
+    of_experts = [shape for shape in restored if len(shape) == 3]
+    assert len(of_experts) == 2 * 2 * mixed  # in the prefill of each of two generations, both weights of each layer
+    assert len(restored) > GEN * mixed  # linear modules have no kernel here
+
+
 @pytest.mark.parametrize("family", MIXTURES)
 def test_codes_give_the_ids_of_the_dequantized_weights(family, mixtures):
     folder, _ = mixtures(family)
     options = {"quant_bits": 4, "quant_group_size": 32}
-    loaded, spec, ranks = load(folder, cpu_compute="off", **options)
-    by_device = generate(loaded, spec, ranks).output_ids
-    loaded.close()
+    by_device = by_dequantizing(folder, **options)
     for share in SHARES:
         loaded, spec, ranks = load(folder, cpu_compute=share, **options)
         assert torch.equal(generate(loaded, spec, ranks).output_ids, by_device), share

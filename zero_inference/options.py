@@ -114,7 +114,7 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
         "--gpu-memory",
         type=float,
         metavar="GIB",
-        help="stream engine: device memory for resident layers (default: what is free)",
+        help="stream engine: device memory for resident layers and experts (default: what is free)",
     )
     engine.add_argument(
         "--ring-depth",

@@ -60,12 +60,13 @@ void share_columns(int64_t items, int64_t columns, int64_t step, int threads, in
 
 }  // namespace
 
-Experts::Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions)
-    : experts_(std::move(experts)), activation_(activation), dtype_(dtype), instructions_(instructions) {}
+Experts::Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions, int64_t* use)
+    : experts_(std::move(experts)), activation_(activation), dtype_(dtype), instructions_(instructions), use_(use) {}
 
 void Experts::prepare(const Call& call, Pool& pool, Workspace& workspace) {
   if (call.input == nullptr) return reserve(call, pool, workspace);
   group(call);
+  if (use_ != nullptr) count(call);
   const Matrix &first = experts_[0].gate, &last = experts_[0].down;
   size_t inputs = 0, hidden = 0;
   int64_t most_rows = 0;
@@ -97,6 +98,7 @@ void Experts::reserve(const Call& call, Pool& pool, Workspace& workspace) {
     }
   }
   places_.reserve(experts_.size() + 1);
+  elsewhere_.reserve(experts_.size());
   rows_.reserve(pairs);
   weights_.reserve(pairs);
   single_.reserve(call.count);
@@ -162,6 +164,28 @@ void Experts::group(const Call& call) {
     if (single != nullptr) *single = chosen.input;
     inputs_.push_back({chosen.first, chosen.count, 0});
   }
+}
+
+// Behind `group`. Python reads while this writes, each number for itself.
+void Experts::count(const Call& call) {
+  const int64_t pairs = call.count * call.extra[0], experts = static_cast<int64_t>(experts_.size());
+  const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
+  const auto add = [&](int64_t place, int64_t more) { __atomic_fetch_add(use_ + place, more, __ATOMIC_RELAXED); };
+  elsewhere_.assign(experts, 0);
+  int64_t hits = 0, unread = 0;
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    const int64_t expert = ~numbers[pair];
+    if (expert < 0 || expert >= experts) continue;
+    ++hits;
+    if (elsewhere_[expert]++ == 0) ++unread;
+  }
+  add(0, hits + static_cast<int64_t>(rows_.size()));
+  add(1, hits);
+  add(2, unread);
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    if (elsewhere_[expert] > 0) add(3 + expert, elsewhere_[expert]);
+  }
+  for (const Chosen& chosen : chosen_) add(3 + chosen.expert, chosen.count);
 }
 
 // Rows of all chosen experts as one list of parts, which shrink towards its end: each is half of what a thread has left.

@@ -15,14 +15,18 @@ struct Expert {
 
 // The input of a call is x [count, columns]. Its `extra` says what each row chose:
 //   0   k, the experts of a row
-//   1   address of their numbers, int64 [count, k]; one that is no expert's counts nothing
+//   1   address of their numbers, int64 [count, k]. ~e stands for an expert e that is computed elsewhere: it is counted and not
+//       read. Any other number that is no expert's counts nothing
 //   2   address of their weights [count, k]
 //   3   dtype of the weights
 // The output is [count, rows of down]: the sum of weight x expert, in float32 and in ascending order of the experts.
+//
+// What was chosen is counted in `use`, int64 [3 + experts], which Python reads at any time: choices, those that are computed
+// elsewhere, the experts that no call had to read for that reason (one counts once a call), and the choices of each expert.
 class Experts : public Task {
  public:
-  // `dtype`: of input and output.
-  Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions);
+  // `dtype`: of input and output. `use` may be null; whoever gives it keeps its memory.
+  Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions, int64_t* use);
 
   // A call without an input takes the memory for any choice of `extra[0]` experts a row.
   void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
@@ -49,6 +53,7 @@ class Experts : public Task {
   void reserve(const Call& call, Pool& pool, Workspace& workspace);
   void take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, Pool& pool, Workspace& workspace);
   void group(const Call& call);
+  void count(const Call& call);
   void gather(const Call& call, const Input& input, int64_t first, int64_t last);
   void divide(const Matrix& matrix, int64_t row_bytes, int threads, std::vector<Part>* parts);
   template <typename Work>
@@ -64,11 +69,13 @@ class Experts : public Task {
   const Activation activation_;
   const Dtype dtype_;
   const Instructions instructions_;
+  int64_t* const use_;
   // of the call under way
-  std::vector<int64_t> places_;  // in `rows_` of each expert's next pair, while they are sorted
-  std::vector<int64_t> rows_;    // of x, of each pair of a row and an expert, by expert and then by row
-  std::vector<float> weights_;   // of each pair
-  std::vector<int64_t> single_;  // of each row of x: the input that is this row alone, or -1
+  std::vector<int64_t> elsewhere_;  // choices of each expert that is computed elsewhere
+  std::vector<int64_t> places_;     // in `rows_` of each expert's next pair, while they are sorted
+  std::vector<int64_t> rows_;       // of x, of each pair of a row and an expert, by expert and then by row
+  std::vector<float> weights_;      // of each pair
+  std::vector<int64_t> single_;     // of each row of x: the input that is this row alone, or -1
   std::vector<Input> inputs_;
   std::vector<Chosen> chosen_;
   std::vector<Part> first_parts_, last_parts_;

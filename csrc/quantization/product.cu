@@ -1,4 +1,5 @@
 // zero_inference::linear_groups: a few tokens times a weight in int8 / int4 groups, which is read as it is stored.
+// zero_inference::linear_groups_indexed: single rows, each times one of several such weights.
 //
 //   out[m, n] = round(sum_k x[m, k] * weight[n, k] + bias[n]),   weight[n, k] = round(code * scale + minimum)
 //
@@ -47,6 +48,7 @@ constexpr int kWarps = kProductThreads / kWarp;
 constexpr int kWarpRows = kProductTiles * kTileRows;
 constexpr int kSlice = 128;  // columns: the unit in which blocks of a cluster split them, whole steps and whole groups
 constexpr int kLargestGroup = 128;
+constexpr int64_t kMostPairs = 1 << 16;  // fewer than these: blocks of a grid in its second dimension
 constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp;
 
 // Where sums of the block's warps lie: rows beside each other, four apart from token to token so that a warp's stores meet in
@@ -63,6 +65,10 @@ struct Task {
   int64_t rows;
   int columns, tokens, group_shift;
   int column_warps, splits, chunk_steps;
+  // of linear_groups_indexed; a block's pair is blockIdx.y
+  int pairs;  // 1 otherwise
+  int64_t weights;
+  const int64_t* slot;  // [pairs], of which weight; others than 0 to `weights` - 1 are of none
 
   __host__ __device__ int block_rows() const { return kWarps / column_warps * kWarpRows; }
   __host__ __device__ int chunk_columns(int step) const { return column_warps * chunk_steps * step; }
@@ -335,7 +341,7 @@ __device__ __forceinline__ void finish(const Task& task, int64_t first_row, floa
 }
 
 template <typename T, int kBits, int kTokenTiles, int kGroups>
-__global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) multiply(const Task task) {
+__device__ __forceinline__ void multiply_rows(const Task& task) {
   using S = Step<kBits>;
   static_assert(kProductStages >= 2 && kProductLeastChunk >= kProductStages - 1);
   static_assert(kWarps * kTokenTiles * kTileTokens * (kWarpRows + kSumsPad) * 4 <= kRingVectors * kVectorBytes,
@@ -402,6 +408,39 @@ __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) 
   finish<T, kTokenTiles>(task, place.first_row, shared);
 }
 
+// Zeros for this block's rows of the result: of the blocks of a cluster the first writes them.
+template <typename T>
+__device__ __forceinline__ void store_zeros(const Task& task) {
+  if (blockIdx.x % task.splits != 0) return;
+  const int64_t first = static_cast<int64_t>(blockIdx.x / task.splits) * task.block_rows();
+  const int64_t last = min(first + task.block_rows(), task.rows);
+  for (int64_t row = first + threadIdx.x; row < last; row += kProductThreads) {
+    static_cast<T*>(task.out)[row] = Pair<T>::round(0.0f);
+  }
+}
+
+template <typename T, int kBits, int kTokenTiles, int kGroups, bool kIndexed>
+__global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) multiply(const Task task) {
+  if constexpr (kIndexed) {
+    // Pair p is row p of x and of out. Weight s begins s * rows rows behind the first: its codes rows * columns * bits / 8
+    // bytes further for each, scales and minima rows * columns / group elements. All blocks of a cluster have one pair, so they
+    // leave together.
+    const int64_t pair = blockIdx.y;
+    const int64_t slot = task.slot[pair];
+    Task own = task;
+    own.out = static_cast<T*>(task.out) + pair * task.rows;
+    if (slot < 0 || slot >= task.weights) return store_zeros<T>(own);
+    const int64_t groups = slot * task.rows * (task.columns >> task.group_shift);
+    own.x = static_cast<const T*>(task.x) + pair * task.columns;
+    own.codes = task.codes + slot * task.rows * (int64_t{task.columns} * kBits / 8);
+    own.scale = static_cast<const T*>(task.scale) + groups;
+    own.minimum = static_cast<const T*>(task.minimum) + groups;
+    multiply_rows<T, kBits, kTokenTiles, kGroups>(own);
+  } else {
+    multiply_rows<T, kBits, kTokenTiles, kGroups>(task);
+  }
+}
+
 struct Device {
   int index, processors, shared_bytes;
 };
@@ -429,7 +468,7 @@ Clusters clusters_of(Kernel kernel, const Device& device, std::atomic<int> (&kno
 // What the caller left open (0), from the table of launch sizes.
 void choose(Task& task, int step, const Device& device, bool clusters) {
   if (task.column_warps == 0) task.column_warps = product_column_warps(task.tokens);
-  const int64_t blocks = (task.rows + task.block_rows() - 1) / task.block_rows();
+  const int64_t blocks = (task.rows + task.block_rows() - 1) / task.block_rows() * task.pairs;
   if (task.splits == 0) {
     const int turns = (task.columns + step - 1) / step / task.column_warps;
     task.splits = 1;
@@ -446,11 +485,11 @@ void choose(Task& task, int step, const Device& device, bool clusters) {
   while (task.chunk_steps > kProductLeastChunk && task.shared_bytes(step) > device.shared_bytes) task.chunk_steps /= 2;
 }
 
-template <typename T, int kBits, int kTokenTiles, int kGroups>
+template <typename T, int kBits, int kTokenTiles, int kGroups, bool kIndexed = false>
 void launch(Task task, const Device& device, cudaStream_t stream) {
   constexpr int kStep = Step<kBits>::kElements;
   static std::atomic<int> known[kDevices];
-  const auto kernel = multiply<T, kBits, kTokenTiles, kGroups>;
+  const auto kernel = multiply<T, kBits, kTokenTiles, kGroups, kIndexed>;
   const bool clusters = clusters_of(kernel, device, known) == kWith;
   STD_TORCH_CHECK(clusters || task.splits <= 1, "linear_groups: splits must be 1 on a device without clusters, found ",
                   task.splits);
@@ -464,7 +503,7 @@ void launch(Task task, const Device& device, cudaStream_t stream) {
   cluster.val.clusterDim.x = static_cast<unsigned int>(task.splits);
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned int>(blocks));
+  config.gridDim = dim3(static_cast<unsigned int>(blocks), static_cast<unsigned int>(task.pairs));
   config.blockDim = dim3(kProductThreads);
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
@@ -475,7 +514,9 @@ void launch(Task task, const Device& device, cudaStream_t stream) {
 
 template <typename T, int kBits, int kGroups>
 void launch_tokens(const Task& task, const Device& device, cudaStream_t stream) {
-  if (task.tokens <= kTileTokens) {
+  if (task.slot != nullptr) {
+    launch<T, kBits, 1, kGroups, true>(task, device, stream);
+  } else if (task.tokens <= kTileTokens) {
     launch<T, kBits, 1, kGroups>(task, device, stream);
   } else if (task.tokens <= 2 * kTileTokens) {
     launch<T, kBits, 2, kGroups>(task, device, stream);
@@ -523,6 +564,19 @@ Device device_of(const Tensor& x) {
 
 bool power_of_two_up_to(int64_t value, int64_t most) { return value > 0 && value <= most && (value & (value - 1)) == 0; }
 
+// On the current stream of the device of x.
+void launch_on(const Tensor& x, const Task& task, int64_t bits) {
+  const Device device = device_of(x);
+  void* current = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &current));
+  const cudaStream_t stream = static_cast<cudaStream_t>(current);
+  if (x.scalar_type() == ScalarType::Half) {
+    launch_bits<__half>(task, bits, device, stream);
+  } else {
+    launch_bits<__nv_bfloat16>(task, bits, device, stream);
+  }
+}
+
 // column_warps, splits and chunk_steps are 0 where the table of launch sizes decides.
 Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
                      int64_t group_size, int64_t rows, const Tensor& bias, int64_t column_warps, int64_t splits,
@@ -557,24 +611,60 @@ Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, 
   task.column_warps = static_cast<int>(column_warps);
   task.splits = static_cast<int>(splits);
   task.chunk_steps = static_cast<int>(chunk_steps);
+  task.pairs = 1;
 
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int64_t sizes[] = {tokens, rows};
   Tensor out = torch::stable::new_empty(x, sizes);
   if (tokens == 0 || rows == 0) return out;
   task.out = out.mutable_data_ptr();
-  const Device device = device_of(x);
-  void* current = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index, &current));
-  const cudaStream_t stream = static_cast<cudaStream_t>(current);
-  if (dtype == ScalarType::Half) {
-    launch_bits<__half>(task, bits, device, stream);
-  } else {
-    launch_bits<__nv_bfloat16>(task, bits, device, stream);
-  }
+  launch_on(x, task, bits);
+  return out;
+}
+
+// x [pairs, columns]; codes, scale and minimum of `weights` weights of `rows` rows, one behind the other; slot int64 [pairs].
+Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
+                             int64_t group_size, int64_t rows, const Tensor& slot) {
+  const ScalarType dtype = x.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                  "linear_groups_indexed: x must be Half or BFloat16, found ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups_indexed: x must be [pairs, columns] on a CUDA device");
+  const int64_t pairs = x.size(0);
+  const int64_t columns = x.size(1);
+  const int group_shift = group_shift_of(group_size);
+  STD_TORCH_CHECK(pairs < kMostPairs, "linear_groups_indexed: ", kMostPairs - 1, " pairs at most, found ", pairs);
+  STD_TORCH_CHECK(bits == 8 || bits == 4, "linear_groups_indexed: bits must be 8 or 4, found ", bits);
+  STD_TORCH_CHECK(group_shift > 0, "linear_groups_indexed: group_size must be 16, 32, 64 or 128, found ", group_size);
+  STD_TORCH_CHECK(
+      rows > 0 && columns > 0 && columns < (int64_t{1} << 30) && columns % group_size == 0 && columns * bits % 128 == 0,
+      "linear_groups_indexed: columns must be whole groups and whole vectors of 16 bytes, found ", columns);
+  const int64_t weights = codes.numel() / (rows * columns * bits / 8);
+  const int64_t groups = rows * (columns / group_size);
+  Task task = {};
+  task.x = checked("x", x, dtype, pairs * columns, x);
+  task.codes = static_cast<const uint8_t*>(checked("codes", codes, ScalarType::Byte, weights * rows * columns * bits / 8, x));
+  task.scale = checked("scale", scale, dtype, weights * groups, x);
+  task.minimum = checked("minimum", minimum, dtype, weights * groups, x);
+  task.slot = static_cast<const int64_t*>(checked("slot", slot, ScalarType::Long, pairs, x));
+  task.rows = rows;
+  task.columns = static_cast<int>(columns);
+  task.tokens = 1;
+  task.group_shift = group_shift;
+  task.pairs = static_cast<int>(pairs);
+  task.weights = weights;
+
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const int64_t sizes[] = {pairs, rows};
+  Tensor out = torch::stable::new_empty(x, sizes);
+  if (pairs == 0) return out;
+  task.out = out.mutable_data_ptr();
+  launch_on(x, task, bits);
   return out;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("linear_groups", TORCH_BOX(&linear_groups)); }
+STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) {
+  library.impl("linear_groups", TORCH_BOX(&linear_groups));
+  library.impl("linear_groups_indexed", TORCH_BOX(&linear_groups_indexed));
+}

@@ -13,7 +13,7 @@ class Choice(NamedTuple):
     """What each row of an input chose of a task with experts (csrc/cpu/experts.h).
 
     Attributes:
-        experts: their numbers, int64 [rows, k].
+        experts: their numbers, int64 [rows, k]; of one that the device computes what `cores.experts.elsewhere` says.
         weights: of them, [rows, k] in float32, float16 or bfloat16.
     """
 

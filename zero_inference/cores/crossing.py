@@ -46,12 +46,15 @@ class HostCalls:
         self.cores, self.transfers = cores, transfers
         transfers.cores_counts = cores.chosen_bytes
 
-    def __call__(self, task: Task, x: torch.Tensor, choice: Choice | None = None) -> list[torch.Tensor]:
-        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's."""
+    def __call__(
+        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
+        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; then `meanwhile`."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
         self.cores.run(task, x, out, choice and Choice(*(tensor.contiguous() for tensor in choice)))
         self.transfers.cores_bytes += task.nbytes
+        meanwhile()
         return _split(out, x.shape[0], task.widths)
 
     @contextlib.contextmanager
@@ -148,8 +151,13 @@ class Crossing:
         flags = place.flags.data_ptr()
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 
-    def __call__(self, task: Task, x: torch.Tensor, choice: Choice | None = None) -> list[torch.Tensor]:
+    def __call__(
+        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
         """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; on the device, when its stream comes there.
+
+        Args:
+            meanwhile: asks the device for what it computes while the cores multiply; only with a choice.
 
         Raises:
             ValueError: a choice for more rows than there is memory for.
@@ -172,25 +180,31 @@ class Crossing:
             extra = () if choice is None else choice.extra(*chosen)
             self.cores.submit(task, x.shape[0], source, self.output.data_ptr(), number, extra)
 
-        self.meet([x, *(choice or ())], [out] if self.cores.ranks == 1 else parts, submit)
+        self.meet([x, *(choice or ())], [out] if self.cores.ranks == 1 else parts, submit, meanwhile)
         self.chose |= choice is not None
         self._count().cores_bytes += task.nbytes if self.rank == 0 else 0
         return parts
 
     def meet(
-        self, inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], submit: Callable[[list[int], int], None]
+        self,
+        inputs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        submit: Callable[[list[int], int], None],
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Bring `inputs` to the cores and their outputs to `outs`, in the order of the stream.
 
         Args:
             submit: asks the cores for the call, given the addresses of the inputs in host memory and the call's number; its outputs
                 go to `output`, one behind the other, each of all ranks.
+            meanwhile: asks the device for what stands between input and output in its stream.
         """
         addresses = self._push(inputs)
         if self.recorded is None:
             self._ask(lambda number: submit(addresses, number))
         else:
             self.recorded.submits.append(lambda number: submit(addresses, number))
+        meanwhile()
         source = self.output.data_ptr()
         for out in outs:
             self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop)

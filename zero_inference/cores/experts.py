@@ -21,22 +21,37 @@ class Expert:
     down: Matrix
 
 
+# In the counts of a task: choices, those of experts that the device computed, the experts that no call had to read for that (one
+# counts once a call), and from FIRST_USE on the choices of each expert.
+CHOICES, HITS, UNREAD, FIRST_USE = range(4)
+
+
+def elsewhere(experts: torch.Tensor) -> torch.Tensor:
+    """As which numbers a choice names `experts` that something else computes: the cores count them, and read nothing."""
+    return ~experts
+
+
 class _Expert(ctypes.Structure):
     _fields_ = [("gate", Matrix), ("up", Matrix), ("down", Matrix)]
 
 
-def add_experts(cores: Cores, experts: Sequence[Expert], activation: str, dtype: torch.dtype) -> Task:
+def add_experts(
+    cores: Cores, experts: Sequence[Expert], activation: str, dtype: torch.dtype, use: torch.Tensor | None = None
+) -> Task:
     """A task of csrc/cpu/experts.h, which is called with a `Choice`.
 
     Args:
         experts: all of one form; whoever adds them keeps their memory.
         activation: a key of `ACTIVATION_NUMBERS`.
         dtype: of input and output.
+        use: int64 [FIRST_USE + experts] in host memory, in which the cores count what was chosen; zeros at first.
 
     Raises:
         ValueError: their shapes or formats differ or do not fit each other.
     """
     _check(experts)
+    if use is not None:
+        cores.kept.append(use)
     filled = (_Expert * len(experts))()
     for to, expert in zip(filled, experts):
         to.gate, to.down = expert.gate, expert.down
@@ -49,6 +64,7 @@ def add_experts(cores: Cores, experts: Sequence[Expert], activation: str, dtype:
         ACTIVATION_NUMBERS[activation],
         DTYPES[dtype],
         INSTRUCTIONS.index(cores.instructions),
+        None if use is None else use.data_ptr(),
     )
     return Task(number, experts[0].gate.columns, (experts[0].down.rows,), 0)
 

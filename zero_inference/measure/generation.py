@@ -19,9 +19,10 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.finiteness import FirstLogits
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.models.greedy import greedy
-from zero_inference.records.loops import Loop, MovedPerStep
+from zero_inference.records.loops import ExpertUse, Loop, MovedPerStep
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.garbage import short_collections
+from zero_inference.runtime.transfers import ExpertCounts
 
 SETTLED_LOOPS = 3
 
@@ -142,6 +143,7 @@ def _one_loop(
         total_s=times[-1],
         step_s=steps,
         moved=clock.bytes_per_decode_step(),
+        experts=clock.experts_of_decode(),
     )
     return loop, output[:, ids.shape[1] :]
 
@@ -155,6 +157,7 @@ class _StepClock(StoppingCriteria):
         self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
         self.moved: list[tuple[int, ...]] = []
+        self.experts: list[ExpertCounts] = []
 
     def start(self) -> None:
         if self.on_device:
@@ -164,6 +167,8 @@ class _StepClock(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         self.marks.append(self._mark())
         self.moved.append(self.loaded.transfers.snapshot())
+        if self.loaded.transfers.expert_counts is not None:
+            self.experts.append(self.loaded.transfers.expert_counts())
         self.progress(len(self.marks))
         return self.go_on
 
@@ -187,3 +192,11 @@ class _StepClock(StoppingCriteria):
         if steps < 1:
             return MovedPerStep(None, None, None)
         return MovedPerStep(*((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1])))
+
+    def experts_of_decode(self) -> ExpertUse | None:
+        """Of the experts that device memory keeps; None without any, and where tokens chose none."""
+        if len(self.experts) < 2:
+            return None
+        choices, hits, saved, loaded = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
+        steps = len(self.experts) - 1
+        return ExpertUse(hits / choices, saved / steps, loaded / steps) if choices else None

@@ -52,6 +52,7 @@ def measured_of(session: Session, load_s: float) -> Measured:
         limit=limit,
         link_use=around.last_use,
         device=str(ranks.device.type),
+        experts=measurement.loops[-1].experts,
     )
 
 

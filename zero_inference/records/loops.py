@@ -20,11 +20,23 @@ class MovedPerStep:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertUse:
+    """Of the experts that tokens chose in the decode steps, what came of those that device memory keeps; counted."""
+
+    hit_rate: float = key("share", "of the choices (a token and an expert), whose expert was on the device")
+    saved_bytes_per_step: float = key("byte", "of experts that the host's cores did not have to read because of that")
+    loaded_bytes_per_step: float = key(
+        "byte", "of experts that were copied to the device to be kept there; in `transfers` too"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Loop:
     """One `generate` call; times are the maximum over ranks.
 
     Attributes:
         moved: of this rank, the average of the steps; not in the record, which has the sum over all ranks.
+        experts: those of device memory; None where it keeps none. Not in the record, which has the last loop's.
     """
 
     prefill_s: float = key("s", "time to first token, its selection included", required="when measured")
@@ -32,6 +44,7 @@ class Loop:
     total_s: float = key("s", "prefill and decode", required="when measured")
     step_s: list[float] = key("s", "times of the decode steps, one entry each", required="when measured")
     moved: MovedPerStep = MovedPerStep(None, None, None)
+    experts: ExpertUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from zero_inference.config.choices import ENGINES
 from zero_inference.records.key import dataclasses_in, inline, key
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
-from zero_inference.records.loops import Evenness, Loop, MachineLoad, MovedPerStep
+from zero_inference.records.loops import Evenness, ExpertUse, Loop, MachineLoad, MovedPerStep
 from zero_inference.records.machine import Environment
 from zero_inference.records.scores import Tasks, TaskScores
 
@@ -24,6 +24,7 @@ STATUS_FAILED = "failed"
 
 _STREAM = "--engine stream"
 _CORES = "--engine stream with --cpu-compute auto or above 0"
+_EXPERTS = "--engine stream where the host's cores multiply experts and device memory keeps some of these"
 _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
 
 
@@ -122,6 +123,12 @@ class Measured:
         "", "what the first rank's link did in the decode steps; null where nothing observes it"
     )
     device: str = key("", "cuda or cpu")
+    experts: ExpertUse | None = key(
+        "",
+        "the experts that device memory keeps, in the decode steps of the last loop",
+        only_with=_EXPERTS,
+        default=None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +177,17 @@ class StreamPlacement:
     streamed_layers: int = key("layers", "layers that are copied to the device for every step")
     ring_depth: int = key("slots", "of the ring: copied layers that are on the device at once")
     slot_bytes: int = key("byte", "largest layer that is copied, as it is stored")
-    resident_bytes: int = key("byte", "weights that stay on the device")
+    resident_bytes: int = key("byte", "weights that stay on the device, and places for single experts there")
     workspace_bytes: int = key("byte", "device memory to dequantize into")
     fetched_bytes: int = key("byte", "weights that are copied to the device for each decode step")
     computed_bytes: int = key(
-        "byte", "weights that the host's cores read in each decode step; of experts those that it is expected to choose"
+        "byte",
+        "weights that the host's cores read in each decode step; of experts those that it is expected to choose, if all are chosen alike",
     )
+    expert_slots: float | None = key(
+        "experts", "of each layer, that device memory keeps at once; the mean", only_with=_EXPERTS, default=None
+    )
+    expert_slot_bytes: int | None = key("byte", "of all of these, as they are stored", only_with=_EXPERTS, default=None)
     cores: CoresUse | None = key(
         "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
     )

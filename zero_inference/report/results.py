@@ -11,7 +11,7 @@ from zero_inference.measure import steadiness
 from zero_inference.quality import evaluate as quality
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
-from zero_inference.records.loops import MovedPerStep
+from zero_inference.records.loops import ExpertUse, MovedPerStep
 from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import DecodeGraph, Result
 from zero_inference.runtime import signals
@@ -81,6 +81,8 @@ def print_results(block: str, result: Result) -> None:
         print(
             f"each decode step: {(to_device or 0) / 1e9:.3f} GB copied to the device, {cores_bytes / 1e9:.3f} GB read by the host's cores"
         )
+    if measured.experts is not None:
+        print(experts_in_words(measured.experts))
     graph = engine.stream.decode_graph if engine.stream is not None else None
     if on_gpu and graph is not None and (line := graph_in_words(graph)):
         print(line)
@@ -117,6 +119,14 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
     else:
         return None
     return f"decode {what} and runs at {limit.fraction_of_limit:.1%} of that limit"
+
+
+def experts_in_words(use: ExpertUse) -> str:
+    """One line: what the experts that device memory keeps were good for."""
+    return (
+        f"experts: {use.hit_rate:.1%} of the choices were on the device, {use.saved_bytes_per_step / 1e9:.3f} GB a step not read from host "
+        f"memory, {use.loaded_bytes_per_step / 1e9:.3f} GB a step brought in"
+    )
 
 
 def graph_in_words(graph: DecodeGraph) -> str | None:

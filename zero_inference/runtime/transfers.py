@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ExpertCounts(NamedTuple):
+    """What became so far of the experts that tokens chose, where device memory keeps some of those in host memory.
+
+    Attributes:
+        choices: of a token and an expert.
+        hits: those whose expert was on the device.
+        saved_bytes: of experts that the host's cores did not have to read because of that.
+        loaded_bytes: of experts that were copied to the device to be kept there, while the cores multiplied the others.
+    """
+
+    choices: int
+    hits: int
+    saved_bytes: int
+    loaded_bytes: int
 
 
 @dataclass
@@ -13,6 +30,7 @@ class Transfers:
     Attributes:
         cores_bytes: of weights, keys and values that the host's cores read where they lie, instead of sending them.
         cores_counts: what they count themselves beside that, because only they know it: experts that tokens chose.
+        expert_counts: how often those were on the device, up to the last `snapshot`; None where none are kept there.
     """
 
     host_to_device_bytes: int = 0
@@ -20,6 +38,7 @@ class Transfers:
     disk_read_bytes: int = 0
     cores_bytes: int = 0
     cores_counts: Callable[[], int] | None = None
+    expert_counts: Callable[[], ExpertCounts] | None = None
 
     def snapshot(self) -> tuple[int, int, int, int]:
         cores = self.cores_bytes + (0 if self.cores_counts is None else self.cores_counts())

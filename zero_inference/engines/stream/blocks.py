@@ -7,14 +7,17 @@ which no child can be multiplied by them is one block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.models.feed_forward import FeedForward, read_feed_forward
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.skeleton import unique_parameter_names
+from zero_inference.quantization.groups import GroupQuantization
 
 LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution)
 
@@ -69,6 +72,43 @@ def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block
         parts = list(found.divided()) if divided else []
         blocks += parts if any(part.computable for part in parts) else [found.whole()]
     return blocks
+
+
+def lay_out_blocks(
+    model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
+) -> tuple[list[Block], list[BlockLayout], int]:
+    """The blocks of the decoder layers of a meta model, their layouts, and the bytes of the parameters in none of them.
+
+    Raises:
+        UsageError: the model has no list of decoder layers.
+    """
+    _, layers = decoder_layers(model)
+    owners: dict[int, set[int]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
+    names = unique_parameter_names(model)
+    inside = sum((list(layer.named_parameters(remove_duplicate=False)) for layer in layers), [])
+    uses: dict[int, int] = {}
+    for _, parameter in inside:
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    shared = {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
+    blocks = find_blocks(model, shared, divided)
+    layouts, held = [], set()
+    for block in blocks:
+        module = block.of(layers[block.layer])
+        parameters = [(name, module.get_parameter(name)) for name in block.parameters]
+        held |= {id(parameter) for _, parameter in parameters}
+        layouts.append(lay_out(parameters, scheme, ranks, block.exact))
+    outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
+    return blocks, layouts, outside
+
+
+def names_of(blocks: Sequence[Block]) -> list[str]:
+    """For the trace; none where each block is a layer."""
+    if not any(block.module for block in blocks):
+        return []
+    return [f"layer {block.layer} {block.module}".strip() for block in blocks]
 
 
 def is_wide(parameter: nn.Parameter) -> bool:

@@ -13,6 +13,7 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.core_blocks import CoreBlock, Workers
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.expert_blocks import ExpertBlock, choice_bytes
+from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.kv_cache.meetings import CoresMeeting, crossing_bytes
@@ -37,6 +38,9 @@ class CoreTeam:
         self.python_cpus: set[int] | None = None  # where this thread could run before
         self.agreement: Agreement | None = None
         ranks, count = job.ranks, job.ranks.world_size
+        self.experts: ExpertCache | None = None  # with one rank
+        if residency.expert_slots:
+            self.experts = ExpertCache(residency, store, scheme, ranks.device, transfers)
         if count == 1 and not job.on_gpu:
             self.cores = Cores(plan.cpus, spin_us=0)
             self.calls: HostCalls | Crossing = HostCalls(self.cores, transfers)
@@ -58,7 +62,8 @@ class CoreTeam:
         block, layout = self.residency.blocks[index], self.residency.layouts[index]
         workers = Workers(self.cores, self.calls, self.scheme, self.few_rows)
         if block.experts is not None:
-            return ExpertBlock(block, layout, self.store.whole(index), workers, self.dtype)
+            slots = None if self.experts is None else self.experts.slots.get(index)
+            return ExpertBlock(block, layout, self.store.whole(index), workers, self.dtype, slots)
         return CoreBlock(block, module, layout, self.store.whole(index), workers)
 
     def meeting(self) -> CoresMeeting:
@@ -78,6 +83,8 @@ class CoreTeam:
     def close(self) -> None:
         """Wait for the calls under way, and end the threads."""
         self.calls.close()
+        if self.experts is not None:
+            self.experts.close()
         if self.python_cpus is not None:
             os.sched_setaffinity(0, self.python_cpus)
             self.python_cpus = None

@@ -156,17 +156,18 @@ def place_on_cores(
                 f"--cpu-compute {config.cpu_compute}: less than half of a block of {job.spec.name}, and blocks are not divided; use a "
                 "larger share, or --cpu-compute off."
             )
-        return residency, CoresPlan(cpus, config.cpu_share, job.rank_batch, rates, can_attend, kv_bytes, ranks=ranks)
+        plan = CoresPlan(cpus, config.cpu_share, job.rank_batch, rates, can_attend, kv_bytes, ranks=ranks)
+        return residency.with_budget_used(), plan
     if _is_alone(job):
         return residency, "what they give is measured first in a run, by all ranks together"
     if rates is None:
         return residency, "there was no memory to measure them"
-    best = best_split(residency, rates, kv_bytes, can_attend)
+    best = best_split(residency.with_shares_computed(1.0, 0.0), rates, kv_bytes, can_attend)
     if not (best.of_experts or best.of_others or best.attends):
         return residency, (
             f"they would hardly help: {rates.cores_gb_per_s:.1f} GB/s beside a link at {rates.link_gb_per_s:.1f} GB/s"
         )
-    residency = residency.with_shares_computed(best.of_experts, best.of_others)
+    residency = residency.with_shares_computed(best.of_experts, best.of_others).with_budget_used()
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, CoresPlan(cpus, share, job.rank_batch, rates, best.attends, kv_bytes, automatic=True, ranks=ranks)
 

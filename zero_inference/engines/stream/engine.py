@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, group_size_refusal
-from zero_inference.engines.stream.blocks import is_wide
+from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.feeder import BlockFeeder
-from zero_inference.engines.stream.residency import Residency, decide_residency, lay_out_blocks
+from zero_inference.engines.stream.residency import Residency, decide_residency
 from zero_inference.engines.stream.step_graph import StepGraph, cuda_graph, repeated_call, why_no_graph
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.errors import UsageError
@@ -61,7 +61,14 @@ class StreamPlan(EnginePlan):
             return [line + (f" (the host's cores stay out: {self.cores_stay_out})" if self.cores_stay_out else "")]
         computed = self.residency.computed_bytes
         stored = sum(self.residency.layouts[block].stored_bytes for block in self.residency.computed)
-        return [f"{line}, and {self.cores.in_words(computed, stored)}"]
+        lines = [f"{line}, and {self.cores.in_words(computed, stored)}"]
+        if slots := self.residency.expert_slots:
+            of = sum(self.residency.blocks[block].experts.number for block in self.residency.expert_blocks)
+            lines.append(
+                f"device memory keeps {sum(slots.values())} of the {of} experts in host memory, those used most: "
+                f"{self.residency.expert_slot_bytes / 1e9:.3f} GB"
+            )
+        return lines
 
 
 def plan(job: Job) -> StreamPlan:
@@ -180,18 +187,27 @@ def _divided(residency: Residency) -> dict[str, int]:
     }
 
 
+def _kept_experts(residency: Residency) -> dict[str, Any]:
+    """What device memory keeps of the experts that the cores multiply."""
+    slots = residency.expert_slots
+    mean = sum(slots.values()) / len(residency.computed.intersection(residency.expert_blocks)) if slots else None
+    return {"expert_slots": mean, "expert_slot_bytes": residency.expert_slot_bytes or None}
+
+
 def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
     """What the record says of where the weights are."""
     residency = plan.residency
+    streamed = residency.layers_of(residency.in_host_memory)
     facts: dict[str, Any] = {
         "stream": {
-            "resident_layers": len(residency.layers_of(residency.resident)),
-            "streamed_layers": len(residency.layers_of(residency.in_host_memory)),
+            "resident_layers": residency.layers - len(streamed),
+            "streamed_layers": len(streamed),
             "ring_depth": residency.depth,
             "slot_bytes": residency.slot_bytes,
             "resident_bytes": residency.resident_bytes,
             "workspace_bytes": residency.workspace_bytes,
             **_divided(residency),
+            **_kept_experts(residency),
             "cores": None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
             "decode_graph": DecodeGraph(plan.no_graph or "no generation was long enough to try it"),
         }

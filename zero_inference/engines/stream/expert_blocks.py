@@ -6,10 +6,11 @@ import torch
 
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES
-from zero_inference.cores.experts import Expert, add_experts
+from zero_inference.cores.experts import Expert, add_experts, elsewhere
 from zero_inference.cores.matrix import DTYPES, Matrix
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.core_blocks import Workers, stored_matrix
+from zero_inference.engines.stream.expert_cache import ExpertSlots
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.models.experts import FusedExperts
 
@@ -18,17 +19,31 @@ class ExpertBlock:
     """A block of experts as one task of the cores; arguments as of `CoreBlock`.
 
     transformers calls the module of experts with hidden states [tokens, hidden] and what the router chose for each token.
+
+    Args:
+        slots: experts that the device keeps, and computes itself while the cores multiply; None where there is room for none.
     """
 
     suits = True  # as a `CoreBlock` has it
 
-    def __init__(self, block: Block, layout: BlockLayout, buffer: torch.Tensor, workers: Workers, dtype: torch.dtype):
+    def __init__(
+        self,
+        block: Block,
+        layout: BlockLayout,
+        buffer: torch.Tensor,
+        workers: Workers,
+        dtype: torch.dtype,
+        slots: ExpertSlots | None = None,
+    ):
         assert block.experts is not None
-        self.calls, self.dtype = workers.calls, dtype
+        self.calls, self.dtype, self.slots = workers.calls, dtype, slots
         first, last = (
             stored_matrix(layout[name], buffer, workers.scheme) for name in (block.experts.first, block.experts.last)
         )
-        self.task = add_experts(workers.cores, _experts(block.experts, first, last), block.experts.activation, dtype)
+        use = None if slots is None else slots.use
+        self.task = add_experts(
+            workers.cores, _experts(block.experts, first, last), block.experts.activation, dtype, use
+        )
         workers.cores.reserve(self.task, workers.rows, block.experts.chosen)
 
     def feed_forward(
@@ -38,8 +53,22 @@ class ExpertBlock:
         weights [tokens, k]."""
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
         x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])
-        (out,) = self.calls(self.task, x, Choice(top_k_index.to(torch.int64), weights))
+        numbers = top_k_index.to(torch.int64)
+        if self.slots is None:
+            (out,) = self.calls(self.task, x, Choice(numbers, weights))
+        else:
+            out = self._beside_device(self.slots, x, numbers, weights)
         return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+    def _beside_device(
+        self, slots: ExpertSlots, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Each expert where it is: those in slots on the device while the cores multiply the others."""
+        where = slots.table[numbers]
+        of_device: list[torch.Tensor] = []
+        choice = Choice(torch.where(where < 0, numbers, elsewhere(numbers)), weights)
+        (out,) = self.calls(self.task, x, choice, lambda: of_device.append(slots.products(x, where, weights)))
+        return of_device[0].add_(out)  # in float32
 
     def ends(self) -> None:
         """The block was called to its end; nothing is kept from call to call."""

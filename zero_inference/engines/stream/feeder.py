@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.balance import Balance
-from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.blocks import Block, names_of
+from zero_inference.engines.stream.codes import modules_from_codes
 from zero_inference.engines.stream.core_blocks import CoreBlock
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.expert_blocks import ExpertBlock
-from zero_inference.engines.stream.forwards import codes_forward, tokens_of
+from zero_inference.engines.stream.forwards import chosen_of, tokens_of
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.ring import BlockRing
 from zero_inference.engines.stream.store import BlockStore
@@ -23,9 +24,7 @@ from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
-from zero_inference.quantization.products import FUSED_ROWS, can_fuse
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import Transfers
 
 
@@ -33,8 +32,8 @@ class BlockFeeder:
     """Points the parameters of each block at its bytes before it computes, and frees its slot behind it.
 
     A block that is not quantized is used where it lies, in its slot or resident buffer. A quantized one is dequantized into a
-    workspace that all share, and its slot is free as soon as that is done; in a pass of at most `FUSED_ROWS` tokens its linear
-    modules multiply with the codes where they lie, if the device can. In a pass of few tokens the blocks that
+    workspace that all share, and its slot is free as soon as that is done; in a short pass its linear modules and experts multiply
+    with the codes where they lie, if the device can. In a pass of few tokens the blocks that
     are the cores' stay in host memory.
 
     Args:
@@ -54,8 +53,8 @@ class BlockFeeder:
     ):
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
-        self.layouts = residency.layouts
-        self.timeline = Timeline(streams, _names(residency.blocks))
+        self.layouts, self.config = residency.layouts, model.config
+        self.timeline = Timeline(streams, names_of(residency.blocks))
         self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
         self.ring = None
         if residency.in_host_memory:
@@ -63,13 +62,13 @@ class BlockFeeder:
                 store, residency.in_host_memory, residency.depth, ranks, streams, transfers, self.timeline, group
             )
         self.team = team
+        self.experts = None if team is None else team.experts
         self.few: bool | None = None  # whether this pass is of few tokens; None before the first one
         self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self.packed: dict[tuple[int, int | None], dict[str, tuple[torch.Tensor, ...]]] = {}
-        self.from_codes = (
-            False  # whether linear modules of quantized blocks do without their plain weights in this pass
-        )
+        self.tokens = 0  # of this pass
+        self.most_tokens: dict[int, int] = {}  # by block: of a pass in which modules do without plain weights
         self.fused: dict[int, set[str]] = {}  # by block: names of the weights that they can do without
         self.called: dict[int, set[str]] = {}  # by block: those of them whose module was called in its first pass
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
@@ -114,7 +113,7 @@ class BlockFeeder:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
             self.hooks += [
-                module.register_forward_pre_hook(self._before(index)),
+                module.register_forward_pre_hook(self._before(index), with_kwargs=True),
                 module.register_forward_hook(self._after(index)),
             ]
 
@@ -141,27 +140,21 @@ class BlockFeeder:
             parameter.data = values
 
     def _use_codes(self, index: int, module: nn.Module) -> None:
-        """Let linear modules multiply with codes in short passes, where the device can."""
+        """Let modules multiply with codes in short passes, where they can."""
         self.fused[index], self.called[index] = set(), set()
-        if not self.scheme or not self.layouts[index].workspace_bytes or not load_extension():
+        if not self.scheme or not self.layouts[index].workspace_bytes:
             return
-        places = [slot for block, slot in self.packed if block == index]
-        for name, linear in module.named_modules():
-            weight = f"{name}.weight" if name else "weight"
-            packed = [self.packed[index, slot].get(weight) for slot in places]
-            if type(linear) is not nn.Linear or None in packed:
-                continue
-            x = torch.empty(1, linear.in_features, dtype=linear.weight.dtype, device=linear.weight.device)
-            if all(
-                can_fuse(x, parts[0], parts[1], parts[2], self.scheme.bits, self.scheme.group_size) for parts in packed
-            ):
-                self.fused[index].add(weight)
-                self._replace_forward(
-                    linear,
-                    codes_forward(linear, self.scheme, partial(self._packed_now, index, weight)),
-                    lambda: self._has_codes_only(index),
-                    lambda x, weight=weight: self.called[index].add(weight),
-                )
+        places = [packed for (block, _), packed in self.packed.items() if block == index]
+        packed_now = partial(self._packed_now, index)
+        for found in modules_from_codes(module, places, self.scheme, packed_now, self.config):
+            self.fused[index].update(found.weights)
+            self.most_tokens[index] = min(self.most_tokens.get(index, found.most_tokens), found.most_tokens)
+            self._replace_forward(
+                found.module,
+                found.forward,
+                lambda: self._has_codes_only(index),
+                lambda *args, weights=found.weights: self.called[index].update(weights),
+            )
 
     def _packed_now(self, index: int, weight: str) -> tuple[torch.Tensor, ...]:
         """Codes, scales and minima of a weight, and its place in the workspace, where the block lies in this pass."""
@@ -203,10 +196,12 @@ class BlockFeeder:
     def begin_pass(self, tokens: int) -> None:
         """A pass of so many tokens begins: by a call of the model, or by a graph of one."""
         self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
-        self.from_codes = tokens <= FUSED_ROWS
+        self.tokens = tokens
         few = self.team is not None and self.team.all_few(tokens) and self.core_blocks.keys() <= self.known
         self._place_anew(few)
         was_few, self.few = self.few, few and bool(self.core_blocks)
+        if self.experts is not None:
+            self.experts.pass_begins(self.few)
         if self.ring is None:
             return
         of_few, of_many = self.residency.fetched, self.residency.in_host_memory
@@ -219,12 +214,14 @@ class BlockFeeder:
     def _before(self, index: int):
         layout, resident = self.layouts[index], index in self.store.resident
 
-        def begin(module, args) -> None:
+        def begin(module, args, kwargs) -> None:
             if self._by_cores(index):
                 self.timeline.block_begins(index)
                 return
             slot = None if resident else self.ring.acquire(index)
             self.timeline.block_begins(index)
+            if self.experts is not None and slot is not None:
+                self.experts.seen(index, chosen_of(args, kwargs), self.ring.buffer_in(index, slot))
             if layout.workspace_bytes:
                 buffer = self.store.buffers[index] if resident else self.ring.buffer_in(index, slot)
                 self.workspace[: layout.plain_bytes].copy_(buffer[: layout.plain_bytes])
@@ -264,8 +261,8 @@ class BlockFeeder:
             core_block.learned()
 
     def _has_codes_only(self, index: int) -> bool:
-        """Whether linear modules of this block do without their plain weights in this pass."""
-        return self.from_codes and index in self.known
+        """Whether modules of this block do without their plain weights in this pass."""
+        return index in self.known and self.tokens <= self.most_tokens.get(index, 0)
 
     def _by_cores(self, index: int) -> bool:
         """Whether the cores multiply this block in this pass."""
@@ -288,10 +285,3 @@ class BlockFeeder:
     def _holds_slot(self, index: int) -> bool:
         """Whether the block's slot is in use until its end in this pass."""
         return not self.layouts[index].workspace_bytes or (self._has_codes_only(index) and bool(self.fused[index]))
-
-
-def _names(blocks) -> list[str]:
-    """For the trace; none where each block is a layer."""
-    if not any(block.module for block in blocks):
-        return []
-    return [f"layer {block.layer} {block.module}".strip() for block in blocks]

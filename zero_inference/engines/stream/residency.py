@@ -6,15 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from zero_inference.config.choices import LEAST_RING_DEPTH
-from zero_inference.engines.stream.blocks import Block, find_blocks
-from zero_inference.engines.stream.layout import BlockLayout, lay_out
+from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.expert_slots import expert_bytes, share_out, spread
+from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.errors import DoesNotFit
-from zero_inference.models.layers import decoder_layers
-from zero_inference.models.skeleton import unique_parameter_names
-from zero_inference.quantization.groups import GroupQuantization
 
 GIB = 1 << 30
 # The copies that wait in the ring have to last while the host ends one token and prepares the next; this is a choice on the
@@ -36,6 +32,7 @@ class Residency:
         depth: slots of the ring, 0 if nothing is in host memory.
         outside_bytes: parameters that are in no block, or tied to one that is not; on the device.
         blocks: what each block is; None where that does not matter.
+        expert_budget: bytes of device memory for single experts of the blocks that the cores multiply.
     """
 
     layouts: list[BlockLayout]
@@ -46,6 +43,7 @@ class Residency:
     blocks: Sequence[Block] | None = None
     computed: frozenset[int] = frozenset()
     few_tokens: int = 1
+    expert_budget: int = 0
 
     @property
     def fetched(self) -> list[int]:
@@ -61,8 +59,30 @@ class Residency:
         return max(layout.workspace_bytes for layout in self.layouts)
 
     @property
+    def expert_slots(self) -> dict[int, int]:
+        """Of each block of experts that the cores multiply: how many of its experts the device keeps; none where there is room for none."""
+        blocks = [block for block in self.expert_blocks if block in self.computed]
+        numbers = [self.blocks[block].experts.number for block in blocks]
+        slots = share_out(numbers, [self.expert_bytes(block) for block in blocks], self.expert_budget)
+        return {block: count for block, count in zip(blocks, slots) if count}
+
+    def expert_bytes(self, block: int) -> int:
+        """Of one of its experts as it is stored."""
+        return expert_bytes(self.layouts[block], self.blocks[block].experts)
+
+    @property
+    def expert_slot_bytes(self) -> int:
+        return sum(count * self.expert_bytes(block) for block, count in self.expert_slots.items())
+
+    @property
     def resident_bytes(self) -> int:
-        return sum(self.layouts[block].nbytes for block in self.resident)
+        """Of blocks and of single experts."""
+        return self.nbytes_of(self.resident) + self.expert_slot_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device memory that is set apart for them."""
+        return self.nbytes_of(self.resident) + self.expert_budget
 
     @property
     def host_bytes(self) -> int:
@@ -97,9 +117,12 @@ class Residency:
         return sum(self.layouts[block].nbytes for block in blocks)
 
     def read_bytes(self, block: int) -> float:
-        """Stored bytes that the cores read of `block` in a pass of few tokens, of experts those that it is expected to choose."""
-        experts = None if self.blocks is None else self.blocks[block].experts
-        return self.layouts[block].stored_bytes * (1 if experts is None else experts.share_read(self.few_tokens))
+        """Stored bytes that the cores read of `block` in a pass of few tokens, of experts those that it is expected to choose if none is
+        chosen more often than others, and that the device does not keep."""
+        stored, experts = self.layouts[block].stored_bytes, None if self.blocks is None else self.blocks[block].experts
+        if experts is None:
+            return stored
+        return stored * experts.share_read(self.few_tokens) * (1 - self.expert_slots.get(block, 0) / experts.number)
 
     def with_share_computed(self, share: float) -> Residency:
         """The same with `share` of the bytes in host memory multiplied by the cores, as near as whole blocks come to it, spread
@@ -118,6 +141,19 @@ class Residency:
         others = sorted(self.computed - set(self.expert_blocks))
         dropped = self._spread_evenly(others, nbytes / max(1, self.nbytes_of(others)))
         return replace(self, computed=self.computed - dropped)
+
+    def with_budget_used(self) -> Residency:
+        """The same with fetched blocks on the device, evenly spaced, where single experts leave room for them."""
+        fetched, left = self.fetched, self.expert_budget - self.expert_slot_bytes
+        chosen = {fetched[place] for place in spread([self.layouts[block].nbytes for block in fetched], left)}
+        host = [block for block in self.in_host_memory if block not in chosen]
+        return replace(
+            self,
+            resident=sorted({*self.resident, *chosen}),
+            in_host_memory=host,
+            depth=min(self.depth, len(host)),
+            expert_budget=self.expert_budget - self.nbytes_of(chosen),
+        )
 
     def _spread_evenly(self, blocks: Sequence[int], share: float) -> set[int]:
         chosen: set[int] = set()
@@ -142,36 +178,6 @@ class Residency:
         return self.outside_bytes + self.resident_bytes + self.workspace_bytes + self.depth * self.slot_bytes
 
 
-def lay_out_blocks(
-    model: nn.Module, scheme: GroupQuantization | None, ranks: int, divided: bool
-) -> tuple[list[Block], list[BlockLayout], int]:
-    """The blocks of the decoder layers of a meta model, their layouts, and the bytes of the parameters in none of them.
-
-    Raises:
-        UsageError: the model has no list of decoder layers.
-    """
-    _, layers = decoder_layers(model)
-    owners: dict[int, set[int]] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            owners.setdefault(id(parameter), set()).add(index)
-    names = unique_parameter_names(model)
-    inside = sum((list(layer.named_parameters(remove_duplicate=False)) for layer in layers), [])
-    uses: dict[int, int] = {}
-    for _, parameter in inside:
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    shared = {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
-    blocks = find_blocks(model, shared, divided)
-    layouts, held = [], set()
-    for block in blocks:
-        module = block.of(layers[block.layer])
-        parameters = [(name, module.get_parameter(name)) for name in block.parameters]
-        held |= {id(parameter) for _, parameter in parameters}
-        layouts.append(lay_out(parameters, scheme, ranks, block.exact))
-    outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
-    return blocks, layouts, outside
-
-
 def decide_residency(
     layouts: list[BlockLayout],
     outside_bytes: int,
@@ -181,11 +187,12 @@ def decide_residency(
     ranks: int = 1,
     blocks: Sequence[Block] | None = None,
 ) -> Residency:
-    """Keep as many layers on the device as the budget holds, spread evenly among those in host memory.
+    """Keep as many layers on the device as the budget holds, spread evenly among those in host memory. Where a mixture's experts are blocks
+    of their own, the other blocks come first, and single experts get what is left.
 
     Args:
         free_bytes: device bytes that are left for layers, ring and workspace; None where nothing limits them (a CPU).
-        gpu_memory_gib: budget of the resident layers; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
+        gpu_memory_gib: budget of what stays; None takes what `free_bytes` leaves beside the ring, or 0 on a CPU.
         depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least `LEAST_RING_DEPTH` where there is less memory.
         ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
         blocks: which of them make a layer; None where each is one.
@@ -201,7 +208,7 @@ def decide_residency(
     plan = plan_for(gpu_memory_gib, depth)
     if not _fits(plan, left):
         raise DoesNotFit(
-            f"{plan.resident_bytes / GIB:.2f} GiB of resident layers and {plan.depth} slots of {plan.slot_bytes / GIB:.2f} GiB do not fit "
+            f"{plan.kept_bytes / GIB:.2f} GiB of resident layers and {plan.depth} slots of {plan.slot_bytes / GIB:.2f} GiB do not fit "
             f"into the {left / GIB:.2f} GiB of device memory left for them: {_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
         )
     return plan
@@ -230,9 +237,12 @@ def _plan(
         slots = depth or max(LEAST_RING_DEPTH, min(slots, left // largest))
         budget = left - slots * largest
     members = _layers(layouts, blocks)
+    apart = ranks == 1 and budget < total and any(block.experts is not None for block in blocks or ())
+    if apart:
+        members = [others for layer in members if (others := [b for b in layer if blocks[b].experts is None])]
     chosen = {
         block
-        for layer in _spread([sum(layouts[b].nbytes for b in layer) for layer in members], budget)
+        for layer in spread([sum(layouts[b].nbytes for b in layer) for layer in members], budget)
         for block in members[layer]
     }
     plan = Residency(
@@ -242,10 +252,11 @@ def _plan(
         0,
         outside_bytes,
         blocks,
+        expert_budget=max(0, budget - sum(layouts[b].nbytes for b in chosen)) if apart else 0,
     )
     plan.depth = min(slots, len(plan.in_host_memory))
     if left is not None and depth is None and plan.depth > LEAST_RING_DEPTH:
-        plan.depth = max(LEAST_RING_DEPTH, min(plan.depth, (left - plan.resident_bytes) // plan.slot_bytes))
+        plan.depth = max(LEAST_RING_DEPTH, min(plan.depth, (left - plan.kept_bytes) // plan.slot_bytes))
     return plan
 
 
@@ -260,7 +271,7 @@ def _layers(layouts: list[BlockLayout], blocks: Sequence[Block] | None) -> list[
 
 
 def _fits(plan: Residency, left: int | None) -> bool:
-    return left is None or plan.resident_bytes + plan.depth * plan.slot_bytes <= left
+    return left is None or plan.kept_bytes + plan.depth * plan.slot_bytes <= left
 
 
 def _advice(
@@ -275,19 +286,9 @@ def _advice(
         if _fits(plan_for(gib, slots), left):
             return f"use --ring-depth {slots} or less"
     for slots in dict.fromkeys((depth, LEAST_RING_DEPTH)):
-        for tenths in range(int(plan.resident_bytes * 10 / GIB), -1, -1):
+        for tenths in range(int(plan.kept_bytes * 10 / GIB), -1, -1):
             if _fits(plan_for(tenths / 10, slots), left):
                 return f"use --gpu-memory {tenths / 10:g} or less" + (
                     f" with --ring-depth {slots}" if slots != depth else ""
                 )
     return "fewer of them do not fit either; see with --dry-run which other options would"
-
-
-def _spread(sizes: list[int], budget: int) -> set[int]:
-    """The largest number of layers whose bytes `sizes` the budget holds, evenly spaced."""
-    count = len(sizes)
-    for kept in range(count, 0, -1):
-        chosen = {int((index + 0.5) * count / kept) for index in range(kept)}
-        if sum(sizes[index] for index in chosen) <= budget:
-            return chosen
-    return set()

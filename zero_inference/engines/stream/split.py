@@ -33,7 +33,8 @@ def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_atten
         kv_bytes: keys and values in host memory that a step reads.
         can_attend: whether the cores could read them.
     """
-    alone = Split(0.0, 0.0, False, (residency.host_bytes + kv_bytes) / (rates.link_alone_gb_per_s * 1e9))
+    sent = residency.host_bytes - residency.expert_budget + kv_bytes  # without cores whole layers stay in that memory
+    alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = [_balanced(residency, rates, kv_bytes, attends) for attends in (False, True)[: 1 + can_attend]]
     best = min(found, key=lambda split: split.step_s)
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
@@ -42,7 +43,8 @@ def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_atten
 def _balanced(residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool) -> Split:
     """T = max(S / B_link, R / B_cores + h), with S the bytes that are sent, R those that the cores read, and h the time in which the
     cores cannot work, because the device does. Of experts the cores read a part of what would be sent, so they come first: other
-    blocks are the cores' only where these would wait for the link with all experts."""
+    blocks are the cores' only where these would wait for the link with all experts. Where the device keeps some experts, the cores read
+    less than R, which takes all to be used alike; then experts are sent only where that promises as much as cores have to."""
     link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     experts = residency.expert_blocks
     of_experts, read_of_experts = residency.nbytes_of(experts), sum(map(residency.read_bytes, experts))
@@ -55,6 +57,9 @@ def _balanced(residency: Residency, rates: BesideLink, kv_bytes: int, attends: b
     first = second = 0.0
     if experts:
         first = _share(sent_s - cores_s, of_experts / link + read_of_experts / cores, 1.0)
+        all_s, some_s = (cores_s + share * read_of_experts / cores for share in (1.0, first))
+        if residency.expert_slots and all_s < LEAST_GAIN * some_s:
+            first = 1.0
         sent_s, cores_s = sent_s - first * of_experts / link, cores_s + first * read_of_experts / cores
     if of_others and first == (1.0 if experts else 0.0):
         second = _share(sent_s - cores_s, of_others / link + of_others / cores, most_of_others)

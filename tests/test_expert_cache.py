@@ -1,0 +1,357 @@
+"""Experts that device memory keeps: the ids of plain transformers whatever is kept, and what is kept and counted is what tokens chose."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from test_stream import BATCH, GEN, generate, load
+from test_stream_cores import feeder_of
+from test_stream_experts import mixtures  # noqa: F401  (a fixture)
+
+from zero_inference.engines.stream import expert_cache
+from zero_inference.engines.stream.expert_policy import FACTOR, MORE_USES, Exchange, decayed, exchanges
+from zero_inference.engines.stream.expert_slots import share_out
+from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.residency import Residency, decide_residency
+from zero_inference.engines.stream.split import best_split
+from zero_inference.link.cores import BesideLink
+from zero_inference.models.experts import FusedExperts
+
+FORMS = {16: {}, 8: {"quant_bits": 8, "quant_group_size": 32}, 4: {"quant_bits": 4, "quant_group_size": 32}}
+CODES = [("mixtral", 8), ("qwen3_moe", 4), ("qwen2_moe", 4), ("deepseek_v3", 8)]
+
+
+@pytest.fixture
+def kept(mixtures):  # noqa: F811
+    """kept(family, slots, bits) -> (loaded, spec, ranks) that keep so many experts of each layer, and all other blocks."""
+    opened = []
+
+    def open_one(family: str, slots: int, bits: int = 16, share: str = "1", **options):
+        folder, _ = mixtures(family)
+        loaded, spec, ranks = load(folder, cpu_compute=share, **FORMS[bits])
+        residency = feeder_of(loaded).residency
+        loaded.close()
+        experts = residency.expert_blocks
+        others = set(range(len(residency.layouts))) - set(experts)
+        budget = residency.nbytes_of(others) + slots * sum(residency.expert_bytes(block) for block in experts)
+        found = load(folder, cpu_compute=share, gpu_memory=(budget + 0.5) / 2**30, **FORMS[bits], **options)
+        opened.append(found[0])
+        return found
+
+    yield open_one
+    for loaded in opened:
+        loaded.close()
+
+
+def cache_of(loaded) -> expert_cache.ExpertCache:
+    return feeder_of(loaded).experts
+
+
+def rotating(uses, tables, sizes, most_bytes=0):
+    """In place of the policy: in each layer the expert with the lowest number comes, for the one with the highest."""
+    found = []
+    for cache, table in enumerate(tables):
+        outside, inside = (table < 0).nonzero().view(-1), (table >= 0).nonzero().view(-1)
+        if len(outside) and len(inside):
+            found.append(Exchange(cache, int(outside[0]), int(table[inside[-1]])))
+    return found
+
+
+class Watched:
+    """What tokens chose and what was kept in each call of the experts, noted from the modules' arguments."""
+
+    def __init__(self, loaded):
+        self.feeder, self.cache = feeder_of(loaded), cache_of(loaded)
+        self.long: dict[int, Counter] = {}  # by block, of the last long pass
+        self.choices = self.hits = self.hit_bytes = self.missed_bytes = 0
+        layers = loaded.model.model.layers
+        for index in self.cache.slots:
+            block = self.feeder.residency.blocks[index]
+            block.of(layers[block.layer]).register_forward_pre_hook(self._note(index))
+
+    def _note(self, index: int):
+        slots = self.cache.slots[index]
+
+        def note(module, args) -> None:
+            chosen = args[1].flatten().tolist()
+            if not self.feeder.few:
+                self.long[index] = Counter(chosen)
+                return
+            table = slots.table[: slots.experts.number].tolist()
+            for weights in (slots.first, slots.last):
+                for expert, slot in enumerate(table):
+                    for own, waiting in zip(weights.kept, weights.waiting):
+                        assert slot < 0 or torch.equal(own[slot].cpu(), waiting[expert])
+            assert sorted(slot for slot in table if slot >= 0) == sorted(set(table) - {-1}), "an expert for each slot"
+            self.choices += len(chosen)
+            self.hits += sum(table[number] >= 0 for number in chosen)
+            for number in set(chosen):
+                if table[number] >= 0:
+                    self.hit_bytes += slots.expert_bytes
+                else:
+                    self.missed_bytes += slots.expert_bytes
+
+        return note
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_ids_are_those_of_transformers_whatever_is_kept(family, slots, mixtures, kept, monkeypatch):  # noqa: F811
+    for exchange, period in ((exchanges, 4), (rotating, 2)):
+        monkeypatch.setattr(expert_cache, "exchanges", exchange)
+        monkeypatch.setattr(expert_cache, "PERIOD_PASSES", period)
+        loaded, spec, ranks = kept(family, slots)
+        assert {each.numbers.numel() for each in cache_of(loaded).blocks} == {slots}
+        found = generate(loaded, spec, ranks, loops=3)
+        assert torch.equal(found.output_ids, mixtures(family)[1]), exchange.__name__
+        use = found.loops[-1].experts
+        assert 0 < use.hit_rate < 1 and use.saved_bytes_per_step > 0
+        assert (use.loaded_bytes_per_step > 0) == (exchange is rotating) or exchange is exchanges
+
+
+@pytest.mark.parametrize(("family", "bits"), CODES)
+def test_codes_give_the_ids_of_the_dequantized_weights(family, bits, mixtures, kept, monkeypatch):  # noqa: F811
+    loaded, spec, ranks = load(mixtures(family)[0], cpu_compute="off", **FORMS[bits])
+    by_device = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    monkeypatch.setattr(expert_cache, "exchanges", rotating)
+    monkeypatch.setattr(expert_cache, "PERIOD_PASSES", 2)
+    loaded, spec, ranks = kept(family, 2, bits)
+    found = generate(loaded, spec, ranks)
+    assert torch.equal(found.output_ids, by_device) and found.loops[-1].experts.loaded_bytes_per_step > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_a_decode_step_that_is_repeated_as_a_graph_finds_what_has_changed(family, mixtures, kept, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(expert_cache, "exchanges", rotating)
+    monkeypatch.setattr(expert_cache, "PERIOD_PASSES", 2)
+    loaded, spec, ranks = kept(family, 2, decode_graph="on")
+    found = generate(loaded, spec, ranks)
+    assert loaded.facts["stream"]["decode_graph"].unused_because is None
+    assert torch.equal(found.output_ids, mixtures(family)[1])
+    assert found.loops[-1].experts.loaded_bytes_per_step > 0 and 0 < found.loops[-1].experts.hit_rate < 1
+
+
+def test_with_all_experts_kept_the_cores_read_none(mixtures, kept):  # noqa: F811
+    """Of three layers' experts one's are the cores', with room for all of these; then another's stay on the device as a whole."""
+    loaded, spec, ranks = kept("qwen3_moe", 7, share="0.3")
+    residency = feeder_of(loaded).residency
+    assert list(residency.expert_slots.values()) == [8] and len(residency.fetched) == 1
+    assert len(residency.resident) == len(residency.layouts) - 2 and residency.resident_bytes <= residency.kept_bytes
+    found = generate(loaded, spec, ranks)
+    assert torch.equal(found.output_ids, mixtures("qwen3_moe")[1])
+    assert found.loops[-1].experts.hit_rate == 1 and found.loops[-1].moved.cores_bytes_per_step == 0
+
+
+def test_without_room_nothing_is_kept_or_counted(mixtures):  # noqa: F811
+    loaded, spec, ranks = load(mixtures("mixtral")[0], cpu_compute="1")
+    found = generate(loaded, spec, ranks, loops=1)
+    assert cache_of(loaded) is None and found.loops[0].experts is None
+    assert loaded.facts["stream"]["expert_slots"] is None
+    loaded.close()
+
+
+@pytest.mark.parametrize(("family", "bits"), [("qwen2_moe", 16), ("qwen3_moe", 4)])
+def test_what_is_counted_is_what_tokens_chose(family, bits, kept, monkeypatch):
+    monkeypatch.setattr(expert_cache, "exchanges", rotating)
+    monkeypatch.setattr(expert_cache, "PERIOD_PASSES", 2)
+    loaded, spec, ranks = kept(family, 2, bits)
+    watched, transfers = Watched(loaded), loaded.transfers
+    found = generate(loaded, spec, ranks, loops=1).loops[0]
+    counts = transfers.expert_counts()
+    layers = len(watched.cache.blocks)
+    k = feeder_of(loaded).residency.blocks[next(iter(watched.cache.slots))].experts.chosen
+    assert counts.choices == watched.choices == layers * BATCH * k * (GEN - 1)
+    assert counts.hits == watched.hits and 0 < counts.hits < counts.choices
+    assert counts.saved_bytes == watched.hit_bytes
+    assert found.experts.hit_rate == watched.hits / watched.choices
+    assert found.experts.saved_bytes_per_step == watched.hit_bytes / (GEN - 1)
+    assert found.moved.cores_bytes_per_step == watched.missed_bytes / (GEN - 1), "all other blocks stay on the device"
+    assert found.moved.host_to_device_bytes_per_step == found.experts.loaded_bytes_per_step
+    looks = (GEN - 1) // 2
+    assert counts.loaded_bytes == looks * sum(slots.expert_bytes for slots in watched.cache.blocks)
+
+
+def test_a_long_pass_keeps_what_its_tokens_chose_most(kept):
+    loaded, spec, ranks = kept("qwen3_moe", 3)
+    watched = Watched(loaded)
+    generate(loaded, spec, ranks, gen_len=2, loops=1)
+    for index, slots in watched.cache.slots.items():
+        used = watched.long[index]
+        inside = [expert for expert, slot in enumerate(slots.table[: slots.experts.number].tolist()) if slot >= 0]
+        assert len(inside) == 3
+        assert sum(used[expert] for expert in inside) == sum(count for _, count in used.most_common(3))
+        assert slots.uses[: slots.experts.number].tolist() == [used[expert] for expert in range(8)]
+
+
+def test_what_is_used_more_comes_in_and_a_pass_may_break_off(mixtures, kept, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(expert_cache, "PERIOD_PASSES", 1)
+    loaded, spec, ranks = kept("mixtral", 1)
+    generate(loaded, spec, ranks, loops=1)
+    cache = cache_of(loaded)
+    slots = cache.blocks[0]
+    (before,) = (slots.table[: slots.experts.number] >= 0).nonzero().view(-1).tolist()
+    wanted = (before + 1) % slots.experts.number
+    cache.uses_on_host[0].zero_()
+    slots.use[expert_cache.FIRST_USE + wanted] += 50  # as if the cores had counted them
+    cache.known = True
+    cache.pass_begins(True)
+    assert slots.table[before] == -1 and slots.table[wanted] == -1, "neither is there while the slot is filled"
+    assert [(each.cache, each.expert) for each in cache.pending][0] == (0, wanted)
+
+    def broken(module, args):
+        raise KeyboardInterrupt
+
+    hook = loaded.model.model.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(KeyboardInterrupt):
+        generate(loaded, spec, ranks)
+    hook.remove()
+    assert not cache.pending
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, mixtures("mixtral")[1])
+
+
+def test_device_memory_is_taken_as_planned(kept):
+    for bits in FORMS:
+        loaded, _, _ = kept("qwen2_moe", 2, bits)
+        residency, cache = feeder_of(loaded).residency, cache_of(loaded)
+        assert sum(slots.nbytes for slots in cache.blocks) == residency.expert_slot_bytes > 0
+        resident = sum(feeder_of(loaded).store.buffers[index].nbytes for index in residency.resident)
+        assert resident + residency.expert_slot_bytes == residency.resident_bytes <= residency.kept_bytes
+        assert loaded.facts["stream"]["resident_bytes"] == residency.resident_bytes
+        assert loaded.facts["stream"]["expert_slots"] == 2
+        layers = [loaded.facts["stream"][f"{kind}_layers"] for kind in ("resident", "streamed")]
+        assert layers == [2, 2], "of four, every other one has experts, which wait in host memory"
+        layer = next(iter(cache.slots))
+        assert cache.slots[layer].expert_bytes * residency.blocks[layer].experts.number == sum(
+            piece.nbytes for stored in residency.layouts[layer].parameters for piece in stored.pieces
+        )
+
+
+# --- The policy ---
+
+
+def table_of(number: int, inside: list[int]) -> torch.Tensor:
+    table = torch.full((number,), -1)
+    table[torch.tensor(inside)] = torch.arange(len(inside))
+    return table
+
+
+def test_the_most_used_come_for_the_least_used():
+    uses = torch.tensor([9.0, 1.0, 30.0, 0.0, 20.0, 2.0])
+    found = exchanges([uses], [table_of(6, [0, 1, 3])], [10])
+    assert found == [Exchange(0, 2, 2), Exchange(0, 4, 1)], "2 for 3, 4 for 1; 5 is not worth the place of 0"
+
+
+def test_ties_and_chance_change_nothing():
+    alike = torch.full((8,), 6.0)
+    assert exchanges([alike], [table_of(8, [0, 1, 2])], [1]) == []
+    torch.manual_seed(0)
+    table, loaded, uses = table_of(64, list(range(16))), 0, torch.zeros(64)
+    for _ in range(200):  # looks: four passes of eight experts, each as likely as another
+        chosen = torch.stack([torch.randperm(64)[:8] for _ in range(4)]).flatten()
+        uses = decayed(uses, 4) + torch.bincount(chosen, minlength=64)
+        for _, expert, slot in exchanges([uses], [table], [1]):
+            table[(table == slot).nonzero()] = -1
+            table[expert] = slot
+            loaded += 1
+    assert loaded < 200 * 32 / 20, "plain LRU would load most of the 32 choices of a look"
+    uses[table >= 0], uses[table < 0] = 10.0, 10.0 + MORE_USES - 0.1
+    assert exchanges([uses], [table], [1]) == []
+    uses[table >= 0], uses[table < 0] = 100.0, 100.0 * FACTOR - 0.1
+    assert exchanges([uses], [table], [1]) == []
+
+
+def test_what_is_used_now_drives_out_what_was_used_long_ago():
+    uses, table, looks = torch.tensor([40.0, 0, 0, 0]), table_of(4, [0]), 0
+    while not (found := exchanges([uses], [table], [1])):
+        uses, looks = decayed(uses, 4), looks + 1
+        uses[3] += 1
+    assert found == [Exchange(0, 3, 0)] and 10 < looks < 40
+
+
+def test_a_look_brings_in_no_more_than_its_bytes_the_best_first_and_one_at_least():
+    uses = [torch.tensor([0.0, 10.0, 30.0]), torch.tensor([0.0, 20.0, 5.0])]
+    tables = [table_of(3, [0]), table_of(3, [0])]
+    assert exchanges(uses, tables, [8, 8], 16) == [Exchange(0, 2, 0), Exchange(1, 1, 0)]
+    assert exchanges(uses, tables, [8, 8], 15) == [Exchange(0, 2, 0)]
+    assert exchanges(uses, tables, [8, 8], 1) == [Exchange(0, 2, 0)]
+
+
+# --- Where memory goes ---
+
+
+def test_slots_are_shared_out_evenly():
+    assert share_out([8, 8, 8], [10, 10, 10], 0) == [0, 0, 0]
+    assert share_out([8, 8, 8], [10, 10, 10], 100) == [3, 4, 3]
+    assert share_out([8, 8, 2], [10, 10, 10], 110) == [4, 5, 2]
+    assert share_out([8, 8, 8], [10, 10, 10], 10**6) == [8, 8, 8]
+    assert share_out([], [], 10) == []
+    for budget in range(300):
+        slots = share_out([4, 6, 6], [30, 10, 20], budget)
+        assert sum(count * size for count, size in zip(slots, [30, 10, 20])) <= budget
+
+
+def a_mixture(layers: int = 4) -> tuple[list[BlockLayout], list]:
+    from zero_inference.engines.stream.blocks import Block
+    from zero_inference.engines.stream.layout import Piece, StoredParameter
+
+    experts = FusedExperts("first", "last", "silu", 8, True, chosen=2)
+    pieces = [
+        StoredParameter(name, Piece(0, (8, 25, 1), torch.float32)) for name in ("first", "last")
+    ]  # 200 bytes an expert
+    layouts, blocks = [], []
+    for layer in range(layers):
+        layouts += [BlockLayout([], 100, 100), BlockLayout(pieces, 1600, 1600)]
+        blocks += [
+            Block(layer, "attention", ("a",), ("a",)),
+            Block(layer, "experts", ("first", "last"), experts=experts),
+        ]
+    return layouts, blocks
+
+
+def residency_of(budget: int, ranks: int = 1) -> Residency:
+    layouts, blocks = a_mixture()
+    plan = decide_residency(layouts, 0, None, (budget + 0.5) / 2**30, 2, ranks, blocks)
+    return plan.with_shares_computed(1.0, 1.0).with_budget_used()
+
+
+def test_blocks_that_every_token_uses_come_first():
+    few = residency_of(250)
+    assert [few.blocks[index].module for index in few.resident] == ["attention"] * 2 and few.expert_slots == {}
+    some = residency_of(4 * 100 + 13 * 200)
+    assert some.resident == [0, 2, 4, 6] and sorted(some.expert_slots.values()) == [3, 3, 3, 4]
+    assert some.resident_bytes == 4 * 100 + 13 * 200 and some.kept_bytes == some.resident_bytes
+    assert some.computed_bytes == round(sum(1600 * 2 / 8 * (1 - kept / 8) for kept in (3, 3, 4, 3)))
+    everything = residency_of(4 * 1700)
+    assert everything.in_host_memory == [] and everything.expert_slots == {}
+    several = residency_of(4 * 100 + 13 * 200, ranks=2)
+    assert several.expert_slots == {} and several.resident == [4, 5], "of several ranks, whole layers as ever"
+
+
+def test_experts_are_fetched_only_where_that_promises_enough():
+    """A token reads 950 of 6400 bytes of experts if all are used alike; cores four times as fast as the link gain 4% by leaving some."""
+    layouts, blocks = a_mixture()
+    plan = decide_residency(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
+    for cores, share in ((100.0, 128 / (128 + 9.5)), (200.0, 1.0)):
+        rates = BesideLink(1, 50.0, 50.0, cores, cores, cores, 0.0)
+        split = best_split(plan.with_shares_computed(1.0, 0.0), rates, 0, False)
+        assert split.of_experts == pytest.approx(share) and split.of_others == 0
+
+
+def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
+    folder = mixtures("qwen3_moe")[0]
+    options = ["--engine", "stream", "--cpu-compute", "1", "--cpu-threads", "1", "--gpu-memory", str(0.5 / 1024)]
+    lengths = ["--batch-size", "2", "--prompt-len", "9", "--gen-len", "6", "--loops", "2", "--dtype", "float32"]
+    dry = run_model("--model", folder, *options, *lengths, "--dry-run")
+    done = run_model("--model", folder, *options, *lengths)
+    assert dry.code == done.code == 0, done.stderr
+    stream, experts = done.record["stream"], done.record["experts"]
+    total = round(stream["expert_slots"] * 3)
+    said = f"device memory keeps {total} of the 24 experts in host memory, those used most: {stream['expert_slot_bytes'] / 1e9:.3f} GB"
+    assert said in dry.stdout and said in done.stderr and 0 < total < 24
+    assert set(experts) == {"hit_rate", "saved_bytes_per_step", "loaded_bytes_per_step"} and 0 < experts["hit_rate"] < 1
+    assert f"experts: {experts['hit_rate']:.1%} of the choices were on the device" in done.stdout
+    plain = run_model("--model", folder, "--engine", "resident", *lengths)
+    assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]

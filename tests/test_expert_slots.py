@@ -1,0 +1,82 @@
+"""What the device computes of experts in slots: any form, stored in any way, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_inference.cores.experts import FIRST_USE
+from zero_inference.engines.stream.expert_cache import ExpertSlots
+from zero_inference.engines.stream.expert_slots import expert_bytes
+from zero_inference.engines.stream.layout import lay_out
+from zero_inference.models.experts import FusedExperts
+from zero_inference.models.feed_forward import ACTIVATIONS
+from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+
+NUMBER, HIDDEN, INNER, SLOTS = 7, 64, 96, 3
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+FORMS = [(False, False, "relu_squared"), (True, False, "silu"), (True, True, "gelu")]
+
+
+def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
+    """The slots of a block in a buffer of host memory, and its weights in float64 as they were stored."""
+    torch.manual_seed(5)
+    scheme = GroupQuantization(bits, 32) if bits else None
+    weights = {
+        form.first: (torch.randn(NUMBER, (1 + form.gated) * INNER, HIDDEN) / 8).to(dtype),
+        form.last: (torch.randn(NUMBER, HIDDEN, INNER) / 8).to(dtype),
+    }
+    layout = lay_out(weights.items(), scheme, 1)
+    buffer, exact = torch.zeros(layout.nbytes, dtype=torch.uint8), {}
+    for name, weight in weights.items():
+        parts = quantize(weight, scheme) if scheme else (weight,)
+        for piece, part in zip(layout[name].pieces, parts):
+            piece.of(buffer).copy_(part)
+        if scheme:
+            dequantize_reference(*parts, bits, 32, weight)
+        exact[name] = weight.double()
+    rows = (
+        torch.full((NUMBER + 1,), -1),
+        torch.zeros(NUMBER + 1),
+        torch.zeros(FIRST_USE + NUMBER, dtype=torch.int64),
+    )
+    slots = ExpertSlots(form, layout, SLOTS, buffer, scheme, *rows)
+    assert slots.expert_bytes == expert_bytes(layout, form) and slots.nbytes == SLOTS * slots.expert_bytes
+    return slots, buffer, exact
+
+
+def expected(form: FusedExperts, exact, kept: set[int], x, numbers, weights) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(len(x)):
+        for number, weight in zip(numbers[row].tolist(), weights[row].tolist()):
+            if number in kept:
+                halves = (exact[form.first][number] @ x[row].double()).split(INNER)
+                gate, *up = halves[::-1] if form.gate_is_second else halves
+                hidden = ACTIVATIONS[form.activation](gate) * (up[0] if up else 1)
+                out[row] += weight * (exact[form.last][number] @ hidden)
+    return out
+
+
+@pytest.mark.parametrize(("gated", "gate_is_second", "activation"), FORMS)
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 8), (torch.float32, 4)]
+)
+def test_experts_in_slots_and_no_others_are_computed(dtype, bits, gated, gate_is_second, activation):
+    form = FusedExperts("first", "last", activation, NUMBER, gated, gate_is_second, chosen=2)
+    slots, buffer, exact = stored(form, dtype, bits)
+    slots.take(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
+    kept = {expert for expert in range(NUMBER) if slots.table[expert] >= 0}
+    assert kept == {2, 4, 6}
+    numbers = torch.stack([torch.randperm(NUMBER)[:4] for _ in range(9)])
+    numbers[0] = torch.tensor([0, 3, 5, NUMBER])  # none of those in slots, and what stands for no expert
+    for _ in range(2):
+        x, weights = torch.randn(9, HIDDEN).to(dtype), torch.rand(9, 4)
+        out = slots.products(x, slots.table[numbers], weights)
+        exact_out = expected(form, exact, kept, x, numbers, weights)
+        assert out.dtype == torch.float32 and not out[0].count_nonzero()
+        assert float((out.double() - exact_out).norm()) <= BOUNDS[dtype] * float(exact_out.norm())
+        slot = int(slots.table[4])  # expert 4 goes, 1 comes
+        slots.table[4] = -1
+        slots.load(1, slot)
+        slots.table[1] = slot
+        kept = {1, 2, 6}

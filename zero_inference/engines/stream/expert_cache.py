@@ -1,0 +1,255 @@
+"""The most used experts of a mixture on the device, while the host's cores multiply the others where they lie.
+
+Host memory has all of them. A pass of many tokens, which brings each block to the device whole, fills the slots with what its tokens
+chose most; between passes of few tokens a few experts come over the link in place of others (expert_policy.py). Both happen in
+the order of the model's stream, and a slot is in no table while it is filled.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD
+from zero_inference.engines.stream.codes import weighted_sum
+from zero_inference.engines.stream.expert_policy import (
+    LONG_PASS_KEEPS,
+    PERIOD_PASSES,
+    Exchange,
+    decayed,
+    exchanges,
+)
+from zero_inference.engines.stream.layout import BlockLayout, Piece
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.store import BlockStore
+from zero_inference.engines.stream.streams import DeviceStreams
+from zero_inference.models.experts import FusedExperts
+from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.quantization.indexed import linear_groups_indexed, linear_indexed
+from zero_inference.runtime.host_memory import host_empty
+from zero_inference.runtime.transfers import ExpertCounts, Transfers
+
+
+class _Weights:
+    """One of the two weights of some experts, as it is stored.
+
+    Attributes:
+        kept: of the experts in the slots, by piece: the weight, or codes, scales and minima; [slots, elements].
+        waiting: of all experts in host memory, likewise.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, name: str, number: int, slots: int, buffer: torch.Tensor, device: torch.device
+    ):
+        stored = layout[name]
+        self.pieces, self.number = stored.pieces, number
+        self.dtype, (_, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
+        self.waiting = [self._by_expert(piece, buffer) for piece in self.pieces]
+        self.kept = [torch.zeros(slots, each.shape[1], dtype=each.dtype, device=device) for each in self.waiting]
+
+    def _by_expert(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
+        return piece.of(buffer).view(self.number, -1)
+
+    def take(self, experts: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Fill the slots with `experts`, int64 [slots], out of the block in `buffer` on the device."""
+        for kept, piece in zip(self.kept, self.pieces):
+            torch.index_select(_words(self._by_expert(piece, buffer)), 0, experts, out=_words(kept))
+
+    def load(self, expert: int, slot: int) -> None:
+        for kept, waiting in zip(self.kept, self.waiting):
+            kept[slot].copy_(waiting[expert], non_blocking=True)
+
+    def times(self, x: torch.Tensor, slot: torch.Tensor, scheme: GroupQuantization | None) -> torch.Tensor:
+        """Each row of x [pairs, columns] with the weight in its slot: [pairs, rows], zeros for a slot of -1."""
+        x = x.to(self.dtype)
+        if len(self.kept) == 1 or scheme is None:
+            return linear_indexed(x, self.kept[0].view(-1, self.rows, self.columns), slot)
+        codes, scale, minimum = self.kept
+        return linear_groups_indexed(x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot)
+
+
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as words of 8 bytes where they are whole ones: a kernel that gathers rows takes an element at a time."""
+    return rows if rows.shape[1] * rows.element_size() % 8 else rows.view(torch.int64)
+
+
+class ExpertSlots:
+    """Those of one block.
+
+    Attributes:
+        table: int64 [experts + 1 or more] on the device: the slot of each expert, or -1; what stands for no expert is behind them.
+        uses: float32, of the same shape, on the device: decayed, as of the last pass of many tokens.
+        use: what the cores count, see `cores.experts.add_experts`.
+    """
+
+    def __init__(
+        self,
+        experts: FusedExperts,
+        layout: BlockLayout,
+        count: int,
+        buffer: torch.Tensor,
+        scheme: GroupQuantization | None,
+        table: torch.Tensor,
+        uses: torch.Tensor,
+        use: torch.Tensor,
+    ):
+        self.experts, self.scheme = experts, scheme
+        self.table, self.uses, self.use = table, uses, use
+        self.first, self.last = (
+            _Weights(layout, name, experts.number, count, buffer, table.device)
+            for name in (experts.first, experts.last)
+        )
+        self.numbers = torch.arange(count, device=table.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots, on the device."""
+        return sum(kept.nbytes for weights in (self.first, self.last) for kept in weights.kept)
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.nbytes // self.numbers.numel()
+
+    def take(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
+        """Count what tokens chose, and fill the slots with the experts used most, out of the block in `buffer` on the device."""
+        if chosen is not None:
+            flat = chosen.reshape(-1).to(torch.int64)
+            self.uses.scatter_add_(0, flat, self.uses.new_ones(1).expand_as(flat))
+        most_used = self.uses[: self.experts.number].topk(self.numbers.numel()).indices
+        self.first.take(most_used, buffer)
+        self.last.take(most_used, buffer)
+        self.table.fill_(-1)
+        self.table.scatter_(0, most_used, self.numbers)
+
+    def load(self, expert: int, slot: int) -> None:
+        """Copy an expert from host memory, on the current stream."""
+        self.first.load(expert, slot)
+        self.last.load(expert, slot)
+
+    def products(self, x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of those experts that are in slots, float32 [tokens, hidden], added in the order of the choices.
+
+        Args:
+            x: [tokens, hidden].
+            slots: int64 [tokens, k], of the experts that each token chose; -1 for others.
+            weights: of them, [tokens, k].
+        """
+        first, last = (partial(each.times, scheme=self.scheme) for each in (self.first, self.last))
+        return weighted_sum(self.experts, first, last, x, slots, weights)
+
+
+class ExpertCache:
+    """The slots of all blocks, and what changes in them from pass to pass.
+
+    The host knows what is in them and how often each expert was used: it asks for that behind a pass of many tokens, waits for nothing,
+    and adds what the cores counted since.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        store: BlockStore,
+        scheme: GroupQuantization | None,
+        device: torch.device,
+        transfers: Transfers,
+    ):
+        self.streams, self.transfers = DeviceStreams(device), transfers
+        self.copy_stream = self.streams.stream()
+        counts = residency.expert_slots
+        forms = {index: residency.blocks[index].experts for index in counts}
+        numbers = [form.number for form in forms.values()]
+        # a row each for a block; its last column, or those behind its experts, stand for none
+        shape, pinned = (len(numbers), max(numbers) + 1), self.streams.on_gpu
+        self.tables = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.uses = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.host_tables = host_empty(shape, torch.int64, pinned).fill_(-1)
+        self.host_uses = host_empty(shape, torch.float32, pinned).zero_()
+        self.use = torch.zeros(len(numbers), FIRST_USE + shape[1], dtype=torch.int64)
+        self.counted = self.use.clone()  # at the last look
+        self.tables_on_host = [row[:number] for row, number in zip(self.host_tables, numbers)]
+        self.uses_on_host = [row[:number] for row, number in zip(self.host_uses, numbers)]
+        self.slots = {
+            index: ExpertSlots(form, residency.layouts[index], counts[index], store.buffers[index], scheme, *rows)
+            for (index, form), rows in zip(forms.items(), zip(self.tables, self.uses, self.use))
+        }
+        self.blocks = list(self.slots.values())
+        self.sizes = [slots.expert_bytes for slots in self.blocks]
+        self.loaded_bytes = 0
+        self.passes = 0  # of few tokens, since the last of many
+        self.asked: Any = None  # event behind the copies of what the host wants to know
+        self.known = False  # whether it does
+        self.pending: list[Exchange] = []  # experts on their way
+        self.copied: Any = None  # event behind them
+        transfers.expert_counts = self.counts
+
+    def pass_begins(self, few: bool) -> None:
+        """A pass of few tokens, or of many, in which `seen` will be called for each block."""
+        self._install()
+        if not few:
+            if self.known:
+                self.uses.copy_(self.host_uses, non_blocking=True)
+            self.uses.mul_(LONG_PASS_KEEPS)
+            self.known, self.passes = False, 0
+            return
+        if self.passes == 0:
+            self._ask()
+        self.passes += 1
+        if self.passes % PERIOD_PASSES == 0:
+            self._look()
+
+    def seen(self, index: int, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
+        """The device computes all of block `index`, which is in `buffer`, for tokens that chose the experts `chosen` [tokens, k]."""
+        if index in self.slots:
+            self.slots[index].take(chosen, buffer)
+
+    def counts(self) -> ExpertCounts:
+        """So far, of passes of few tokens."""
+        choices, hits, unread = self.use[:, [CHOICES, HITS, UNREAD]].unbind(1)
+        saved = sum(count * size for count, size in zip(unread.tolist(), self.sizes))
+        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved, self.loaded_bytes)
+
+    def close(self) -> None:
+        """Let go of the slots; nothing may be under way."""
+        self.transfers.expert_counts = None
+        self.slots.clear()
+        self.blocks.clear()
+
+    def _ask(self) -> None:
+        self.host_tables.copy_(self.tables, non_blocking=True)
+        self.host_uses.copy_(self.uses, non_blocking=True)
+        self.asked = self.streams.recorded(self.streams.current())
+        self.counted.copy_(self.use)
+
+    def _look(self) -> None:
+        """Choose experts that are worth a place, and send for them into the places of others, which are in no table from now on."""
+        if not self.known:
+            self.asked.synchronize()  # some tokens ago: the host, which reads each of them, does not wait here
+            self.known = True
+        now = self.use.clone()
+        self.host_uses.copy_(decayed(self.host_uses, PERIOD_PASSES) + (now - self.counted)[:, FIRST_USE:])
+        self.counted = now
+        found = exchanges(self.uses_on_host, self.tables_on_host, self.sizes)
+        if not found:
+            return
+        for cache, _, slot in found:
+            table = self.tables_on_host[cache]
+            gone = int((table == slot).nonzero())
+            table[gone] = self.blocks[cache].table[gone] = -1
+        self.copy_stream.wait_event(self.streams.recorded(self.streams.current()))
+        with self.streams.on(self.copy_stream):
+            for cache, expert, slot in found:
+                self.blocks[cache].load(expert, slot)
+                self.loaded_bytes += self.sizes[cache]
+                self.transfers.host_to_device_bytes += self.sizes[cache]
+        self.pending, self.copied = found, self.streams.recorded(self.copy_stream)
+
+    def _install(self) -> None:
+        """What was sent for in the pass before is used from now on."""
+        if not self.pending:
+            return
+        self.streams.current().wait_event(self.copied)
+        for cache, expert, slot in self.pending:
+            self.tables_on_host[cache][expert] = self.blocks[cache].table[expert] = slot
+        self.pending = []

@@ -1,0 +1,45 @@
+"""How many single experts of each layer the device keeps, from a byte budget; and what is spread evenly over layers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.models.experts import FusedExperts
+
+
+def expert_bytes(layout: BlockLayout, experts: FusedExperts) -> int:
+    """Bytes of one expert as it is stored, scales and minima included."""
+    return (
+        sum(piece.nbytes for name in (experts.first, experts.last) for piece in layout[name].pieces) // experts.number
+    )
+
+
+def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
+    """How many experts of each layer the budget holds: as many of one as of the other, as near as whole experts come to it.
+
+    Args:
+        numbers: of experts, of each layer.
+        sizes: bytes of one of them.
+    """
+
+    def taken(most: int) -> int:
+        return sum(min(most, number) * size for number, size in zip(numbers, sizes))
+
+    most = max(0, bisect_right(range(max(numbers, default=0) + 1), budget, key=taken) - 1)
+    slots = [min(most, number) for number in numbers]
+    growing = [place for place, number in enumerate(numbers) if number > most]
+    for place in spread([sizes[place] for place in growing], budget - taken(most)):
+        slots[growing[place]] += 1
+    return slots
+
+
+def spread(sizes: Sequence[int], budget: int) -> set[int]:
+    """The largest number of items whose bytes `sizes` the budget holds, evenly spaced."""
+    count = len(sizes)
+    for kept in range(count, 0, -1):
+        chosen = {int((index + 0.5) * count / kept) for index in range(kept)}
+        if sum(sizes[index] for index in chosen) <= budget:
+            return chosen
+    return set()
