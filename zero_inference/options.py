@@ -133,13 +133,14 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
         "--cpu-threads",
         type=int,
         metavar="N",
-        help="stream engine: host cores that multiply (default: the physical ones near the GPU, less one; without a GPU all)",
+        help="stream engine: host cores that multiply, for all ranks of the host together (default: the physical ones near the "
+        "GPUs, less one a rank; without a GPU as many as PyTorch computes with)",
     )
     engine.add_argument(
         "--decode-graph",
         choices=DECODE_GRAPH,
-        help="stream engine, where a decode step fetches nothing: launch it as one CUDA graph; auto: if that is faster and "
-        "gives the same results (default: %(default)s)",
+        help="stream engine with one GPU, where a decode step fetches nothing: launch it as one CUDA graph, if that gives the "
+        "same results; auto: only if it is faster too (default: %(default)s)",
     )
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
 

@@ -11,8 +11,10 @@ from zero_inference.records.key import key
 class MovedPerStep:
     """Bytes moved per decode step, counted; null where there was no decode step."""
 
-    host_to_device_bytes_per_step: float | None = key("byte", "weights, keys and values", required="when measured")
-    device_to_host_bytes_per_step: float | None = key("byte", "keys and values")
+    host_to_device_bytes_per_step: float | None = key(
+        "byte", "weights, keys and values, and the outputs of the host's cores", required="when measured"
+    )
+    device_to_host_bytes_per_step: float | None = key("byte", "keys and values, and the inputs of the host's cores")
     disk_read_bytes_per_step: float | None = key("byte", "weights", required="when measured")
     cores_bytes_per_step: float | None = key(
         "byte", "weights, keys and values that the host's cores read where they lie", default=None

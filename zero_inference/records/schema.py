@@ -139,8 +139,12 @@ class CoresUse:
     instructions: str = key("", "the instruction set of the products: portable, avx2, avx512 or amx")
     share: float = key("share", "of the bytes in host memory, that the cores were to multiply")
     rows: int = key("token", "most tokens of a rank's pass in which they do; longer passes fetch everything")
-    link_alone_gb_per_s: float | None = key("GB/s", "copies to the device while the cores rest", "link_alone_gbps")
-    link_gb_per_s: float | None = key("GB/s", "copies to the device while the cores multiply", "link_gbps")
+    link_alone_gb_per_s: float | None = key(
+        "GB/s",
+        "copies to the device while the cores rest; of several ranks, as many times the slowest link",
+        "link_alone_gbps",
+    )
+    link_gb_per_s: float | None = key("GB/s", "the same while the cores multiply", "link_gbps")
     cores_gb_per_s: float | None = key(
         "GB/s", "stored bytes of weights multiplied while the link is busy", "cores_gbps"
     )
@@ -157,12 +161,12 @@ class CoresUse:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """Whether decode steps are one CUDA graph, and how it compared with launching kernel by kernel; null where it was not tried."""
+    """Whether decode steps are one CUDA graph, and how one step compared that was computed both ways; null where none was."""
 
     unused_because: str | None = key("", "why it is not used; null if it is")
     difference: float | None = key(
         "share",
-        "largest relative difference of logits, keys and values of one step that was computed both ways",
+        "largest relative difference of that step's logits, keys and values",
         default=None,
     )
     graph_s: float | None = key("s", "of that step as a graph", default=None)

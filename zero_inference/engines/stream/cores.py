@@ -1,4 +1,4 @@
-"""How the host's cores take part: which blocks they multiply, decided by measured rates, and the threads that do it."""
+"""Whether and how the host's cores take part: which blocks they multiply, decided by measured rates, and on which CPUs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def why_cores_stay_out(job: Job) -> str | None:
     if missing and share is not None:
         raise UsageError(
             f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled ({missing}); it takes a C++ compiler (g++ 10 or "
-            "newer, or CXX); or use --cpu-compute off."
+            "newer, or what CXX names, such as clang++ 14); or use --cpu-compute off."
         )
     return f"their code could not be compiled: {missing}" if missing else None
 
