@@ -92,6 +92,7 @@ def test_what_the_stream_engine_stores_and_moves_is_what_was_planned(family, bit
 
 def test_the_same_numbers_are_in_the_dry_run_and_in_the_record(checkpoints, tmp_path, capfd):
     asked = ["run_model.py", "--model", str(checkpoints("qwen3")), "--engine", "stream", *SHORT]
+    capfd.readouterr()  # libraries may have said something while the checkpoint was made
     assert main([*asked, "--dry-run"]) == 0
     printed = capfd.readouterr().out
     resolved = json.loads(printed[: printed.index("}\n") + 1])
@@ -250,6 +251,23 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
     assert refusal(1000, model="opt-13b", engine="stream", ring_depth=2).endswith(
         "GiB are available; use more GPUs, nodes or memory, or a smaller model."
     )
+
+
+def test_advice_names_the_cores_where_experts_would_be_in_memory_twice(no_gpu, monkeypatch, tmp_path):
+    transformers.MixtralConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, vocab_size=128
+    ).save_pretrained(tmp_path)  # fmt: skip
+
+    def planned(cpu_compute: str):
+        options = dict(gpu_memory=0.05, ring_depth=2, cpu_compute=cpu_compute)
+        return plan_for(tmp_path, engine="stream", dummy=True, **options)
+
+    (by_cores,), (without,) = planned("1").needs, planned("off").needs
+    assert without.needed + (40 << 20) < by_cores.needed
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: without.needed)
+    with pytest.raises(UsageError, match="use one of: --cpu-compute off"):
+        refuse_hopeless(planned("1"))
+    refuse_hopeless(planned("off"))
 
 
 def test_layers_without_keys_and_values_are_not_counted_where_the_model_cannot_be_asked(no_gpu, tmp_path):

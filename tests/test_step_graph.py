@@ -232,13 +232,28 @@ def test_the_record_says_how_it_compared(checkpoints, tmp_path):
     assert done.returncode == 0, done.stderr
     graph = json.loads((tmp_path / "a.jsonl").read_text())["stream"]["decode_graph"]
     assert graph["unused_because"] is None and graph["graph_s"] > 0 and graph["launched_s"] > 0
+    assert f"{1e3 * graph['graph_s']:.2f} ms" in done.stdout and f"{1e3 * graph['launched_s']:.2f} ms" in done.stdout
 
 
 def test_in_words():
-    assert graph_in_words(DecodeGraph(None, 1e-3, 0.0041, 0.0302)) == (
+    used = DecodeGraph(None, 1e-3, 0.0041, 0.0302)
+    assert graph_in_words(used, True) == (
         "a decode step as one CUDA graph took 4.10 ms, launched kernel by kernel 30.20 ms"
     )
-    assert graph_in_words(DecodeGraph("a graph is not faster", 1e-3, 0.2, 0.1)) == (
-        "decode steps are launched kernel by kernel: a graph is not faster"
+    assert graph_in_words(used, False) == (
+        "without a GPU the decode step of a graph is called as it is: 4.10 ms, as usual 30.20 ms"
     )
-    assert graph_in_words(DecodeGraph("weights are fetched in each step")) is None
+    for reason in ("a graph is not faster", "weights are fetched in each step"):
+        assert graph_in_words(DecodeGraph(reason), True) == f"decode steps are launched kernel by kernel: {reason}"
+
+
+@pytest.mark.parametrize(("asked", "said"), [("off", None), ("auto", "no generation was long enough to try a graph")])
+def test_a_generation_that_is_too_short_says_so_if_a_graph_was_asked_for(asked, said, checkpoints, monkeypatch):
+    monkeypatch.setattr(
+        engine, "why_no_graph", lambda job, residency: None if asked == "auto" else "--decode-graph off"
+    )
+    loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph=asked)
+    generate(loaded, spec, ranks, gen_len=2)
+    graph = loaded.facts["stream"]["decode_graph"]
+    assert (graph and graph.unused_because) == said
+    loaded.close()

@@ -60,6 +60,11 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--kv-offload", {"kv_offload": True}))
     if config.engine == "stream" and config.ring_depth != LEAST_RING_DEPTH:
         changes.append(Change(f"--ring-depth {LEAST_RING_DEPTH}", {"ring_depth": LEAST_RING_DEPTH}))
+    if (
+        config.engine == "stream" and config.cpu_share != 0
+    ):  # experts of theirs that the device keeps are in host memory too
+        threads = ("--cpu-threads",) if config.cpu_threads is not None else ()
+        changes.append(Change("--cpu-compute off", {"cpu_compute": "off", "cpu_threads": None}, threads))
     if config.engine in QUANTIZING_ENGINES:
         changes += [Change(f"--quant-bits {bits}", {"quant_bits": bits}) for bits in (8, 4) if bits < config.quant_bits]
     ranks = job.ranks.world_size

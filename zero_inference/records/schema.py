@@ -195,7 +195,9 @@ class StreamPlacement:
     cores: CoresUse | None = key(
         "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
     )
-    decode_graph: DecodeGraph | None = key("", "a decode step as one CUDA graph", default=None)
+    decode_graph: DecodeGraph | None = key(
+        "", "a decode step as one CUDA graph; null with --decode-graph off", default=None
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,8 +84,8 @@ def print_results(block: str, result: Result) -> None:
     if measured.experts is not None:
         print(experts_in_words(measured.experts))
     graph = engine.stream.decode_graph if engine.stream is not None else None
-    if on_gpu and graph is not None and (line := graph_in_words(graph)):
-        print(line)
+    if graph is not None:
+        print(graph_in_words(graph, on_gpu))
     if engine.quantized_fraction is not None:
         print(f"quantized: {engine.quantized_fraction:.1%} of the weights, {measured.weight_bytes / GB:.3f} GB stored")
     for task, scores in (scored.by_task or {}).items():
@@ -129,15 +129,14 @@ def experts_in_words(use: ExpertUse) -> str:
     )
 
 
-def graph_in_words(graph: DecodeGraph) -> str | None:
-    """One line, None where no graph was tried."""
-    if graph.unused_because is None:
-        return (
-            f"a decode step as one CUDA graph took {1e3 * (graph.graph_s or 0):.2f} ms, "
-            f"launched kernel by kernel {1e3 * (graph.launched_s or 0):.2f} ms"
-        )
-    tried = graph.unused_because.startswith("a graph")
-    return f"decode steps are launched kernel by kernel: {graph.unused_because}" if tried else None
+def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
+    """One line: how a graph compared, or why there is none."""
+    if graph.unused_because is not None:
+        return f"decode steps are launched kernel by kernel: {graph.unused_because}"
+    graph_ms, launched_ms = (1e3 * (seconds or 0) for seconds in (graph.graph_s, graph.launched_s))
+    if not on_gpu:
+        return f"without a GPU the decode step of a graph is called as it is: {graph_ms:.2f} ms, as usual {launched_ms:.2f} ms"
+    return f"a decode step as one CUDA graph took {graph_ms:.2f} ms, launched kernel by kernel {launched_ms:.2f} ms"
 
 
 _HOST_LATE = {

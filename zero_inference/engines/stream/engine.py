@@ -32,6 +32,8 @@ from zero_inference.runtime.transfers import Transfers
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding and the display
 
+TOO_SHORT = "no generation was long enough to try a graph"
+
 connect = new_group  # for the all-gathers, on which no other code issues collectives
 
 
@@ -209,7 +211,7 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             **_divided(residency),
             **_kept_experts(residency),
             "cores": None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
-            "decode_graph": DecodeGraph(plan.no_graph or "no generation was long enough to try it"),
+            "decode_graph": None if plan.job.config.decode_graph == "off" else DecodeGraph(plan.no_graph or TOO_SHORT),
         }
     }
     if plan.scheme is not None:
