@@ -12,11 +12,14 @@ from zero_inference.cli import main
 from zero_inference.config import ENGINES as ENGINE_NAMES
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
+from zero_inference.engines.stream import engine as stream_engine
+from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan import memory
 from zero_inference.plan.changes import refuse_hopeless
 from zero_inference.plan.plan import changed, describe_job, make_plan, plan_run
+from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
 
@@ -251,6 +254,30 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
     assert refusal(1000, model="opt-13b", engine="stream", ring_depth=2).endswith(
         "GiB are available; use more GPUs, nodes or memory, or a smaller model."
     )
+
+
+def test_a_ring_that_no_decode_step_needs_leaves_its_memory_to_experts(no_gpu):
+    """Of a GPU with 16 GiB, for a mixture all of whose blocks in host memory are the cores'."""
+
+    def planned(**options) -> tuple[Residency, Residency, int]:
+        config = RunConfig(model="mixtral-8x7b", dummy=True, engine="stream", quant_bits=4, **options).validate()
+        ranks = Ranks(**{**vars(detect_ranks()), "device": torch.device("cuda")})
+        job = replace(describe_job_without_memory(config, ranks), free_device_bytes=16 << 30)
+        scheme = GroupQuantization(4, config.quant_group_size, job.spec.dtype)
+        before = replace(stream_engine._residency(job, scheme, divided=True), few_tokens=1)
+        before = before.with_shares_computed(1.0, 1.0).with_budget_used()
+        return before, stream_engine.without_spare_slots(job, before, scheme), job.free_device_bytes
+
+    before, after, free = planned()
+    assert before.depth > after.depth == 3 and not after.fetched and after.few_tokens == 1
+    kept = (before.depth - after.depth) * before.slot_bytes // before.expert_bytes(before.expert_blocks[0])
+    assert sum(after.expert_slots.values()) - sum(before.expert_slots.values()) == pytest.approx(kept, abs=1)
+    assert before.device_bytes * 0.99 < after.device_bytes < free
+    before, after, _ = planned(gpu_memory=4)
+    assert after.depth == 3 and after.expert_slots == before.expert_slots
+    for options in ({"ring_depth": 7}, {"gpu_memory": 4, "ring_depth": 3}):
+        before, after, _ = planned(**options)
+        assert after is before, options
 
 
 def test_advice_names_the_cores_where_experts_would_be_in_memory_twice(no_gpu, monkeypatch, tmp_path):

@@ -25,6 +25,7 @@ STATUS_FAILED = "failed"
 _STREAM = "--engine stream"
 _CORES = "--engine stream with --cpu-compute auto or above 0"
 _EXPERTS = "--engine stream where the host's cores multiply experts and device memory keeps some of these"
+_GRAPH = "--engine stream with --decode-graph auto or on"
 _QUANTIZED = "--quant-bits 8 or 4, of an engine that quantizes"
 
 
@@ -195,9 +196,7 @@ class StreamPlacement:
     cores: CoresUse | None = key(
         "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
     )
-    decode_graph: DecodeGraph | None = key(
-        "", "a decode step as one CUDA graph; null with --decode-graph off", default=None
-    )
+    decode_graph: DecodeGraph | None = key("", "a decode step as one CUDA graph", only_with=_GRAPH, default=None)
 
 
 @dataclass(frozen=True, slots=True)

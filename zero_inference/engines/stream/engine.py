@@ -6,7 +6,7 @@ point at the layer's bytes while it computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.feeder import BlockFeeder
-from zero_inference.engines.stream.residency import Residency, decide_residency
+from zero_inference.engines.stream.residency import USUAL_DEPTH, Residency, decide_residency
 from zero_inference.engines.stream.step_graph import StepGraph, cuda_graph, repeated_call, why_no_graph
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.errors import UsageError
@@ -96,7 +96,7 @@ def plan(job: Job) -> StreamPlan:
     if cores is None and not nothing:
         divided, cores = place_on_cores(job, _residency(job, scheme, divided=True), scheme)
         if isinstance(cores, CoresPlan):
-            residency = divided
+            residency = without_spare_slots(job, divided, scheme)
     reason = cores if isinstance(cores, str) else None
     cores = cores if isinstance(cores, CoresPlan) else None
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
@@ -105,13 +105,23 @@ def plan(job: Job) -> StreamPlan:
     return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason, no_graph)
 
 
-def _residency(job: Job, scheme: GroupQuantization | None, divided: bool) -> Residency:
+def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | None) -> Residency:
+    """`found`, planned anew with a ring of the usual depth where decode steps fetch nothing: more slots would only cover what the host does
+    between these. Their memory holds experts instead, or stays free."""
+    if found.fetched or job.config.ring_depth is not None or found.depth <= USUAL_DEPTH:
+        return found
+    placed = replace(_residency(job, scheme, divided=True, depth=USUAL_DEPTH), few_tokens=found.few_tokens)
+    placed = placed.with_shares_computed(1.0, 1.0).with_budget_used()
+    return found if placed.fetched else placed
+
+
+def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
     config, ranks = job.config, job.ranks.world_size
     blocks, layouts, outside = lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
     budget = None
     if job.free_device_bytes is not None:
         budget = job.free_device_bytes - outside - job.kv_device_bytes - job.activation_bytes - RESERVE_BYTES
-    return decide_residency(layouts, outside, budget, config.gpu_memory, config.ring_depth, ranks, blocks)
+    return decide_residency(layouts, outside, budget, config.gpu_memory, depth or config.ring_depth, ranks, blocks)
 
 
 def check(plan: StreamPlan) -> None:
