@@ -12,7 +12,9 @@ from zero_inference.cli import main
 from zero_inference.config import ENGINES as ENGINE_NAMES
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
+from zero_inference.engines.base import Job
 from zero_inference.engines.stream import engine as stream_engine
+from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.spec import resolve_model
@@ -256,14 +258,38 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
     )
 
 
+def a_mixture_on_a_gpu_of_16_gib(**options) -> Job:
+    config = RunConfig(model="mixtral-8x7b", dummy=True, engine="stream", quant_bits=4, **options).validate()
+    ranks = Ranks(**{**vars(detect_ranks()), "device": torch.device("cuda")})
+    return replace(describe_job_without_memory(config, ranks), free_device_bytes=16 << 30)
+
+
+def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monkeypatch):
+    """Without them those on the device are not in host memory too."""
+
+    def chosen(job, residency, scheme):
+        return residency.with_shares_computed(1.0, 1.0).with_budget_used(), CoresPlan(
+            (-1,), 1.0, 1, None, automatic=True
+        )
+
+    monkeypatch.setattr(stream_engine, "why_cores_stay_out", lambda job: None)
+    monkeypatch.setattr(stream_engine, "place_on_cores", chosen)
+    job = a_mixture_on_a_gpu_of_16_gib()
+    monkeypatch.setattr(stream_engine, "available_host_bytes", lambda: 40 << 30)
+    large = stream_engine.plan(job)
+    assert large.cores is not None and large.residency.expert_slots
+    monkeypatch.setattr(stream_engine, "available_host_bytes", lambda: large.residency.host_bytes - 1)
+    small = stream_engine.plan(job)
+    assert small.cores is None and small.cores_stay_out.startswith("host memory does not hold the experts")
+    assert small.residency.host_bytes < large.residency.host_bytes
+
+
 def test_a_ring_that_no_decode_step_needs_leaves_its_memory_to_experts(no_gpu):
-    """Of a GPU with 16 GiB, for a mixture all of whose blocks in host memory are the cores'."""
+    """For a mixture all of whose blocks in host memory are the cores'."""
 
     def planned(**options) -> tuple[Residency, Residency, int]:
-        config = RunConfig(model="mixtral-8x7b", dummy=True, engine="stream", quant_bits=4, **options).validate()
-        ranks = Ranks(**{**vars(detect_ranks()), "device": torch.device("cuda")})
-        job = replace(describe_job_without_memory(config, ranks), free_device_bytes=16 << 30)
-        scheme = GroupQuantization(4, config.quant_group_size, job.spec.dtype)
+        job = a_mixture_on_a_gpu_of_16_gib(**options)
+        scheme = GroupQuantization(4, job.config.quant_group_size, job.spec.dtype)
         before = replace(stream_engine._residency(job, scheme, divided=True), few_tokens=1)
         before = before.with_shares_computed(1.0, 1.0).with_budget_used()
         return before, stream_engine.without_spare_slots(job, before, scheme), job.free_device_bytes

@@ -27,6 +27,7 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.runtime.distributed import new_group
+from zero_inference.runtime.environment import available_host_bytes
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import Transfers
 
@@ -96,7 +97,12 @@ def plan(job: Job) -> StreamPlan:
     if cores is None and not nothing:
         divided, cores = place_on_cores(job, _residency(job, scheme, divided=True), scheme)
         if isinstance(cores, CoresPlan):
-            residency = without_spare_slots(job, divided, scheme)
+            divided = without_spare_slots(job, divided, scheme)
+            needed = divided.host_bytes + job.kv_host_bytes
+            if cores.automatic and divided.expert_slots and needed > available_host_bytes():
+                cores = "host memory does not hold the experts that device memory keeps as well"
+            else:
+                residency = divided
     reason = cores if isinstance(cores, str) else None
     cores = cores if isinstance(cores, CoresPlan) else None
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
