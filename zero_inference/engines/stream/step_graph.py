@@ -150,16 +150,16 @@ class StepGraph:
     def close(self) -> None:
         """Give the model its own forward back, and let go of the graph."""
         self.model.__dict__.pop("forward", None)
-        self.cache = self.inputs = self.replay = self.logits = None
-        self.given_up = True
+        self._forget()
+        self.cache, self.given_up = None, True
 
     def _forward(self, *args: Any, **call: Any) -> Any:
         if self.given_up or args or not is_decode_step(call):
             self.usual_steps = 0
             return self.own(*args, **call)
         if not self._fits(call):
-            self.cache, self.inputs, self.replay, self.logits = call["past_key_values"], None, None, None
-            self.usual_steps, self.tried = 0, False
+            self._forget()
+            self.cache, self.usual_steps, self.tried = call["past_key_values"], 0, False
         if self.tried:
             self.feeder.begin_pass(call["input_ids"].numel())
             if not self.feeder.residency.fetched:
@@ -238,8 +238,12 @@ class StepGraph:
 
     def _give_up(self, reason: str, *measured: float) -> None:
         self.given_up = True
-        self.inputs = self.replay = self.logits = None
+        self._forget()
         self.report(DecodeGraph(reason, *measured))
+
+    def _forget(self) -> None:
+        """Let go of the graph and its memory, which what its calls bring is a part of."""
+        self.inputs = self.replay = self.logits = self.recorded_calls = None
 
 
 def _floats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
