@@ -16,6 +16,7 @@ from zero_inference.engines.stream import engine, step_graph
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
+from zero_inference.measure import finiteness
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.report.results import graph_in_words
@@ -116,6 +117,17 @@ def test_padded_prompts(checkpoints, steps):
     )
     loaded.close()
     assert steps["repeated"] > 5
+
+
+def test_where_logits_are_not_finite_is_not_seen_in_a_graph(checkpoints):
+    """Which calls no module."""
+    loaded, _, ranks = load(checkpoints("llama"), gpu_memory=ALL)
+    ids = random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device)
+    seen = finiteness._begins(loaded.model, ranks, lambda: loaded.model(ids))
+    assert seen.startswith("it begins after the decoder layers")
+    unseen = finiteness._begins(loaded.model, ranks, lambda: None)
+    assert unseen.endswith("use --decode-graph off to see where it begins")
+    loaded.close()
 
 
 def test_which_calls_are_decode_steps(checkpoints):
