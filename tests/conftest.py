@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -110,6 +111,12 @@ FAMILIES = {
         tie_word_embeddings=False,
     ),
 }
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked at by each full collection of a test: it takes longer than many a test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -67,7 +67,8 @@ def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
     def look_before(layer, args, named) -> None:
         look(-1, args or named["hidden_states"])
 
-    hooks = [layers[0].register_forward_pre_hook(look_before, with_kwargs=True)]
+    hooks = [model.register_forward_pre_hook(lambda module, args: finite.clear())]
+    hooks += [layers[0].register_forward_pre_hook(look_before, with_kwargs=True)]
     hooks += [
         layer.register_forward_hook(lambda layer, args, output, index=index: look(index, output))
         for index, layer in enumerate(layers)
@@ -77,6 +78,8 @@ def _begins(model: Any, ranks: Ranks, again: Callable[[], Any]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
+    if not finite:
+        return "as one CUDA graph it does not show its layers, use --decode-graph off to see where it begins"
     first = int(ranks.minimum(min((index for index, seen in finite.items() if not seen), default=len(layers))))
     if first < 0:
         return "the embeddings are already not finite"

@@ -45,10 +45,13 @@ def look_from_here() -> None:
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """Keep what exists already out of the collections: nothing is launched during one, and a full one outlasts a ring of layers."""
+    """Keep what exists already out of the collections: nothing is launched during one, and a full one outlasts a ring of layers. Where
+    some of it was kept out before, all of it is from now on."""
+    kept_out = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not kept_out:
+            gc.unfreeze()

@@ -7,6 +7,7 @@ the order of the model's stream, and a slot is in no table while it is filled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from zero_inference.engines.stream.expert_policy import (
     decayed,
     exchanges,
 )
-from zero_inference.engines.stream.layout import BlockLayout, Piece
+from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -47,7 +48,7 @@ class _Weights:
         self.pieces, self.number = stored.pieces, number
         self.dtype, (_, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
         self.waiting = [self._by_expert(piece, buffer) for piece in self.pieces]
-        self.kept = [torch.zeros(slots, each.shape[1], dtype=each.dtype, device=device) for each in self.waiting]
+        self.kept = _in_one(slots, self.waiting, device)
 
     def _by_expert(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
         return piece.of(buffer).view(self.number, -1)
@@ -68,6 +69,16 @@ class _Weights:
             return linear_indexed(x, self.kept[0].view(-1, self.rows, self.columns), slot)
         codes, scale, minimum = self.kept
         return linear_groups_indexed(x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot)
+
+
+def _in_one(slots: int, like: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Zeros [slots, elements] with as many elements in a row as each of `like`, in one allocation: PyTorch rounds up each, to 2 MiB."""
+    pieces, end = [], 0
+    for each in like:
+        pieces.append(Piece(end, (slots, each.shape[1]), each.dtype))
+        end += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
+    memory = torch.zeros(end, dtype=torch.uint8, device=device)
+    return [piece.of(memory) for piece in pieces]
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:

@@ -53,14 +53,13 @@ def exchanges(
     for cache, (used, table) in enumerate(zip(uses, tables)):
         if _gain(used, table) < MORE_USES:  # as it is in most layers and looks
             continue
-        inside, outside = (table >= 0).nonzero().view(-1), (table < 0).nonzero().view(-1)
-        going = inside[used[inside].argsort(stable=True)]
-        coming = outside[used[outside].argsort(descending=True, stable=True)]
-        for new, old in zip(coming.tolist(), going.tolist()):
-            gain = float(used[new] - used[old])
-            if gain < MORE_USES or float(used[new]) < FACTOR * float(used[old]):
+        counts, slots = used.tolist(), table.tolist()  # tensors of one element cost several times what numbers do
+        going = sorted((count, expert) for expert, count in enumerate(counts) if slots[expert] >= 0)
+        coming = sorted((-count, expert) for expert, count in enumerate(counts) if slots[expert] < 0)
+        for (less, new), (fewest, old) in zip(coming, going):
+            if -less - fewest < MORE_USES or -less < FACTOR * fewest:
                 break
-            worth.append((gain, Exchange(cache, new, int(table[old]))))
+            worth.append((-less - fewest, Exchange(cache, new, slots[old])))
     chosen: list[Exchange] = []
     left = most_bytes
     for _, exchange in sorted(worth, key=lambda pair: (-pair[0], pair[1])):

@@ -68,8 +68,8 @@ class BlockFeeder:
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self.packed: dict[tuple[int, int | None], dict[str, tuple[torch.Tensor, ...]]] = {}
         self.tokens = 0  # of this pass
-        self.most_tokens: dict[int, int] = {}  # by block: of a pass in which modules do without plain weights
-        self.fused: dict[int, set[str]] = {}  # by block: names of the weights that they can do without
+        # by block: names of the plain weights that its modules can do without, in passes of so many tokens at most
+        self.fused: dict[int, dict[str, int]] = {}
         self.called: dict[int, set[str]] = {}  # by block: those of them whose module was called in its first pass
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.slots: dict[int, int | None] = {}  # by block: where it lies in this pass
@@ -141,18 +141,17 @@ class BlockFeeder:
 
     def _use_codes(self, index: int, module: nn.Module) -> None:
         """Let modules multiply with codes in short passes, where they can."""
-        self.fused[index], self.called[index] = set(), set()
+        self.fused[index], self.called[index] = {}, set()
         if not self.scheme or not self.layouts[index].workspace_bytes:
             return
         places = [packed for (block, _), packed in self.packed.items() if block == index]
         packed_now = partial(self._packed_now, index)
         for found in modules_from_codes(module, places, self.scheme, packed_now, self.config):
-            self.fused[index].update(found.weights)
-            self.most_tokens[index] = min(self.most_tokens.get(index, found.most_tokens), found.most_tokens)
+            self.fused[index] |= dict.fromkeys(found.weights, found.most_tokens)
             self._replace_forward(
                 found.module,
                 found.forward,
-                lambda: self._has_codes_only(index),
+                partial(self._does_without, index, found.weights[0]),
                 lambda *args, weights=found.weights: self.called[index].update(weights),
             )
 
@@ -227,7 +226,7 @@ class BlockFeeder:
                 self.workspace[: layout.plain_bytes].copy_(buffer[: layout.plain_bytes])
                 self.slots[index] = slot
                 for name, (codes, scales, minima, values) in self.packed[index, slot].items():
-                    if not (self._has_codes_only(index) and name in self.fused[index]):
+                    if not self._does_without(index, name):
                         dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
                 if not resident and not self._holds_slot(index):
                     self.ring.release()
@@ -255,14 +254,14 @@ class BlockFeeder:
         """The block was computed with plain weights for the first time. Modules that were not called have weights that the model reads
         itself, as Mamba's does: these have to be plain, and on the device, in every pass."""
         self.known.add(index)
-        self.fused[index] &= self.called[index]
+        self.fused[index] = {name: most for name, most in self.fused[index].items() if name in self.called[index]}
         core_block = self.core_blocks.get(index)
         if isinstance(core_block, CoreBlock):
             core_block.learned()
 
-    def _has_codes_only(self, index: int) -> bool:
-        """Whether modules of this block do without their plain weights in this pass."""
-        return index in self.known and self.tokens <= self.most_tokens.get(index, 0)
+    def _does_without(self, index: int, weight: str) -> bool:
+        """Whether a weight of this block is not dequantized in this pass: its module multiplies with the codes."""
+        return index in self.known and self.tokens <= self.fused[index].get(weight, 0)
 
     def _by_cores(self, index: int) -> bool:
         """Whether the cores multiply this block in this pass."""
@@ -284,4 +283,6 @@ class BlockFeeder:
 
     def _holds_slot(self, index: int) -> bool:
         """Whether the block's slot is in use until its end in this pass."""
-        return not self.layouts[index].workspace_bytes or (self._has_codes_only(index) and bool(self.fused[index]))
+        return not self.layouts[index].workspace_bytes or any(
+            self._does_without(index, weight) for weight in self.fused[index]
+        )
