@@ -34,6 +34,15 @@ USUAL_STEPS = 2
 # made 0.25 and more.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 FETCHED = "weights are fetched in each step"
+RANKS = "there are several ranks"
+KEYS_IN_HOST = "keys and values are in host memory"
+TRACED = "--trace shows each layer"
+INSTEAD = {  # by reason, where there is something to do about it
+    FETCHED: "raise --gpu-memory, let the cores multiply them (--cpu-compute 1), or use --decode-graph off",
+    RANKS: "use one process, or --decode-graph off",
+    KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
+    TRACED: "drop one of the two",
+}
 
 Step = Callable[[], torch.Tensor]
 Record = Callable[[Step], tuple[torch.Tensor, Callable[[], None]]]
@@ -56,16 +65,16 @@ def why_no_graph(job: Job, residency: Residency) -> str | None:
     )
     reasons = {
         FETCHED: bool(residency.fetched),
-        "there are several ranks": several,
-        "keys and values are in host memory": config.kv_offload,
-        "--trace shows each layer": config.trace is not None,
+        RANKS: several,
+        KEYS_IN_HOST: config.kv_offload,
+        TRACED: config.trace is not None,
         "its attention is not PyTorch's": attention != "sdpa",
         "its layers do not all attend to all positions": not attends_to_all(job.spec.config, job.length),
         "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
     }
     reason = next((words for words, holds in reasons.items() if holds), None)
     if reason and config.decode_graph == "on":
-        raise UsageError(f"--decode-graph on: {reason}; use --decode-graph auto, or change that.")
+        raise UsageError(f"--decode-graph on: {reason}; {INSTEAD.get(reason, 'use --decode-graph off')}.")
     return reason
 
 
