@@ -37,19 +37,20 @@ taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + {memory_bytes},) * 2)
 sys.exit(main())
 """
-# Files that take longest, first: two workers take whole files, and a long one at the end would leave one of them idle.
+# Files that take longest, first: workers take whole files, and a long one at the end would leave the others idle. The very first compiles
+# DeepSpeed's modules, which takes minutes; those that would only wait for it come later.
 LONGEST = (
+    "test_tokens.py",
     "test_stream.py",
     "test_stream_ranks.py",
     "test_hub.py",
-    "test_faults.py",
-    "test_tokens.py",
     "test_architectures.py",
-    "test_workspace.py",
     "test_quality.py",
-    "test_csrc_compiles.py",
     "test_mixed_dtypes.py",
     "test_quantized_checkpoints.py",
+    "test_csrc_compiles.py",
+    "test_faults.py",
+    "test_workspace.py",
     "test_run.py",
     "test_errors.py",
     "test_norms_patch.py",
@@ -113,8 +114,11 @@ FAMILIES = {
 }
 
 
-def pytest_collection_finish() -> None:
-    """What was imported is not looked at by each full collection of a test: it takes longer than many a test."""
+@pytest.fixture(scope="module", autouse=True)
+def short_full_collections():
+    """What lives before a file's tests, above all what was imported, is kept out of their full collections, which would take longer than
+    many a test."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 
