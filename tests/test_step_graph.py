@@ -52,8 +52,10 @@ def steps(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "qwen3", "mixtral"])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(
+    "family, bits",
+    [("llama", 16), ("opt", 16), ("gpt_neox", 16), ("qwen3", 16), ("mixtral", 16), ("llama", 4), ("mixtral", 4)],
+)
 def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, checkpoints, steps):
     folder = checkpoints(family)
     quantized = {} if bits == 16 else {"quant_bits": bits, "quant_group_size": 32}

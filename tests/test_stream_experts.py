@@ -107,8 +107,7 @@ def by_dequantizing(folder, **options):
     return found
 
 
-@pytest.mark.parametrize("gpu_memory", [0, 1])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits, gpu_memory", [(8, 0), (4, 1)])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_on_the_device_are_not_dequantized_in_short_passes(family, bits, gpu_memory, mixtures, monkeypatch):
     """Fetched or resident: where tokens choose no more experts than there are, only those are restored."""
