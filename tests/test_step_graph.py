@@ -250,7 +250,7 @@ def test_where_it_is_not_possible(checkpoints, tmp_path):
 def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
     times = iter([2.0, 1.0])
 
-    def timed(work):
+    def timed(work, streams):
         return next(times), work()
 
     monkeypatch.setattr(step_graph, "_timed", timed)

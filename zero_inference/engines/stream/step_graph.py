@@ -23,15 +23,15 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.records.schema import DecodeGraph
 
 # One behind the other, computed as usual right before: libraries take their memory, and blocks are placed and used as in the step to come.
 USUAL_STEPS = 2
-# Relative, by dtype: attention with a mask sums in another order, and each layer rounds what differs. In a step of SmolLM2-135M two of
-# PyTorch's kernels on a CPU differed by 0.015 to 0.031 in bfloat16, by 0.003 in float16; a position or a mask that is wrong by one
-# made 0.25 and more.
+# Relative, by dtype: attention with a mask sums in another order, and each layer rounds what differs, by percents in bfloat16; a position or
+# a mask that is wrong by one makes several times as much.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 FETCHED = "weights are fetched in each step"
 RANKS = "there are several ranks"
@@ -179,9 +179,7 @@ class StepGraph:
             return self._trial(call)
         self.usual_steps += 1
         if self.usual_steps > USUAL_STEPS:
-            self._record(
-                call
-            )  # of what is placed by now: a block that is no work for the cores is fetched from the second step on
+            self._record(call)  # by now a block that turned out to be no work for the cores is fetched
         return self.own(**call)
 
     def _fits(self, call: dict[str, Any]) -> bool:
@@ -227,15 +225,14 @@ class StepGraph:
 
         self._repeat(call)  # the first time takes longer
         cache.advance(-1)
-        graph_s, _ = _timed(lambda: self._repeat(call))
+        streams = self.feeder.timeline.streams
+        graph_s, _ = _timed(lambda: self._repeat(call), streams)
         of_graph = found()
         cache.advance(-1)
-        usual_s, output = _timed(lambda: self.own(**call))
-        differences = [
-            float((one - other).norm() / other.norm().clamp_min(1e-30))
-            for one, other in zip(_floats(of_graph), _floats([output.logits[:, -1], *cache.at(place)]))
-        ]
-        difference = float(torch.tensor(differences, dtype=torch.float64).max())  # no number, if one of them is none
+        usual_s, output = _timed(lambda: self.own(**call), streams)
+        usual = [output.logits[:, -1], *cache.at(place)]
+        differences = [_difference(one, other) for one, other in zip(of_graph, usual)]
+        difference = float(torch.stack(differences).max())  # NaN, if one of them is
         if not difference <= MOST_DIFFERENCE[self.dtype]:
             self._give_up(f"a graph's results differ by {difference:.1e}", difference, graph_s, usual_s)
         elif graph_s >= usual_s and not self.always:
@@ -255,19 +252,15 @@ class StepGraph:
         self.inputs = self.replay = self.logits = self.recorded_calls = None
 
 
-def _floats(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.float() for tensor in tensors]
+def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of their norms, relative to that of `other`; on the device."""
+    return (one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-30)
 
 
-def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def _timed(work: Callable[[], Any], streams: DeviceStreams) -> tuple[float, Any]:
     """Seconds until the device has done it, and what it returned."""
-    _synchronize()
+    streams.synchronize()
     start = time.perf_counter()
     result = work()
-    _synchronize()
+    streams.synchronize()
     return time.perf_counter() - start, result
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
