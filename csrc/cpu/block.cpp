@@ -14,8 +14,7 @@ constexpr int64_t kAlignment = 64;
 constexpr int64_t kLeastRows = 16;  // what the kernels of every instruction set work on at once
 constexpr int64_t kMostRows = 256;  // of a part, for which there is memory
 // Each thread begins with a run of rows of its own, which memory gives faster than scattered ones. The rest is shared out in
-// small parts, so that all end together: with parts of an eighth of a thread's rows alone, int4 weights were multiplied at 90
-// GB/s where the same kernels reached 104.
+// small parts, so that all end together.
 constexpr double kOwnShare = 0.75;
 
 // Calls work(first, last) for parts of `rows` rows, each once over all threads.

@@ -4,7 +4,7 @@ The prefill attends on the device and writes keys and values to the host, as wit
 link again: a step brings the new queries, keys and values to the host and the weighted sums back, 1/256 of them at 512 positions.
 
 Keys and values are kept as [blocks, batch, kv_heads, up to 64 positions, head_dim]: the rows of a head in a block are one run of memory,
-16 KB at 64 of 128 float16. One core of an EPYC read 25 GB/s of such runs, and 13 GB/s of single rows in position-major memory. The
+16 KB at 64 of 128 float16. A processor reads ahead along such runs, and not along single rows in position-major memory. The
 blocks of a prompt are one run for all sequences and heads, so that the prefill writes them by one copy.
 
 transformers' attention functions get the new keys with a mark from `update`, by which `zero_inference.kv_cache.diverted` knows them.
