@@ -30,8 +30,8 @@ from zero_inference.records.schema import DecodeGraph
 
 # One behind the other, computed as usual right before: libraries take their memory, and blocks are placed and used as in the step to come.
 USUAL_STEPS = 2
-# Relative, by dtype: attention with a mask sums in another order, and each layer rounds what differs, by percents in bfloat16; a position or
-# a mask that is wrong by one makes several times as much.
+# Relative, by dtype: attention with a mask sums in another order, and each layer rounds what differs, by percents in bfloat16; a
+# position or a mask that is wrong by one makes several times as much.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 FETCHED = "weights are fetched in each step"
 RANKS = "there are several ranks"
