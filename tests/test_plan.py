@@ -13,7 +13,7 @@ from zero_inference.config import ENGINES as ENGINE_NAMES
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream import engine as stream_engine
+from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit, UsageError
@@ -272,14 +272,14 @@ def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monk
             (-1,), 1.0, 1, None, automatic=True
         )
 
-    monkeypatch.setattr(stream_engine, "why_cores_stay_out", lambda job: None)
-    monkeypatch.setattr(stream_engine, "place_on_cores", chosen)
+    monkeypatch.setattr(stream_plan, "why_cores_stay_out", lambda job: None)
+    monkeypatch.setattr(stream_plan, "place_on_cores", chosen)
     job = a_mixture_on_a_gpu_of_16_gib()
-    monkeypatch.setattr(stream_engine, "available_host_bytes", lambda: 40 << 30)
-    large = stream_engine.plan(job)
+    monkeypatch.setattr(stream_plan, "available_host_bytes", lambda: 40 << 30)
+    large = stream_plan.plan(job)
     assert large.cores is not None and large.residency.expert_slots
-    monkeypatch.setattr(stream_engine, "available_host_bytes", lambda: large.residency.host_bytes - 1)
-    small = stream_engine.plan(job)
+    monkeypatch.setattr(stream_plan, "available_host_bytes", lambda: large.residency.host_bytes - 1)
+    small = stream_plan.plan(job)
     assert small.cores is None and small.cores_stay_out.startswith("host memory does not hold the experts")
     assert small.residency.host_bytes < large.residency.host_bytes
 
@@ -290,9 +290,9 @@ def test_a_ring_that_no_decode_step_needs_leaves_its_memory_to_experts(no_gpu):
     def planned(**options) -> tuple[Residency, Residency, int]:
         job = a_mixture_on_a_gpu_of_16_gib(**options)
         scheme = GroupQuantization(4, job.config.quant_group_size, job.spec.dtype)
-        before = replace(stream_engine._residency(job, scheme, divided=True), few_tokens=1)
+        before = replace(stream_plan._residency(job, scheme, divided=True), few_tokens=1)
         before = before.with_shares_computed(1.0, 1.0).with_budget_used()
-        return before, stream_engine.without_spare_slots(job, before, scheme), job.free_device_bytes
+        return before, stream_plan.without_spare_slots(job, before, scheme), job.free_device_bytes
 
     before, after, free = planned()
     assert before.depth > after.depth == 3 and not after.fetched and after.few_tokens == 1

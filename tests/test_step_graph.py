@@ -12,7 +12,7 @@ from conftest import FAMILIES, ROOT, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from zero_inference.engines.stream import engine, step_graph
+from zero_inference.engines.stream import balance, engine, plan, step_graph
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
@@ -229,6 +229,58 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
     loaded.close()
 
 
+@pytest.fixture
+def halves(checkpoints, monkeypatch):
+    """Loads a model whose decode steps fetch half of their weights, until Python seems to limit them, whatever times are measured."""
+    monkeypatch.setattr(plan, "stop_fetching", lambda job, residency, cores: residency.with_shares_computed(1.0, 1.0))
+    monkeypatch.setattr(plan, "why_no_graph", lambda job, residency: None)
+    monkeypatch.setattr(balance, "cores_s", lambda residency, rates: 0.0)
+    monkeypatch.setattr(balance.Balance, "slower_than_before", lambda self: None)
+    folder, gen_len = checkpoints("llama"), balance.LAST_PASS + step_graph.USUAL_STEPS + 8
+
+    def generated(decode_graph="auto"):
+        loaded, spec, ranks = load(folder, gpu_memory=0, cpu_compute="0.5", decode_graph=decode_graph, gen_len=gen_len)
+        fetched = loaded.facts["stream"]["fetched_bytes"]
+        found = generate(loaded, spec, ranks, gen_len)
+        assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
+        loaded.close()
+        return loaded.facts["stream"], fetched, found.loops[-1].moved
+
+    return generated
+
+
+def test_where_python_is_the_limit_nothing_is_fetched_any_more(halves, steps, monkeypatch):
+    monkeypatch.setattr(step_graph, "_timed", lambda work, streams: (next(times), work()))
+    times = iter([1.0, 2.0])
+    facts, fetched, moved = halves()
+    graph = facts["decode_graph"]
+    assert fetched > 0 and facts["fetched_bytes"] == 0 and graph.unused_because is None
+    assert graph.instead_of_fetching_bytes == fetched and graph.graph_s == 1.0 and graph.launched_s not in (2.0, None)
+    assert steps["recorded"] == 1 and steps["repeated"] > 8
+    assert moved.cores_bytes_per_step == facts["computed_bytes"], "of the second loop, which fetches nothing"
+
+
+@pytest.mark.parametrize("broken", ["slower", "not recorded", "slower than launched"])
+def test_where_the_graph_is_no_good_weights_are_fetched_again(broken, halves, monkeypatch):
+    def record(step):
+        raise RuntimeError("no graph today")
+
+    times = iter([1.0, 2.0] if broken == "slower" else [2.0, 1.0])
+    monkeypatch.setattr(step_graph, "_timed", lambda work, streams: (next(times), work()))
+    if broken == "slower":
+        monkeypatch.setattr(balance.Balance, "slower_than_before", lambda self: 3.0)
+    if broken == "not recorded":
+        monkeypatch.setattr(engine, "repeated_call", record)
+        monkeypatch.setattr(engine, "cuda_graph", record)
+    facts, fetched, moved = halves()
+    graph = facts["decode_graph"]
+    said = {"slower": "fetching is faster", "slower than launched": "a graph is not faster"}
+    assert graph.unused_because == said.get(broken, "a graph could not be recorded (no graph today)")
+    assert facts["fetched_bytes"] == fetched == graph.instead_of_fetching_bytes
+    assert moved.cores_bytes_per_step == facts["computed_bytes"], "of the second loop, which fetches again"
+    assert moved.host_to_device_bytes_per_step >= fetched
+
+
 def test_where_it_is_not_possible(checkpoints, tmp_path):
     config = AutoConfig.for_model(**{**FAMILIES["llama"], "model_type": "mistral", "sliding_window": PROMPT})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
@@ -254,7 +306,7 @@ def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
         return next(times), work()
 
     monkeypatch.setattr(step_graph, "_timed", timed)
-    monkeypatch.setattr(engine, "why_no_graph", lambda job, residency: None)
+    monkeypatch.setattr(plan, "why_no_graph", lambda job, residency: None)
     loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph="auto", gen_len=LONG)
     generate(loaded, spec, ranks, LONG)
     used = loaded.facts["stream"]["decode_graph"]
@@ -280,15 +332,17 @@ def test_in_words():
     assert graph_in_words(used, False) == (
         "without a GPU the decode step of a graph is called as it is: 4.10 ms, as usual 30.20 ms"
     )
+    instead = DecodeGraph(None, 1e-3, 0.02, 0.063, 310_000_000)
+    assert "launched kernel by kernel with 0.310 GB fetched 63.00 ms" in graph_in_words(instead, True)
+    instead = DecodeGraph(None, 1e-3, 0.02, 0.063, 310_000_000)
+    assert "launched kernel by kernel with 0.310 GB fetched 63.00 ms" in graph_in_words(instead, True)
     for reason in ("a graph is not faster", "weights are fetched in each step"):
         assert graph_in_words(DecodeGraph(reason), True) == f"decode steps are launched kernel by kernel: {reason}"
 
 
 @pytest.mark.parametrize(("asked", "said"), [("off", None), ("auto", "no generation was long enough to try a graph")])
 def test_a_generation_that_is_too_short_says_so_if_a_graph_was_asked_for(asked, said, checkpoints, monkeypatch):
-    monkeypatch.setattr(
-        engine, "why_no_graph", lambda job, residency: None if asked == "auto" else "--decode-graph off"
-    )
+    monkeypatch.setattr(plan, "why_no_graph", lambda job, residency: None if asked == "auto" else "--decode-graph off")
     loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph=asked)
     generate(loaded, spec, ranks, gen_len=2)
     graph = loaded.facts["stream"]["decode_graph"]

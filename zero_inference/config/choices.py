@@ -102,7 +102,7 @@ class Choices:
     cpu_compute: str = "auto"
     cpu_threads: int | None = None
     ring_depth: int | None = None
-    decode_graph: str = "off"
+    decode_graph: str = "auto"
     trace: str | None = None
     ds_config: str | None = None
     quality: tuple[str, ...] = ()

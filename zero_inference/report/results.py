@@ -84,7 +84,7 @@ def print_results(block: str, result: Result) -> None:
     if measured.experts is not None:
         print(experts_in_words(measured.experts))
     graph = engine.stream.decode_graph if engine.stream is not None else None
-    if graph is not None:
+    if graph is not None and graph.tried:
         print(graph_in_words(graph, on_gpu))
     if engine.quantized_fraction is not None:
         print(f"quantized: {engine.quantized_fraction:.1%} of the weights, {measured.weight_bytes / GB:.3f} GB stored")
@@ -136,7 +136,11 @@ def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
     graph_ms, launched_ms = (1e3 * (seconds or 0) for seconds in (graph.graph_s, graph.launched_s))
     if not on_gpu:
         return f"without a GPU the decode step of a graph is called as it is: {graph_ms:.2f} ms, as usual {launched_ms:.2f} ms"
-    return f"a decode step as one CUDA graph took {graph_ms:.2f} ms, launched kernel by kernel {launched_ms:.2f} ms"
+    fetched = graph.instead_of_fetching_bytes
+    launched = (
+        f"launched kernel by kernel{f' with {fetched / 1e9:.3f} GB fetched' if fetched else ''} {launched_ms:.2f} ms"
+    )
+    return f"a decode step as one CUDA graph took {graph_ms:.2f} ms, {launched}"
 
 
 _HOST_LATE = {

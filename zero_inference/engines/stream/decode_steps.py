@@ -49,6 +49,15 @@ class StepInputs:
             seen.masked_fill_(given.bool(), 0)
 
 
+def visible_positions(call: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """A mask of `dtype`, [batch, 1, 1, positions], to be added, over the positions that a decode step sees: what transformers makes of
+    its attention mask, or what none says."""
+    ids, length = call["input_ids"], call["past_key_values"].get_seq_length() + 1
+    mask = torch.zeros(ids.shape[0], 1, 1, length, dtype=dtype, device=ids.device)
+    given = call.get("attention_mask")
+    return mask if given is None else mask.masked_fill_(~given.bool()[:, None, None, :], torch.finfo(dtype).min)
+
+
 def is_decode_step(call: dict[str, Any]) -> bool:
     """Whether a call of a model has one more token for each sequence of a `DeviceKVCache`, and asks for nothing but logits."""
     ids, cache, positions = call.get("input_ids"), call.get("past_key_values"), call.get("position_ids")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ class BlockFeeder:
 
     Args:
         team: the cores that multiply; None where they do not.
+        nothing_fetched: a placement in which they multiply all that is fetched, too; it is tried where Python is what binds.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class BlockFeeder:
         transfers: Transfers,
         group: Any = None,
         team: CoreTeam | None = None,
+        nothing_fetched: Residency | None = None,
     ):
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
@@ -73,14 +75,14 @@ class BlockFeeder:
         self.called: dict[int, set[str]] = {}  # by block: those of them whose module was called in its first pass
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.slots: dict[int, int | None] = {}  # by block: where it lies in this pass
-        self.balance = Balance(team, self.timeline) if team is not None and self.ring is not None else None
+        self.balance = Balance(team if self.ring is not None else None, self.timeline, nothing_fetched)
         self.changed: Callable[[Residency], None] = lambda residency: (
             None
         )  # told what is fetched and computed from now on
         self.core_blocks: dict[int, CoreBlock | ExpertBlock] = {}
         self.hooks: list[Any] = []
         self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
-        self._install(model, team)
+        self._install(model, team, (nothing_fetched or residency).computed)
         if self.ring is not None:
             self.ring.prime()
         self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)
@@ -101,7 +103,7 @@ class BlockFeeder:
         self.packed.clear()
         self.store.close()
 
-    def _install(self, model: nn.Module, team: CoreTeam | None) -> None:
+    def _install(self, model: nn.Module, team: CoreTeam | None, computed: Collection[int]) -> None:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
@@ -109,7 +111,7 @@ class BlockFeeder:
             module = block.of(layers[block.layer])
             self._find_views(index, block, module)
             self._use_codes(index, module)
-            if index in self.residency.computed and team is not None:
+            if index in computed and team is not None:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
             self.hooks += [
@@ -265,20 +267,19 @@ class BlockFeeder:
 
     def _by_cores(self, index: int) -> bool:
         """Whether the cores multiply this block in this pass."""
-        return bool(self.few) and index in self.core_blocks
+        return bool(self.few) and index in self.core_blocks and index in self.residency.computed
 
     def _place_anew(self, few: bool) -> None:
         """Blocks that turned out to be no work for the cores, or too much, are fetched from this pass on, which has few tokens or not."""
-        unsuited = {index for index, block in self.core_blocks.items() if not block.suits}
-        placed = self.residency
-        if unsuited:
-            placed = replace(placed, computed=placed.computed - unsuited)
-        if self.balance is not None:
-            placed = self.balance.of(placed, few)
+        unsuited = [index for index, block in self.core_blocks.items() if not block.suits]
+        for index in unsuited:
+            del self.core_blocks[index]
+            self.balance.nothing_fetched = None
+        placed = self.balance.of(self.residency, few)
+        if not self.core_blocks.keys() >= placed.computed:
+            placed = replace(placed, computed=placed.computed.intersection(self.core_blocks))
         if placed is not self.residency:
             self.residency = placed
-            for index in self.core_blocks.keys() - placed.computed:
-                del self.core_blocks[index]
             self.changed(placed)
 
     def _holds_slot(self, index: int) -> bool:

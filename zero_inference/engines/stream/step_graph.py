@@ -4,7 +4,8 @@ multiply it.
 With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
 launched at once. It is recorded in the first generation and repeats the same kernels on the same memory. So what changes from step to
 step lies in tensors: ids, positions, the cache's next place, and a mask over all positions that the cache has room for. Whether
-the graph does what the model does is tried before it is used: one step both ways, in logits, keys and values.
+the graph does what the model does is tried before it is used: one step both ways, in logits, keys and values. Where nothing is
+fetched only for the sake of the graph (balance.py), the steps that repeat it have to be faster than those that fetched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_inference.cores.crossing import Crossing, HostCalls, RecordedCalls
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
+from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step, visible_positions
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.streams import DeviceStreams
@@ -30,8 +31,8 @@ from zero_inference.records.schema import DecodeGraph
 
 # One behind the other, computed as usual right before: libraries take their memory, and blocks are placed and used as in the step to come.
 USUAL_STEPS = 2
-# Relative, by dtype: attention with a mask sums in another order, and each layer rounds what differs, by percents in bfloat16; a
-# position or a mask that is wrong by one makes several times as much.
+# Relative, by dtype, against the model launched with a mask over the positions there are; with no mask attention sums in another order, and
+# the roundings of 40 layers add up to 5 % in bfloat16. A position or a mask that is wrong by one makes several times as much.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 FETCHED = "weights are fetched in each step"
 RANKS = "there are several ranks"
@@ -143,6 +144,7 @@ class StepGraph:
         self.own = model.forward
         self.cache: DeviceKVCache | None = None  # of the step that is recorded
         self.usual_steps = 0
+        self.placed = feeder.residency  # in the steps that are counted
         self.given_up = False
         self.inputs: StepInputs | None = None
         self.replay: Callable[[], None] | None = None
@@ -169,6 +171,8 @@ class StepGraph:
         if not self._fits(call):
             self._forget()
             self.cache, self.usual_steps, self.tried = call["past_key_values"], 0, False
+        if self.tried and (slower_s := self.feeder.balance.slower_than_before()) is not None and not self.always:
+            self._give_up("fetching is faster", None, slower_s)
         if self.tried:
             self.feeder.begin_pass(call["input_ids"].numel())
             if not self.feeder.residency.fetched:
@@ -177,6 +181,8 @@ class StepGraph:
             return self.own(**call)
         if self.replay is not None:
             return self._trial(call)
+        if self.placed is not self.feeder.residency:
+            self.placed, self.usual_steps = self.feeder.residency, 0
         self.usual_steps += 1
         if self.usual_steps > USUAL_STEPS:
             self._record(call)  # by now a block that turned out to be no work for the cores is fetched
@@ -188,7 +194,8 @@ class StepGraph:
 
     def _record(self, call: dict[str, Any]) -> None:
         if self.feeder.residency.fetched:
-            self._give_up(FETCHED)
+            if not self.feeder.balance.may_stop_fetching:
+                self._give_up(FETCHED)
             return
         cache = call["past_key_values"]
         inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
@@ -217,7 +224,7 @@ class StepGraph:
         return CausalLMOutputWithPast(logits=self.logits, past_key_values=cache)
 
     def _trial(self, call: dict[str, Any]) -> Any:
-        """One step both ways; what the model itself computes is what counts."""
+        """One step all ways; what the model itself computes is what counts."""
         cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
 
         def found() -> list[torch.Tensor]:
@@ -229,9 +236,11 @@ class StepGraph:
         graph_s, _ = _timed(lambda: self._repeat(call), streams)
         of_graph = found()
         cache.advance(-1)
+        output = self.own(**call | {"attention_mask": visible_positions(call, self.dtype)})
+        launched = [output.logits[:, -1].clone(), *cache.at(place)]
+        differences = [_difference(one, other) for one, other in zip(of_graph, launched)]
+        cache.advance(-1)
         usual_s, output = _timed(lambda: self.own(**call), streams)
-        usual = [output.logits[:, -1], *cache.at(place)]
-        differences = [_difference(one, other) for one, other in zip(of_graph, usual)]
         difference = float(torch.stack(differences).max())  # NaN, if one of them is
         if not difference <= MOST_DIFFERENCE[self.dtype]:
             self._give_up(f"a graph's results differ by {difference:.1e}", difference, graph_s, usual_s)
@@ -239,13 +248,30 @@ class StepGraph:
             self._give_up("a graph is not faster", difference, graph_s, usual_s)
         else:
             self.tried = True
-            self.report(DecodeGraph(None, difference, graph_s, usual_s))
+            self._report(None, difference, graph_s, usual_s)
         return output
 
-    def _give_up(self, reason: str, *measured: float) -> None:
-        self.given_up = True
+    def _give_up(
+        self,
+        reason: str,
+        difference: float | None = None,
+        graph_s: float | None = None,
+        launched_s: float | None = None,
+    ) -> None:
+        self.given_up, self.tried = True, False
         self._forget()
-        self.report(DecodeGraph(reason, *measured))
+        self._report(reason, difference, graph_s, launched_s)
+        self.feeder.balance.go_back()
+
+    def _report(
+        self, reason: str | None, difference: float | None, graph_s: float | None, launched_s: float | None
+    ) -> None:
+        """Where steps fetched before, these are what the graph is compared with."""
+        before, fetched = self.feeder.balance.before, None
+        if before is not None:
+            launched_s, blocks = before.step_s, before.residency.fetched
+            fetched = sum(before.residency.layouts[block].nbytes for block in blocks)
+        self.report(DecodeGraph(reason, difference, graph_s, launched_s, fetched, tried=reason != FETCHED))
 
     def _forget(self) -> None:
         """Let go of the graph and its memory, which what its calls bring is a part of."""
