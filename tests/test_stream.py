@@ -295,13 +295,17 @@ def test_logits_are_bit_equal_to_the_resident_engine(checkpoints):
             assert torch.equal(*logits), (family, dtype)
 
 
-def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"cpu_compute": "0.5"}, {"cpu_compute": "1", "decode_graph": "on"}], ids=["link", "cores", "graph"]
+)
+def test_a_thousand_steps_take_no_more_memory_and_stay_right(options, tmp_path):
     FAMILIES["long"] = dict(FAMILIES["llama"], max_position_embeddings=1100)
     try:
         build_model("long").save_pretrained(tmp_path / "model")
     finally:
         del FAMILIES["long"]
-    loaded, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001, quant_bits=8, quant_group_size=32)
+    quantized = {"quant_bits": 8, "quant_group_size": 32}
+    loaded, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001, **quantized, **options)
     generate(loaded, spec, ranks, gen_len=1001, loops=1)
     before = psutil.Process().memory_info().rss, torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     again = generate(loaded, spec, ranks, gen_len=1001, loops=1)
@@ -311,6 +315,8 @@ def test_a_thousand_steps_take_no_more_memory_and_stay_right(tmp_path):
     assert torch.equal(again.output_ids[:, :31], fast.output_ids)
     assert len(set(again.output_ids.flatten().tolist())) > 20
     loaded.close()
+    if options:
+        return
     exact, spec, ranks = load(tmp_path / "model", ring_depth=2, gen_len=1001)
     expected = plain_ids(tmp_path / "model", random_ids(0, BATCH, PROMPT, VOCAB), 1001)
     assert torch.equal(generate(exact, spec, ranks, gen_len=1001, loops=1).output_ids, expected)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zero_inference.engines.stream.blocks import find_blocks
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.errors import UsageError
+from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.models.prompts import random_ids
 
 SHARES = ("0.3", "0.7", "1")
@@ -38,6 +39,32 @@ def test_any_share_gives_the_ids_of_transformers(family, checkpoints, expected):
         assert torch.equal(found.output_ids, expected(family)), share
         assert moved.cores_bytes_per_step > 0
         assert moved.cores_bytes_per_step == loaded.facts["stream"]["computed_bytes"]
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("bfloat16", 3e-2), ("float16", 1e-2)])
+@pytest.mark.parametrize("family", ["opt", "llama", "mixtral"])
+def test_logits_are_as_near_to_the_exact_ones_as_the_resident_engines(family, dtype, apart, checkpoints, tmp_path):
+    """Of decode steps, in which the cores multiply everything: sums have another order, and a feed-forward is not rounded in between."""
+    ids = random_ids(3, BATCH, PROMPT + 3, VOCAB)
+    rounded = AutoModelForCausalLM.from_pretrained(checkpoints(family), dtype=getattr(torch, dtype))
+    rounded.save_pretrained(tmp_path)
+    found = []
+    for options in (
+        {"engine": "resident", "dtype": "float32"},
+        {"engine": "resident", "dtype": dtype},
+        {"cpu_compute": "1", "dtype": dtype},
+    ):
+        loaded, spec, _ = load(tmp_path, **options)
+        cache, logits = DeviceKVCache(spec.config, PROMPT + 3), []
+        with torch.no_grad():
+            for part in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)):
+                logits.append(loaded.model(part.to(loaded.device), past_key_values=cache).logits[:, -1].float())
+        found.append(torch.stack(logits[1:]))
+        loaded.close()
+    exact, resident, cores = found
+    error, usual = (float((each - exact).norm() / exact.norm()) for each in (cores, resident))
+    assert error < 1.3 * usual
+    assert float((cores - resident).norm() / resident.norm()) < apart
 
 
 @pytest.mark.parametrize("bits", [8, 4])
