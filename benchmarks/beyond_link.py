@@ -70,6 +70,15 @@ def with_and_without(name: str, options: str, load_s: float, step_s: float, **mo
     }
 
 
+def with_and_without_graph(name: str, options: str, load_s: float, step_s: float) -> dict[str, Case]:
+    """A case as it is by default, and one whose decode steps are launched kernel by kernel."""
+    run = f"--engine stream {options}"
+    return {
+        name: Case(run, load_s, step_s),
+        f"{name}-launched": Case(f"{run} --decode-graph off", load_s, step_s),
+    }
+
+
 def all_cases() -> dict[str, Case]:
     """By name, in the order in which they are run: the shorter and more telling ones first."""
     thirteen, seventy = "--model llama-2-13b", "--model llama-3.1-70b --gpu-memory 20 --quant-bits 4"
@@ -82,9 +91,7 @@ def all_cases() -> dict[str, Case]:
         cases |= with_and_without(f"llama13b-int4-bs{batch}", options, 8, 0.13)
     options = f"{thirteen} --quant-bits 4"
     cases |= with_and_without("llama13b-int4-half", f"{options} --gpu-memory 3.4", 8, 0.07)
-    cases["llama13b-int4-resident"] = Case(f"--engine stream {options} --gpu-memory 16 --cpu-compute off", 8, 0.02)
-    resident = f"--engine stream {options} --gpu-memory 16 --decode-graph auto"
-    cases["llama13b-int4-resident-graph"] = Case(resident, 8, 0.02)
+    cases |= with_and_without_graph("llama13b-int4-resident", f"{options} --gpu-memory 16", 8, 0.02)
     cases["llamacpp-llama13b"] = Case("--model llama-2-13b", 120, 0.3, 3 * 32, peer=True)  # the first one is built
     cases["deepspeed13b-int4"] = Case(f"--engine deepspeed --cpu-offload {options}", 60, 0.15)
     for batch in (1, 8, 32):
@@ -94,9 +101,8 @@ def all_cases() -> dict[str, Case]:
     for name, model, load_s, step_s in (("qwen30b", "qwen3-30b-a3b", 20, 0.31), ("mixtral", "mixtral-8x7b", 30, 0.47)):
         options = f"--model {model} --gpu-memory 0 --quant-bits 4"
         cases |= with_and_without(f"{name}-int4", options, load_s, step_s)
-        some = f"--engine stream --model {model} --gpu-memory 6 --quant-bits 4"  # attention, and some of the experts
-        cases[f"{name}-int4-6gib"] = Case(some, load_s, step_s)
-        cases[f"{name}-int4-6gib-graph"] = Case(f"{some} --decode-graph auto", load_s, step_s)
+        some = f"--model {model} --gpu-memory 6 --quant-bits 4"  # attention, and some of the experts
+        cases |= with_and_without_graph(f"{name}-int4-6gib", some, load_s, step_s)
         cases[f"llamacpp-{name}"] = Case(f"--model {model}", 60, 0.3, 3 * 32, peer=True)
     for batch in (1, 8):
         cases |= with_and_without(f"llama70b-int4-20gib-bs{batch}", f"{seventy} --batch-size {batch}", 33, 0.4)
