@@ -53,8 +53,13 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
 }
 
 Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions) {
-  Layout layout = {form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), matrix.group};
-  if (codes_in_tiles(layout.form)) return layout;
+  Layout layout = {form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), matrix.group, 1};
+  if (codes_in_tiles(layout.form)) {
+    layout.nibbles = matrix.bits / 4;
+    layout.columns = round_up(matrix.columns * layout.nibbles, kStep);
+    layout.group = matrix.group * layout.nibbles;
+    return layout;
+  }
   if (matrix.bits == 0) {
     layout.pairs = layout.form == Form::split_tiles ? 32 : 0;
     return layout;
@@ -85,7 +90,7 @@ bool same_input(const Matrix& one, const Matrix& other, int64_t count, Instructi
   const Layout a = layout_of(one, count, instructions);
   const Layout b = layout_of(other, count, instructions);
   if (one.columns != other.columns || a.form != b.form || a.pairs != b.pairs) return false;
-  if (codes_in_tiles(a.form)) return section_columns(a) == section_columns(b);
+  if (codes_in_tiles(a.form)) return a.nibbles == b.nibbles && section_columns(a) == section_columns(b);
   return (a.form != Form::codes && a.form != Form::split_codes) || a.group == b.group;
 }
 
@@ -96,8 +101,7 @@ int64_t input_step(const Matrix& matrix, Instructions) {
 
 size_t scratch_bytes(const Matrix& matrix, int64_t count, Instructions instructions) {
   const Layout layout = layout_of(matrix, count, instructions);
-  const int64_t blocks = (count + kTileRows - 1) / kTileRows;
-  if (codes_in_tiles(layout.form)) return static_cast<size_t>(kCodeScratchBytes + blocks * kPanelRows * 64);
+  if (codes_in_tiles(layout.form)) return static_cast<size_t>(kCodeScratchBytes);
   // two panels, and sums in pairs of two tiles; or 4 rows, and of each row of x and the weight a vector
   if (in_tiles(layout)) return static_cast<size_t>(2 * kPanelBytes + (count + 31) / 32 * 4 * kTileBytes);
   return static_cast<size_t>(4 * (kBlockBytes + kRowGap) + count * 4 * 64);

@@ -23,6 +23,8 @@ namespace {
 
 #include "product_tiles.h"
 
+#include "product_code_input.h"
+
 constexpr int64_t kTermBytes = kPanelRows * 64;  // of a panel's rows in one block of 32 columns
 // Between them lie those of the other panel, so that while one is written and one read their addresses never agree in the last
 // 12 bits, by which the processor finds out whether a load has to wait for a store.
@@ -197,6 +199,7 @@ struct Tiles {
   }
 };
 
+// Tiles [first, last) in columns of the prepared input, of x with `columns` columns.
 template <int kTerms>
 void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {
@@ -204,12 +207,16 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
   alignas(64) char rows[2][kTerms][kTileBytes];  // by half of 64 columns and term: a row of x after the other
   for (int64_t m = 0; m < count; m += kTileRows) {
     char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * kTileBytes;
-    for (int64_t k = first; k < (last == columns ? layout.columns : last); k += 64) {
+    for (int64_t k = first; k < last; k += 64) {
       for (int64_t i = 0; i < kTileRows; ++i) {
         __m512i terms[2][kTerms] = {};
         if (m + i < count) {
           const char* const row = x + (m + i) * stride * bytes_of(x_dtype);
-          brain_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);
+          if (codes_in_tiles(layout.form)) {
+            code_input<kTerms>(layout, row, x_dtype, k, columns, terms);
+          } else {
+            brain_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);
+          }
         }
         for (int part = 0; part < 2 * kTerms; ++part) {
           _mm512_store_si512(rows[part / kTerms][part % kTerms] + i * 64, terms[part / kTerms][part % kTerms]);
@@ -238,6 +245,8 @@ void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_d
   const char* const rows = static_cast<const char*>(x);
   char* const out = static_cast<char*>(input);
   const bool split = is_split(layout.form);
+  last = last == columns ? layout.columns : last * layout.nibbles;
+  first *= layout.nibbles;
   (split ? prepare_tiles<2> : prepare_tiles<1>)(layout, count, rows, x_dtype, stride, first, last, columns, out);
   if (layout.form == Form::code_tiles) prepare_sections<1>(layout, count, first, last, out);
   if (layout.form == Form::split_code_tiles) prepare_sections<2>(layout, count, first, last, out);
@@ -252,8 +261,7 @@ void product(const Matrix& matrix, const Layout& layout, int64_t count, const vo
   if (layout.form == Form::tiles) return Tiles<1>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
   if (layout.form == Form::split_tiles)
     return Tiles<2>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
-  const auto multiply = matrix.bits == 4 ? (is_split(layout.form) ? product_of_codes<4, 2> : product_of_codes<4, 1>)
-                                         : (is_split(layout.form) ? product_of_codes<8, 2> : product_of_codes<8, 1>);
+  const auto multiply = is_split(layout.form) ? product_of_codes<2> : product_of_codes<1>;
   multiply(matrix, layout, count, x, first, last, out, stride, panel);
 }
 

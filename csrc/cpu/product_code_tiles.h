@@ -1,336 +1,330 @@
-// Products with codes themselves, in tiles. Included by product_amx.cpp behind product_tiles.h.
+// Products with codes themselves, in tiles. Included by product_amx.cpp behind product_tiles.h and product_code_input.h.
 //
 //   y = sum_g scale[g] * sum_k (base + code[k]) * x[k] + (minimum[g] - base * scale[g]) * sum_k x[k], with k over group g
 //
-// Codes are exact in bfloat16, so that nothing is restored: a section, the columns of one group among 128, is multiplied into
-// sums of its own, and these are scaled in float32, once for 16 rows of x. The codes of a section are opened in order, so the
-// prepared x is that of plain weights, with its sums over sections behind it.
+// Codes are exact in bfloat16, so that nothing is restored: a section, 64 or 32 columns of one group, is multiplied into sums
+// of its own, and these are scaled in float32. That takes four stages: codes are opened into a panel, multiplied in tiles, the
+// sums are stored, and scaled and added to the totals. A stage waits long for the one before (a tile product takes 52 cycles,
+// and a load of what was just stored waits for the store). So each step, of 128 columns, does the stages for different steps,
+// and nothing waits for what was just issued.
 //
-// An int4 code c is opened as 16 + c, which is 0x4180 | c << 3: a byte shuffle, a shift and a logical operation for 32 codes.
-// 128 + c, 0x4300 | c, would not be cheaper in this order, and the sums, from which the base is taken away again, 6 times as
-// large. Errors of results are 0.4e-6 to 3.3e-6 of their norm (4096 columns in groups of 32 to 256, int4 and int8, x's mean
-// half its deviation).
+// Rows are taken in strips of 16, whose totals stay in registers for a piece of the columns. All strips are multiplied with one
+// piece of x, which stays in L1, before the next one is begun.
 //
-// Estimate, not measured: 16 rows and 64 columns of int4 in groups of 64, times up to 16 rows of x, are 96 operations to open
-// and 32 to scale on two ports, 64 cycles; 144 vectors and lines loaded, 72 cycles; two tile products, 32 cycles. That is 14
-// weights a cycle, where 105 GB/s on 15 cores at 3 GHz are 4.2. 64 rows of x scale four times as often: 6.
+// Estimate, not measured: a step of 16 rows of int4 (1024 bytes) in groups of 64, times up to 16 rows of x, takes
+//   282 loads, two a cycle: 32 to open, 128 for eight tiles, 32 sums, 64 scales and offsets, 24 prefetches   141 cycles
+//   192 vector operations, two a cycle: 128 to open, of which 64 rotate on one port, 64 to scale              96 cycles
+//   96 stores, one a cycle: 64 of opened codes, 32 of sums                                                    96 cycles
+//   4 tile products                                                                                           64 cycles
+// and each piece, of four steps, 48 loads, 80 operations and 48 stores for the conversion of scales and the totals. 110 GB/s on
+// 15 cores at 2.6 GHz are 408 cycles a step, with its scales; 204 where two threads share a core.
 
-constexpr int64_t kWindow = kLanes;  // groups whose scales are converted at a time
-// Stages that are asked for together, 256 contiguous bytes of a row of int4, and so many of these pieces before they are
-// needed. Other distances can be tried (benchmarks/cores_products.py --flags).
-constexpr int64_t kPieceStages = 4;
-constexpr int64_t kPieceColumns = kPieceStages * kStep;
-#if !defined(ZERO_INFERENCE_PIECES_AHEAD)
-#define ZERO_INFERENCE_PIECES_AHEAD 2
+// Columns of a piece with one tile of x in one term, whose tiles are 16 KiB; fewer with more. Others can be tried
+// (benchmarks/cores_products.py --flags): 256 or 512.
+#if !defined(ZERO_INFERENCE_CODE_COLUMNS)
+#define ZERO_INFERENCE_CODE_COLUMNS 512
 #endif
-constexpr int64_t kPiecesAhead = ZERO_INFERENCE_PIECES_AHEAD;
+static_assert(ZERO_INFERENCE_CODE_COLUMNS == 256 || ZERO_INFERENCE_CODE_COLUMNS == 512,
+              "a vector holds the scales of 512 columns in groups of 32");
+constexpr int64_t kPieceColumns = ZERO_INFERENCE_CODE_COLUMNS;
 
-inline constexpr float base_of(int bits) { return bits == 4 ? 16 : 0; }
-
-// 32 codes, in order, as bfloat16: base + code.
-template <int kBits>
-inline __m512i brain_codes(const char* p) {
-  if constexpr (kBits == 4) {
-    // a word's upper byte is the pair that its code is in: quarter q of the vector takes bytes 4 q to 4 q + 3
-    const __m512i first =
-        _mm512_broadcast_i32x4(_mm_setr_epi16(0x0080, 0x0080, 0x0180, 0x0180, 0x0280, 0x0280, 0x0380, 0x0380));
-    const __m512i quarter = _mm512_setr_epi64(0, 0, 0x0400040004000400, 0x0400040004000400, 0x0800080008000800,
-                                              0x0800080008000800, 0x0c000c000c000c00, 0x0c000c000c000c00);
-    const __m512i pairs = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    const __m512i words = _mm512_shuffle_epi8(pairs, _mm512_or_si512(first, quarter));
-    const __m512i shifted = _mm512_srlv_epi16(words, _mm512_set1_epi32(9 << 16 | 5));
-    return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);  // (a & b) | c
-  } else {
-    // the lower half of such a float32 is zero, so two of them go together without being rounded
-    const __m512i words = _mm512_cvtepu8_epi16(load_32_bytes(p));
-    const __m512 even = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xffff)));
-    const __m512 odd = _mm512_cvtepi32_ps(_mm512_srli_epi32(words, 16));
-    return _mm512_or_si512(_mm512_castps_si512(odd), _mm512_srli_epi32(_mm512_castps_si512(even), 16));
-  }
-}
-
-// Codes of kCount rows in so many blocks of 32 columns, to their places in a panel.
-template <int kBits, int kCount>
-inline void open_rows(const char* codes, int64_t row_bytes, int64_t blocks, char* out) {
-  for (int64_t block = 0; block < blocks; ++block) {
-#pragma GCC unroll 4
-    for (int r = 0; r < kCount; ++r) {
-      _mm512_store_si512(out + block * kTermStride + r * 64, brain_codes<kBits>(codes + r * row_bytes + block * 4 * kBits));
-    }
-  }
-}
-
-// A section of a panel times one or two tiles of x. One alone takes two of the sums' four tiles, and the next section the
-// others.
-template <int kInputTiles, int kTerms, int kFirst>
-void multiply_section(const char* panel, const char* input, int64_t input_stride, int64_t blocks, bool second, char* sums) {
-  tile_zero<kFirst>();
-  tile_zero<kFirst + 2>();
-  if constexpr (kInputTiles == 2) tile_zero<1>();
-  if constexpr (kInputTiles == 2) tile_zero<3>();
-  for (int64_t block = 0; block < blocks; ++block) {
-    tile_load<4>(panel + block * kTermStride);
-    if (second) tile_load<5>(panel + block * kTermStride + kTileBytes);
-#pragma GCC unroll 2
-    for (int term = 0; term < kTerms; ++term) {
-      const char* const x = input + (block * kTerms + term) * kTileBytes;
-      tile_load<6>(x);
-      if constexpr (kInputTiles == 2) tile_load<7>(x + input_stride);
-      tile_multiply<kFirst, 4, 6>();
-      if (second) tile_multiply<kFirst + 2, 5, 6>();
-      if constexpr (kInputTiles == 2) tile_multiply<1, 4, 7>();
-      if constexpr (kInputTiles == 2) {
-        if (second) tile_multiply<3, 5, 7>();
-      }
-    }
-  }
-  tile_store<kFirst>(sums);
-  if (second) tile_store<kFirst + 2>(sums + kTileBytes);
-  if constexpr (kInputTiles == 2) {
-    tile_store<1>(sums + kTermStride);
-    if (second) tile_store<3>(sums + kTermStride + kTileBytes);
-  }
-}
-
-// Scales, and what belongs to the sums of x, of kWindow groups of each row of a panel, in float32.
-struct Window {
-  float scale[kPanelRows][kWindow];
-  float offset[kPanelRows][kWindow];
-};
-
-// Sums of a section, of up to kPanelRows rows, scaled and added to the totals of 16 rows of x. `index` is the group's place.
-inline void add_section(const float* sums, const Window& window, int64_t index, Vector x_sum, int64_t rows, float* totals) {
-  const float* scale = window.scale[0] + index;
-  const float* offset = window.offset[0] + index;
-  for (const float* const end = totals + rows * kLanes; totals < end; totals += 4 * kLanes) {
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; ++r) {
-      const Vector scaled = fused(load(sums + r * kLanes), broadcast(scale[r * kWindow]), load(totals + r * kLanes));
-      store(totals + r * kLanes, fused(x_sum, broadcast(offset[r * kWindow]), scaled));
-    }
-    sums += 4 * kLanes;
-    scale += 4 * kWindow;
-    offset += 4 * kWindow;
-  }
-}
-
-// Where things lie in a thread's scratch. Panels and sums are there in two turns, see kTermStride.
+// Where things lie in a thread's scratch.
 struct CodeScratch {
-  char panels[kStep / 32][2][kTermBytes];
-  float sums[2][2][kPanelRows * 16];  // [rows of x, by 16][turn][rows of the weight][16]
-  Window window;
-  float totals[1];  // [rows of x, by 16][kPanelRows][16]
+  char panels[2][4 * kTileBytes];    // opened codes of a step
+  char sums[4 * kTileBytes];         // [section][tile of x]
+  float scales[kTileRows][kLanes];   // of a strip's rows in the groups of a piece
+  float offsets[kTileRows][kLanes];  // what belongs to the sums of x
+  float totals[kCodeRows / kTileRows][2][kTileRows][kLanes];
 };
-static_assert(offsetof(CodeScratch, totals) == kCodeScratchBytes, "csrc/cpu/product.cpp says how much there is");
+static_assert(sizeof(CodeScratch) == kCodeScratchBytes, "csrc/cpu/product.cpp says how much there is");
 
-// kStep columns of a panel, or what is left of a row.
-struct Stage {
-  int64_t row, rows, k, columns;
+// A tile of codes times the tiles of x that belong to it, in one term.
+template <int kInputTiles, int kSums, int kRows, int kInput>
+inline void multiply_codes(const char* x, int64_t x_stride) {
+  if constexpr (kInputTiles == 1) {
+    tile_load<kInput>(x);
+    tile_multiply<kSums, kRows, kInput>();
+  } else {
+    tile_load<6>(x);
+    tile_multiply<kSums, kRows, 6>();
+    tile_load<7>(x + x_stride);
+    tile_multiply<kSums + 1, kRows, 7>();
+  }
+}
+
+// Block kBlock of a step's four; each section, of one block or two, has sums of its own, in tiles 0 to 3.
+template <int kTerms, int kInputTiles, int kSums, int kBlock>
+inline void multiply_code_block(const char* panel, const char* x, int64_t x_stride) {
+  constexpr int kRows = 4 + kBlock % 2;
+  tile_load<kRows>(panel + kBlock * kTileBytes);
+  const char* const input = x + kBlock * kTerms * kTileBytes;
+  multiply_codes<kInputTiles, kSums, kRows, 6 + kBlock * kTerms % 2>(input, x_stride);
+  if constexpr (kTerms == 2) multiply_codes<kInputTiles, kSums, kRows, 7>(input + kTileBytes, x_stride);
+}
+
+// Columns [k, end) of a strip.
+struct Piece {
+  int64_t row, k, end;
+};
+
+// What is asked for of a piece: so many rows, and bytes of each, with the lines in which their scales begin.
+struct Lines {
+  int64_t rows, bytes;
+  const char *codes, *scales, *minima;
+};
+
+// Where a group's scales lie, and how many of its columns are left.
+struct Scaling {
+  const float* at;
+  int64_t left;
+};
+
+// The panel of the step that is multiplied next, and the tiles of x for it and the one behind it.
+struct Flight {
   char* panel;
-  const char* codes;   // of its first row
-  const char* ahead;   // what is asked for for its first row, of the same distance from row to row,
-  int64_t ahead_rows;  // and for how many rows
+  const char *x, *next_x;
 };
 
-// While a stage is opened, the stage before is multiplied, and while a section is multiplied, the section before is scaled:
-// tiles are not loaded from what was just stored, nor vectors from tiles that were.
-template <int kBits, int kTerms>
-struct CodeTiles {
+// Rows [first, last) of the weight, at most kCodeRows, times one or two tiles of x. Columns are nibbles.
+template <int kTerms, int kInputTiles, int kSection>
+struct CodePass {
+  static constexpr int kSections = kStep / kSection;
+  static constexpr int kBlocks = kSection / 32;  // of a section
+  static constexpr int64_t kFit = kPieceColumns / (kTerms * kInputTiles);
+  static constexpr int64_t kMost = kFit < 2 * kStep ? 2 * kStep : kFit;  // columns of a piece
+  static constexpr int64_t kRowsToAsk = kTileRows * kStep / kMost;       // for, in each step
+
   const Matrix& matrix;
   const Layout& layout;
-  int64_t count, last;
-  const char* input;
-  CodeScratch* scratch;
+  CodeScratch& scratch;
+  int64_t first, last;  // rows,
+  int64_t behind;       // and the last that may be asked for
+  const char* input;    // its tiles, `input_stride` bytes apart
+  const char* x_sums;   // of sections, `sums_stride` bytes from tile to tile
 
-  int64_t section = section_columns(layout);
-  int64_t blocks = (count + kTileRows - 1) / kTileRows;             // tiles of x beside each other
-  int64_t block_bytes = layout.columns / 32 * kTerms * kTileBytes;  // from one to the next
-  int64_t sections = layout.columns / section;
-  int64_t row_bytes = matrix.columns * kBits / 8;
+  int64_t columns = matrix.columns * layout.nibbles;
+  int64_t row_bytes = columns / 2;
+  int64_t input_stride = layout.columns / 32 * kTerms * kTileBytes;
+  int64_t sums_stride = layout.columns / kSection * 64;
   int64_t groups = groups_in(matrix, matrix.columns);
-  int64_t pieces = (matrix.columns + kPieceColumns - 1) / kPieceColumns;
-  int64_t window_begin = -1;  // the first group in the window
-  // the section that is multiplied next, and which tiles of x with it
-  int64_t next_section = 0, next_block = 0;
-  // the section that is multiplied, but not scaled yet
-  int64_t waiting_section = -1, waiting_block = 0;
-  int turn = 0;
 
-  static void ask_for_piece(const char* p) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < kPieceColumns * kBits / 8; i += 64) ask_for(p + i);
+  // What is opened next.
+  Piece piece = {first, 0, end_of(0)};
+  int64_t k = 0, rows = rows_at(first);
+  const char* codes = values_at(matrix, first, 0);
+  // What is asked for meanwhile.
+  Piece asked = after(piece);
+  Lines lines = lines_of(asked);
+
+  int64_t end_of(int64_t begin) const { return columns - begin < kMost ? columns : begin + kMost; }
+  int64_t rows_at(int64_t row) const { return last - row < kTileRows ? last - row : kTileRows; }
+
+  // All strips, then the next columns; behind the last ones the first of the rows that follow.
+  Piece after(const Piece& one) const {
+    if (one.row + kTileRows < last) return {one.row + kTileRows, one.k, one.end};
+    if (one.end < columns) return {first, one.end, end_of(one.end)};
+    return {last, 0, end_of(0)};
   }
 
-  // The first pieces of a panel's rows, and the lines in which their scales begin.
-  void ask_for_begin(int64_t row, int64_t rows) const {
-    for (int64_t r = row; r < row + rows; ++r) {
-      for (int64_t piece = 0; piece < kPiecesAhead && piece < pieces; ++piece)
-        ask_for_piece(values_at(matrix, r, piece * kPieceColumns));
-      ask_for(static_cast<const char*>(matrix.scales) + r * groups * 2);
-      ask_for(static_cast<const char*>(matrix.minima) + r * groups * 2);
-    }
+  // Where a row's scales and minima from a column on lie.
+  int64_t scale_bytes(int64_t row, int64_t column) const {
+    return (row * groups + groups_in(matrix, column / layout.nibbles)) * 2;
   }
 
-  // What is asked for is kPiecesAhead ahead of a row: in the next panel where this one's rows end before.
-  Stage stage_at(int64_t row, int64_t rows, int64_t k, char* panel) const {
-    const int64_t columns = matrix.columns - k < kStep ? matrix.columns - k : kStep;
-    Stage stage = {row, rows, k, columns, panel, values_at(matrix, row, k), nullptr, rows};
-    int64_t piece = k / kPieceColumns + kPiecesAhead;
-    if (piece >= pieces) {
-      piece -= pieces;
-      row += kPanelRows;
-      stage.ahead_rows = piece >= pieces || row >= last ? 0 : last - row < kPanelRows ? last - row : kPanelRows;
-    }
-    if (stage.ahead_rows > 0) stage.ahead = values_at(matrix, row, piece * kPieceColumns);
-    return stage;
+  Lines lines_of(const Piece& one) const {
+    const int64_t rows = behind - one.row < kTileRows ? behind - one.row : kTileRows, at = scale_bytes(one.row, one.k);
+    return {rows, (one.end - one.k) / 2, values_at(matrix, one.row, 0) + one.k / 2,
+            static_cast<const char*>(matrix.scales) + at, static_cast<const char*>(matrix.minima) + at};
   }
 
-  // Four rows, of which one asks for a piece, another one at each stage of it.
-  void open(const Stage& stage, int64_t r) const {
-    const int64_t asking = r + stage.k / kStep % kPieceStages;
-    if (asking < stage.ahead_rows) ask_for_piece(stage.ahead + asking * row_bytes);
-    const char* const codes = stage.codes + r * row_bytes;
-    char* const out = stage.panel + r * 64;
-    if (r + 4 > stage.rows) {
-      for (int64_t i = 0; i < stage.rows - r; ++i) {
-        open_rows<kBits, 1>(codes + i * row_bytes, 0, stage.columns / 32, out + i * 64);
-      }
-    } else if (stage.columns == kStep) {
-      open_rows<kBits, 4>(codes, row_bytes, kStep / 32, out);
+  [[gnu::always_inline]] inline void ask_for_row() {
+    if (--lines.rows < 0) return;
+    if (lines.bytes == kMost / 2) {
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kMost / 2; i += 64) ask_for(lines.codes + i);
     } else {
-      open_rows<kBits, 4>(codes, row_bytes, stage.columns / 32, out);
+      for (int64_t i = 0; i < lines.bytes; i += 64) ask_for(lines.codes + i);
+    }
+    ask_for(lines.scales);
+    ask_for(lines.minima);
+    lines.codes += row_bytes;
+    lines.scales += groups * 2;
+    lines.minima += groups * 2;
+  }
+
+  // The next step's codes into a panel. Returns x's tiles that belong to it.
+  [[gnu::always_inline]] inline const char* open(char* panel) {
+    const char* const x = input + k / 32 * kTerms * kTileBytes;
+    if (piece.row >= last) return x;  // there is none
+    if (rows == kTileRows && piece.end - k >= kStep) {
+      const char* p = codes;
+      const int64_t stride = row_bytes;
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r, p += stride) {
+        open_codes<kSection>(p, panel + r * 64);
+        open_codes<kSection>(p + 32, panel + 2 * kTileBytes + r * 64);
+      }
+    } else {
+      open_some(panel);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRowsToAsk; ++r) ask_for_row();
+    codes += kStep / 2;
+    k += kStep;
+    if (k >= piece.end) next_piece();
+    return x;
+  }
+
+  // Fewer rows, or columns. What is not there keeps its place's old codes, of which x is zero or the results are not wanted.
+  [[gnu::noinline]] void open_some(char* panel) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t i = 0; i < kStep && k + i < piece.end; i += 64) {
+        const char* const p = codes + r * row_bytes + i / 2;
+        char* const tile = panel + i / 32 * kTileBytes + r * 64;
+        piece.end - k - i < 64 ? open_last_codes(p, tile) : open_codes<kSection>(p, tile);
+      }
     }
   }
 
-  // Groups from `group` on; the lines after are asked for.
+  [[gnu::noinline]] void next_piece() {
+    while (lines.rows > 0) ask_for_row();
+    piece = asked;
+    if (piece.row >= last) return;
+    k = piece.k;
+    rows = rows_at(piece.row);
+    codes = values_at(matrix, piece.row, 0) + k / 2;
+    asked = after(piece);
+    lines = lines_of(asked);
+  }
+
   template <Dtype kDtype>
-  void convert(const Stage& stage, int64_t group) {
-    const int64_t some = groups - group < kWindow ? groups - group : kWindow;
-    for (int64_t r = 0; r < stage.rows; ++r) {
-      const int64_t at = ((stage.row + r) * groups + group) * 2;
-      const char* const scales = static_cast<const char*>(matrix.scales) + at;
-      const char* const minima = static_cast<const char*>(matrix.minima) + at;
-      ask_for(scales + 64);
-      ask_for(minima + 64);
-      const Vector scale = some == kWindow ? from<kDtype>(scales) : from_part<kDtype>(scales, some);
-      const Vector minimum = some == kWindow ? from<kDtype>(minima) : from_part<kDtype>(minima, some);
-      store(scratch->window.scale[r], scale);
-      store(scratch->window.offset[r], fused(scale, broadcast(-base_of(kBits)), minimum));
-    }
-    window_begin = group;
-  }
-
-  float* totals(int64_t block) const { return scratch->totals + block * kPanelRows * kLanes; }
-
-  // The section that waits, of the panel that `stage` is in.
-  void scale(const Stage& stage) {
-    if (waiting_section < 0) return;
-    const int64_t group = groups_in(matrix, waiting_section * section);
-    if (window_begin < 0 || group >= window_begin + kWindow) {
-      const int64_t begin = group & -kWindow;
-      matrix.dtype == Dtype::float16 ? convert<Dtype::float16>(stage, begin) : convert<Dtype::bfloat16>(stage, begin);
-    }
-    const char* const x_sums = input + sections_at(layout, count);
-    for (int64_t i = 0; i < 2 && waiting_block + i < blocks; ++i) {
-      const char* const x_sum = x_sums + ((waiting_block + i) * sections + waiting_section) * 64;
-      add_section(scratch->sums[i][turn ^ 1], scratch->window, group - window_begin,
-                  load(reinterpret_cast<const float*>(x_sum)), stage.rows, totals(waiting_block + i));
-    }
-    waiting_section = -1;
-  }
-
-  // A step is a section times one or two tiles of x.
-  int64_t steps(const Stage& stage) const {
-    return (stage.columns >> __builtin_ctzll(static_cast<unsigned long long>(section))) * ((blocks + 1) / 2);
-  }
-
-  void multiply(const Stage& stage, int64_t number) {
-    for (int64_t step = 0; step < number; ++step) {
-      const int64_t k = next_section * section;
-      const char* const panel = stage.panel + (k - stage.k) / 32 * kTermStride;
-      const char* const x = input + next_block * block_bytes + k / 32 * kTerms * kTileBytes;
-      const auto kernel = next_block + 1 < blocks ? multiply_section<2, kTerms, 0>
-                          : turn                  ? multiply_section<1, kTerms, 1>
-                                                  : multiply_section<1, kTerms, 0>;
-      kernel(panel, x, block_bytes, section / 32, stage.rows > kTileRows, reinterpret_cast<char*>(scratch->sums[0][turn]));
-      scale(stage);
-      waiting_section = next_section;
-      waiting_block = next_block;
-      turn ^= 1;
-      next_block += 2;
-      if (next_block < blocks) continue;
-      next_block = 0;
-      ++next_section;
+  void convert(const Piece& one) {
+    const int64_t at = scale_bytes(one.row, one.k), left = groups - groups_in(matrix, one.k / layout.nibbles);
+    const char* scales = static_cast<const char*>(matrix.scales) + at;
+    const char* minima = static_cast<const char*>(matrix.minima) + at;
+    const Vector base = broadcast(-base_of(layout));
+    for (int64_t r = 0; r < rows_at(one.row); ++r, scales += groups * 2, minima += groups * 2) {
+      const Vector scale = left >= kLanes ? from<kDtype>(scales) : from_part<kDtype>(scales, left);
+      const Vector minimum = left >= kLanes ? from<kDtype>(minima) : from_part<kDtype>(minima, left);
+      store(scratch.scales[r], scale);
+      store(scratch.offsets[r], fused(scale, base, minimum));
     }
   }
 
-  // The rest of a stage's steps, and where its rows are complete, their results.
-  void finish(const Stage& stage, int64_t left_steps, int64_t first, float* out, int64_t stride) {
-    multiply(stage, left_steps);
-    if (stage.rows == 0 || stage.k + stage.columns != matrix.columns) return;
-    scale(stage);
-    next_section = 0;
-    window_begin = -1;
-    const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    for (int64_t r = 0; r < stage.rows; r += kTileRows) {
-      const int64_t left = stage.rows - r;
-      const __mmask16 there = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
-      for (int64_t m = 0; m < count; ++m) {
-        const Vector values = _mm512_i32gather_ps(lanes, totals(m / kTileRows) + r * kLanes + m % kTileRows, 4);
-        _mm512_mask_storeu_ps(out + m * stride + stage.row + r - first, there, values);
+  using Totals = Vector[kInputTiles][kTileRows];
+
+  // Sums of a section, scaled, are added to the totals.
+  [[gnu::always_inline]] static inline void add(const float* sums, const float* scales, const Vector* x_sum, Totals& totals) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) {
+      const Vector scale = broadcast(scales[r * kLanes]), offset = broadcast(scales[(kTileRows + r) * kLanes]);
+#pragma GCC unroll 2
+      for (int i = 0; i < kInputTiles; ++i) {
+        const Vector scaled = fused(load(sums + (i * kTileRows + r) * kLanes), scale, totals[i][r]);
+        totals[i][r] = fused(x_sum[i], offset, scaled);
       }
     }
-    __builtin_memset(scratch->totals, 0, static_cast<size_t>(blocks * kPanelRows * 64));
   }
 
-  void product(int64_t first, float* out, int64_t stride) {
-    tiles_begin();
-    __builtin_memset(scratch->totals, 0, static_cast<size_t>(blocks * kPanelRows * 64));
-    ask_for_begin(first, last - first < kPanelRows ? last - first : kPanelRows);
-    Stage before = {};
-    for (int64_t row = first; row < last; row += kPanelRows) {
-      const int64_t rows = last - row < kPanelRows ? last - row : kPanelRows;
-      for (int64_t k = 0; k < matrix.columns; k += kStep) {
-        const Stage stage = stage_at(row, rows, k, scratch->panels[0][before.panel == scratch->panels[0][0]]);
-        const int64_t all = steps(before);
-        int64_t done = 0;
-        for (int64_t r = 0; r < rows; r += 4) {
-          open(stage, r);
-          const int64_t due = all * (r + 4) / kPanelRows;
-          multiply(before, due - done);
-          done = due;
-        }
-        finish(before, all - done, first, out, stride);
-        before = stage;
-      }
+  // Of the section's place in three steps: sums are added, those of the next step take their place, and the products of the
+  // step behind that one theirs.
+  template <int kPlace>
+  [[gnu::always_inline]] inline void advance(const char* panel, const char* x, const char* x_sum_at, Scaling& scaling,
+                                             Totals& totals) const {
+    constexpr int kSums = kPlace * kInputTiles;
+    char* const sums = scratch.sums + kSums * kTileBytes;
+    Vector x_sum[kInputTiles];
+#pragma GCC unroll 2
+    for (int i = 0; i < kInputTiles; ++i) {
+      x_sum[i] = load(reinterpret_cast<const float*>(x_sum_at + kPlace * 64 + i * sums_stride));
     }
-    finish(before, steps(before), first, out, stride);
-    tiles_end();
+    add(reinterpret_cast<const float*>(sums), scaling.at, x_sum, totals);
+    scaling.left -= kSection;
+    if (scaling.left == 0) scaling = {scaling.at + 1, layout.group};
+    tile_store<kSums>(sums);
+    if constexpr (kInputTiles == 2) tile_store<kSums + 1>(sums + kTileBytes);
+    tile_zero<kSums>();
+    if constexpr (kInputTiles == 2) tile_zero<kSums + 1>();
+    multiply_code_block<kTerms, kInputTiles, kSums, kPlace * kBlocks>(panel, x, input_stride);
+    if constexpr (kBlocks == 2) multiply_code_block<kTerms, kInputTiles, kSums, kPlace * 2 + 1>(panel, x, input_stride);
+    if constexpr (kPlace + 1 < kSections) advance<kPlace + 1>(panel, x, x_sum_at, scaling, totals);
+  }
+
+  // A piece's steps. In step i sums of step i are added, those of i + 1 stored, and i + 2 is multiplied and i + 4 opened.
+  [[gnu::always_inline]] inline void multiply(const Piece& one, int64_t steps, Flight& flight, Totals& totals) {
+    const char* x_sum_at = x_sums + one.k / kSection * 64;
+    Scaling scaling = {scratch.scales[0], left_in_group(matrix, one.k / layout.nibbles) * layout.nibbles};
+    for (; steps > 0; --steps) {
+      advance<0>(flight.panel, flight.x, x_sum_at, scaling, totals);
+      flight.x = flight.next_x;
+      flight.next_x = open(flight.panel);
+      flight.panel = flight.panel == scratch.panels[0] ? scratch.panels[1] : scratch.panels[0];
+      x_sum_at += kSections * 64;
+    }
+  }
+
+  [[gnu::noinline]] void run() {
+    Flight flight = {scratch.panels[0], open(scratch.panels[0]), open(scratch.panels[1])};
+    Totals totals;
+    int before = 2;  // steps with which it begins: nobody keeps their totals
+    for (Piece one = {first, 0, end_of(0)}; one.row < last;) {
+      if (before == 0) matrix.dtype == Dtype::float16 ? convert<Dtype::float16>(one) : convert<Dtype::bfloat16>(one);
+      float* const kept = scratch.totals[(one.row - first) / kTileRows][0][0];
+#pragma GCC unroll 32
+      for (int i = 0; i < kInputTiles * kTileRows; ++i) {
+        totals[i / kTileRows][i % kTileRows] = one.k == 0 ? zero() : load(kept + i * kLanes);
+      }
+      multiply(one, before > 0 ? 1 : (one.end - one.k + kStep - 1) / kStep, flight, totals);
+      if (before > 0) {
+        --before;
+        continue;
+      }
+#pragma GCC unroll 32
+      for (int i = 0; i < kInputTiles * kTileRows; ++i) store(kept + i * kLanes, totals[i / kTileRows][i % kTileRows]);
+      one = after(one);
+    }
   }
 };
 
-// Sums of the prepared x over sections, of 16 rows of x a vector: [rows of x, by 16][sections].
-template <int kTerms>
-void prepare_sections(const Layout& layout, int64_t count, int64_t first, int64_t last, char* input) {
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  const int64_t section = section_columns(layout), tiles = section / 32 * kTerms;
-  for (int64_t block = 0; block < (count + kTileRows - 1) / kTileRows; ++block) {
-    const char* const x = input + block * (layout.columns / 32) * kTerms * kTileBytes;
-    char* const sums = input + sections_at(layout, count) + block * (layout.columns / section) * 64;
-    for (int64_t k = first; k < last; k += section) {
-      const char* const pairs = x + k / 32 * kTerms * kTileBytes;
-      Vector total = zero();
-      for (int64_t i = 0; i < tiles * kTileBytes; i += 64) {
-        total = _mm512_dpbf16_ps(total, (__m512bh)_mm512_load_si512(pairs + i), ones);
-      }
-      store(reinterpret_cast<float*>(sums + k / section * 64), total);
+// A column of a tile of totals is part of a row of `out`.
+inline void write_totals(const CodeScratch& scratch, int64_t rows, int64_t count, float* out, int64_t stride) {
+  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  for (int64_t row = 0; row < rows; row += kTileRows) {
+    const __mmask16 there = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
+    for (int64_t m = 0; m < count; ++m) {
+      const float* const totals = scratch.totals[row / kTileRows][m / kTileRows][0] + m % kTileRows;
+      _mm512_mask_storeu_ps(out + m * stride + row, there, _mm512_i32gather_ps(lanes, totals, 4));
     }
   }
 }
 
-template <int kBits, int kTerms>
+template <int kTerms, int kSection>
 void product_of_codes(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
-                      float* out, int64_t stride, char* scratch) {
-  CodeTiles<kBits, kTerms> tiles = {matrix, layout, count, last, input, reinterpret_cast<CodeScratch*>(scratch)};
-  tiles.product(first, out, stride);
+                      float* out, int64_t stride, char* memory) {
+  constexpr int64_t kTokensAtOnce = kSection == 32 ? kTileRows : 2 * kTileRows;  // four tiles hold a step's sums
+  CodeScratch& scratch = *reinterpret_cast<CodeScratch*>(memory);
+  const char* const x_sums = input + sections_at(layout, count);
+  __builtin_memset(scratch.panels, 0, sizeof(scratch.panels));
+  tiles_begin();
+  for (int64_t row = first; row < last; row += kCodeRows) {
+    const int64_t end = last - row < kCodeRows ? last : row + kCodeRows;
+    for (int64_t m = 0; m < count; m += kTokensAtOnce) {
+      const int64_t some = count - m < kTokensAtOnce ? count - m : kTokensAtOnce;
+      const char* const x = input + m * layout.columns * 2 * kTerms;
+      const char* const sums = x_sums + m / kTileRows * (layout.columns / kSection) * 64;
+      if constexpr (kSection == 64) {
+        if (some > kTileRows) CodePass<kTerms, 2, kSection>{matrix, layout, scratch, row, end, last, x, sums}.run();
+      }
+      if (some <= kTileRows) CodePass<kTerms, 1, kSection>{matrix, layout, scratch, row, end, last, x, sums}.run();
+      write_totals(scratch, end - row, some, out + m * stride + row - first, stride);
+    }
+  }
+  tiles_end();
+}
+
+template <int kTerms>
+void product_of_codes(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                      float* out, int64_t stride, char* memory) {
+  const auto multiply = section_columns(layout) == 64 ? product_of_codes<kTerms, 64> : product_of_codes<kTerms, 32>;
+  multiply(matrix, layout, count, input, first, last, out, stride, memory);
 }

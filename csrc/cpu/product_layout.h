@@ -10,13 +10,14 @@
 namespace zero_inference::cpu {
 
 enum class Form : int32_t {
-  float32,          // [count][columns]; products in float32
-  codes,            // [count][columns] in bfloat16, and sums over groups; products with int4 codes, which are scaled afterwards
-  split_codes,      // likewise, and each value in two bfloat16 terms, which hold 16 bits: for float16, that has 11
-  bfloat16,         // [count][columns]; products of bfloat16 pairs, summed up in float32
-  tiles,            // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
-  split_tiles,      // likewise, and each value in two bfloat16 terms
-  code_tiles,       // tiles, and sums over sections of groups; products with codes, which are scaled afterwards
+  float32,      // [count][columns]; products in float32
+  codes,        // [count][columns] in bfloat16, and sums over groups; products with int4 codes, which are scaled afterwards
+  split_codes,  // likewise, and each value in two bfloat16 terms, which hold 16 bits: for float16, that has 11
+  bfloat16,     // [count][columns]; products of bfloat16 pairs, summed up in float32
+  tiles,        // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
+  split_tiles,  // likewise, and each value in two bfloat16 terms
+  code_tiles,   // tiles in the order of nibbles (product_code_input.h), and sums over sections of groups; products with codes,
+                // which are scaled afterwards
   split_code_tiles  // split_tiles likewise
 };
 
@@ -26,8 +27,9 @@ struct Layout {
   // Order of the columns. int4 in vectors: so many are a block, in which those of low nibbles come before those of high ones.
   // Plain in two terms: 32, with column i of a block beside i + 16. Else 0, as they are.
   int64_t pairs;
-  int64_t columns;  // with padding of zeros, a multiple of kStep
-  int64_t group;    // of the weight
+  int64_t columns;  // with padding of zeros, a multiple of kStep; of codes in tiles, nibbles
+  int64_t group;    // of the weight, in such columns
+  int64_t nibbles;  // of a code in tiles, 1 or 2; else 1
 };
 
 constexpr int64_t kStep = 128;  // columns that are prepared and multiplied together
@@ -46,8 +48,17 @@ constexpr int64_t kPanelRows = 2 * kTileRows;  // rows of the weight that are re
 constexpr int64_t kPanelColumns = ZERO_INFERENCE_PANEL_COLUMNS;
 constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 
-// Of a thread's scratch for products with codes in tiles, before the totals of each row of x.
-constexpr int64_t kCodeScratchBytes = 2 * kPanelRows * kStep * 2 + 2 * 4 * kTileBytes + 2 * kPanelRows * 64;
+// Rows of the weight that are multiplied together with codes in tiles: for each 512 columns, x comes from L2 once. Others can
+// be tried (benchmarks/cores_products.py --flags): multiples of 16.
+#if !defined(ZERO_INFERENCE_CODE_ROWS)
+#define ZERO_INFERENCE_CODE_ROWS 128
+#endif
+constexpr int64_t kCodeRows = ZERO_INFERENCE_CODE_ROWS;
+static_assert(kCodeRows > 0 && kCodeRows % kTileRows == 0, "whole tiles of rows");
+
+// Of a thread's scratch for products with codes in tiles: two panels, sums, scales and offsets, and the totals of kCodeRows
+// rows.
+constexpr int64_t kCodeScratchBytes = (2 * 4 + 4 + 2) * kTileBytes + kCodeRows / kTileRows * 2 * kTileBytes;
 
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -85,11 +96,8 @@ static inline bool in_tiles(const Layout& layout) {
   return layout.form == Form::tiles || layout.form == Form::split_tiles || codes_in_tiles(layout.form);
 }
 
-// Columns of a section, where codes are multiplied in tiles: all of one group, and whole ones make kStep.
-static inline int64_t section_columns(const Layout& layout) {
-  const int64_t group = layout.group;
-  return group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
-}
+// Columns of a section, where codes are multiplied in tiles: all of one group.
+static inline int64_t section_columns(const Layout& layout) { return layout.group % 64 == 0 ? 64 : 32; }
 
 // Bytes of the tiles of the prepared input, behind which the sums over sections begin.
 static inline int64_t sections_at(const Layout& layout, int64_t count) {
