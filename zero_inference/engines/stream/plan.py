@@ -1,0 +1,141 @@
+"""What a run of the stream engine places where: decided from its options, the skeleton and measured rates, before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from zero_inference.engines.base import EnginePlan, Footprint, Job, group_size_refusal
+from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
+from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
+from zero_inference.engines.stream.residency import USUAL_DEPTH, Residency, decide_residency
+from zero_inference.engines.stream.step_graph import why_no_graph
+from zero_inference.errors import UsageError
+from zero_inference.models.layers import decoder_layers
+from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.runtime.environment import available_host_bytes
+
+RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
+
+
+@dataclass(frozen=True)
+class StreamPlan(EnginePlan):
+    """
+    Attributes:
+        scheme: None where weights keep 16 bits.
+        cores: how the host's cores take part; None if they do not.
+        cores_stay_out: why they do not, in a few words; None if they do, or if nothing is in host memory.
+        no_graph: why decode steps are not one CUDA graph, in a few words; None if they may be.
+        nothing_fetched: a placement that is tried in the run, see `stop_fetching`; None if there is none.
+    """
+
+    residency: Residency
+    scheme: GroupQuantization | None
+    cores: CoresPlan | None = None
+    cores_stay_out: str | None = None
+    no_graph: str | None = None
+    nothing_fetched: Residency | None = None
+
+    def in_words(self) -> list[str]:
+        """See `EnginePlan`."""
+        if not self.residency.in_host_memory:
+            return []
+        fetched = sum(self.residency.layouts[block].nbytes for block in self.residency.fetched)
+        line = f"a decode step fetches {fetched / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}"
+        if self.cores is None:
+            return [line + (f" (the host's cores stay out: {self.cores_stay_out})" if self.cores_stay_out else "")]
+        computed = self.residency.computed_bytes
+        stored = sum(self.residency.layouts[block].stored_bytes for block in self.residency.computed)
+        lines = [f"{line}, and {self.cores.in_words(computed, stored)}"]
+        if slots := self.residency.expert_slots:
+            of = sum(self.residency.blocks[block].experts.number for block in self.residency.expert_blocks)
+            lines.append(
+                f"device memory keeps {sum(slots.values())} of the {of} experts in host memory, those used most: "
+                f"{self.residency.expert_slot_bytes / 1e9:.3f} GB"
+            )
+        if self.nothing_fetched is not None:
+            lines.append(
+                "if Python limits that, the cores multiply everything, and a decode step becomes one CUDA graph"
+            )
+        return lines
+
+
+def plan(job: Job) -> StreamPlan:
+    """Decide what stays on the device, and what the cores multiply of the rest.
+
+    Raises:
+        UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or cores that
+            cannot do what was asked.
+    """
+    config, model = job.config, job.skeleton.model
+    scheme = None
+    if config.quantized:
+        scheme = GroupQuantization(config.quant_bits, config.quant_group_size, job.spec.dtype)
+        _check_groups(model, scheme)
+    residency = _residency(job, scheme, divided=False)
+    cores: CoresPlan | str | None = why_cores_stay_out(job)
+    nothing = not residency.in_host_memory and not config.kv_offload
+    if cores is None and nothing and config.cpu_share is not None:
+        raise UsageError(
+            f"--cpu-compute {config.cpu_compute}: all weights stay on the device, so none is in host memory for the cores; lower "
+            "--gpu-memory, or drop --cpu-compute."
+        )
+    if cores is None and not nothing:
+        divided, cores = place_on_cores(job, _residency(job, scheme, divided=True), scheme)
+        if isinstance(cores, CoresPlan):
+            divided = without_spare_slots(job, divided, scheme)
+            needed = divided.host_bytes + job.kv_host_bytes
+            if cores.automatic and divided.expert_slots and needed > available_host_bytes():
+                cores = "host memory does not hold the experts that device memory keeps as well"
+            else:
+                residency = divided
+    reason = cores if isinstance(cores, str) else None
+    cores = cores if isinstance(cores, CoresPlan) else None
+    host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
+    footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
+    nothing_fetched = None if cores is None else stop_fetching(job, residency, cores)
+    if nothing_fetched is not None and config.decode_graph == "on":
+        residency, nothing_fetched = nothing_fetched, None
+    no_graph = why_no_graph(job, nothing_fetched or residency)
+    return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason, no_graph, nothing_fetched)
+
+
+def stop_fetching(job: Job, residency: Residency, cores: CoresPlan) -> Residency | None:
+    """The placement in which the cores multiply all that `residency` fetches in a decode step as well, so that the step can be one CUDA
+    graph: faster where Python is too slow for link and cores. None where there is no such placement, or no graph."""
+    if not (cores.automatic and residency.fetched) or cores.attends or job.config.decode_graph == "off":
+        return None
+    placed = residency.with_shares_computed(1.0, 1.0)
+    if placed.fetched or placed.expert_slots != residency.expert_slots:
+        return None
+    return placed if why_no_graph(job, placed) is None else None
+
+
+def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | None) -> Residency:
+    """`found`, planned anew with a ring of the usual depth where decode steps fetch nothing: more slots would only cover what the host does
+    between these. Their memory holds experts instead, or stays free."""
+    if found.fetched or job.config.ring_depth is not None or found.depth <= USUAL_DEPTH:
+        return found
+    placed = replace(_residency(job, scheme, divided=True, depth=USUAL_DEPTH), few_tokens=found.few_tokens)
+    placed = placed.with_shares_computed(1.0, 1.0).with_budget_used()
+    return found if placed.fetched else placed
+
+
+def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
+    config, ranks = job.config, job.ranks.world_size
+    blocks, layouts, outside = lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
+    budget = None
+    if job.free_device_bytes is not None:
+        budget = job.free_device_bytes - outside - job.kv_device_bytes - job.activation_bytes - RESERVE_BYTES
+    return decide_residency(layouts, outside, budget, config.gpu_memory, depth or config.ring_depth, ranks, blocks)
+
+
+def _check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
+    """Raises UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
+    prefix, layers = decoder_layers(model)
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            wide = is_wide(parameter)  # others may stay as they are
+            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
+                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
