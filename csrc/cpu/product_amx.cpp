@@ -23,6 +23,8 @@ namespace {
 
 #include "product_tiles.h"
 
+#include "product_code_open.h"
+
 #include "product_code_input.h"
 
 constexpr int64_t kTermBytes = kPanelRows * 64;  // of a panel's rows in one block of 32 columns

@@ -1,49 +1,5 @@
-// How codes are opened for tiles, and x brought into the order that this gives. Included by product_amx.cpp behind
-// product_wide.h.
-//
-// All is said in nibbles: a row of int8 is one of int4 with twice the columns, in which x[k] stands for the lower half of code
-// k, and 16 * x[k] for the upper one.
-//
-// A nibble c is opened as 16 + c, which is 0x4180 | c << 3: a word of four nibbles is there four times, and each time another
-// one of them is turned to its place, so that it takes a turn and a logical operation for 32 nibbles. 128 + c, 0x4300 | c, is
-// not cheaper, and the sums, from which the base is taken away again, are 6 times as large.
-//
-// Of 64 nibbles the first vector has the first nibbles of all 16 words and then the second ones, the second vector the third
-// and the fourth ones. Of 32, where groups are not multiples of 64, one vector has the first to the fourth ones of 8 words.
-
-// The base of a code, of one nibble or two.
-inline float base_of(const Layout& layout) { return layout.nibbles == 2 ? 16 + 16 * 16 : 16; }
-
-inline __m512i turned(__m512i words, __m512i counts) {
-  const __m512i nibbles = _mm512_rorv_epi32(words, counts);
-  return _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);  // (a & b) | c
-}
-
-// 64 nibbles as bfloat16, to a row of two tiles.
-template <int kSection>
-[[gnu::always_inline]] inline void open_codes(const char* p, char* tiles) {
-  if constexpr (kSection == 32) {
-    const __m512i counts = _mm512_setr_epi32(29, 29, 29, 29, 1, 1, 1, 1, 5, 5, 5, 5, 9, 9, 9, 9);
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * 16)));
-      _mm512_store_si512(tiles + i * kTileBytes, turned(words, counts));
-    }
-  } else {
-    const __m512i first = _mm512_setr_epi32(29, 29, 29, 29, 29, 29, 29, 29, 1, 1, 1, 1, 1, 1, 1, 1);
-    const __m512i second = _mm512_setr_epi32(5, 5, 5, 5, 5, 5, 5, 5, 9, 9, 9, 9, 9, 9, 9, 9);
-    const __m512i words = _mm512_broadcast_i64x4(load_32_bytes(p));
-    _mm512_store_si512(tiles, turned(words, first));
-    _mm512_store_si512(tiles + kTileBytes, turned(words, second));
-  }
-}
-
-// The last 32 of a row.
-inline void open_last_codes(const char* p, char* tile) {
-  char codes[32] = {};
-  __builtin_memcpy(codes, p, 16);
-  open_codes<32>(codes, tile);
-}
+// x for products with codes in tiles, in the order in which codes are opened (product_code_open.h). Included by product_amx.cpp
+// behind that.
 
 // x for 64 nibbles from nibble k on: terms [half][term].
 template <int kTerms>

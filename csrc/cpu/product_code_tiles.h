@@ -1,15 +1,17 @@
-// Products with codes themselves, in tiles. Included by product_amx.cpp behind product_tiles.h and product_code_input.h.
+// Products with codes themselves, in tiles. Included by product_amx.cpp behind product_tiles.h and product_code_open.h.
 //
 //   y = sum_g scale[g] * sum_k (base + code[k]) * x[k] + (minimum[g] - base * scale[g]) * sum_k x[k], with k over group g
 //
 // Codes are exact in bfloat16, so that nothing is restored: a section, 64 or 32 columns of one group, is multiplied into sums
 // of its own, and these are scaled in float32. That takes four stages: codes are opened into a panel, multiplied in tiles, the
 // sums are stored, and scaled and added to the totals. A stage waits long for the one before (a tile product takes 52 cycles,
-// and a load of what was just stored waits for the store). So each step, of 128 columns, does the stages for different steps,
-// and nothing waits for what was just issued.
+// and a load of what was just stored waits for the store). So each step, of 128 columns or a line of each row, does the stages
+// for different steps, and nothing waits for what was just issued.
 //
-// Rows are taken in strips of 16, whose totals stay in registers for a piece of the columns. All strips are multiplied with one
-// piece of x, which stays in L1, before the next one is begun.
+// The totals of a strip of 16 rows stay in registers for a piece of its columns.
+//
+// Errors of results are 0.5e-6 to 2.0e-6 of their norm (4096 columns in groups of 32 to 256, int4 and int8, x's mean half its
+// deviation).
 //
 // Estimate, not measured: a step of 16 rows of int4 (1024 bytes) in groups of 64, times up to 16 rows of x, takes
 //   282 loads, two a cycle: 32 to open, 128 for eight tiles, 32 sums, 64 scales and offsets, 24 prefetches   141 cycles
@@ -18,15 +20,6 @@
 //   4 tile products                                                                                           64 cycles
 // and each piece, of four steps, 48 loads, 80 operations and 48 stores for the conversion of scales and the totals. 110 GB/s on
 // 15 cores at 2.6 GHz are 408 cycles a step, with its scales; 204 where two threads share a core.
-
-// Columns of a piece with one tile of x in one term, whose tiles are 16 KiB; fewer with more. Others can be tried
-// (benchmarks/cores_products.py --flags): 256 or 512.
-#if !defined(ZERO_INFERENCE_CODE_COLUMNS)
-#define ZERO_INFERENCE_CODE_COLUMNS 512
-#endif
-static_assert(ZERO_INFERENCE_CODE_COLUMNS == 256 || ZERO_INFERENCE_CODE_COLUMNS == 512,
-              "a vector holds the scales of 512 columns in groups of 32");
-constexpr int64_t kPieceColumns = ZERO_INFERENCE_CODE_COLUMNS;
 
 // Where things lie in a thread's scratch.
 struct CodeScratch {
@@ -62,17 +55,6 @@ inline void multiply_code_block(const char* panel, const char* x, int64_t x_stri
   if constexpr (kTerms == 2) multiply_codes<kInputTiles, kSums, kRows, 7>(input + kTileBytes, x_stride);
 }
 
-// Columns [k, end) of a strip.
-struct Piece {
-  int64_t row, k, end;
-};
-
-// What is asked for of a piece: so many rows, and bytes of each, with the lines in which their scales begin.
-struct Lines {
-  int64_t rows, bytes;
-  const char *codes, *scales, *minima;
-};
-
 // Where a group's scales lie, and how many of its columns are left.
 struct Scaling {
   const float* at;
@@ -85,125 +67,43 @@ struct Flight {
   const char *x, *next_x;
 };
 
-// Rows [first, last) of the weight, at most kCodeRows, times one or two tiles of x. Columns are nibbles.
+// At most kCodeRows rows of the weight times one or two tiles of x.
 template <int kTerms, int kInputTiles, int kSection>
 struct CodePass {
   static constexpr int kSections = kStep / kSection;
   static constexpr int kBlocks = kSection / 32;  // of a section
-  static constexpr int64_t kFit = kPieceColumns / (kTerms * kInputTiles);
-  static constexpr int64_t kMost = kFit < 2 * kStep ? 2 * kStep : kFit;  // columns of a piece
-  static constexpr int64_t kRowsToAsk = kTileRows * kStep / kMost;       // for, in each step
+  // Columns of a piece: at least two steps.
+  static constexpr int64_t kFit = kMostPieceColumns / (kTerms * kInputTiles);
+  static constexpr int64_t kPieceColumns = kFit < 2 * kStep ? 2 * kStep : kFit;
 
   const Matrix& matrix;
   const Layout& layout;
   CodeScratch& scratch;
-  int64_t first, last;  // rows,
-  int64_t behind;       // and the last that may be asked for
-  const char* input;    // its tiles, `input_stride` bytes apart
-  const char* x_sums;   // of sections, `sums_stride` bytes from tile to tile
+  Pieces pieces;
+  const char* input;   // its tiles, `input_stride` bytes apart
+  const char* x_sums;  // of sections, `sums_stride` bytes from tile to tile
 
-  int64_t columns = matrix.columns * layout.nibbles;
-  int64_t row_bytes = columns / 2;
   int64_t input_stride = layout.columns / 32 * kTerms * kTileBytes;
   int64_t sums_stride = layout.columns / kSection * 64;
   int64_t groups = groups_in(matrix, matrix.columns);
 
-  // What is opened next.
-  Piece piece = {first, 0, end_of(0)};
-  int64_t k = 0, rows = rows_at(first);
-  const char* codes = values_at(matrix, first, 0);
-  // What is asked for meanwhile.
-  Piece asked = after(piece);
-  Lines lines = lines_of(asked);
-
-  int64_t end_of(int64_t begin) const { return columns - begin < kMost ? columns : begin + kMost; }
-  int64_t rows_at(int64_t row) const { return last - row < kTileRows ? last - row : kTileRows; }
-
-  // All strips, then the next columns; behind the last ones the first of the rows that follow.
-  Piece after(const Piece& one) const {
-    if (one.row + kTileRows < last) return {one.row + kTileRows, one.k, one.end};
-    if (one.end < columns) return {first, one.end, end_of(one.end)};
-    return {last, 0, end_of(0)};
-  }
-
-  // Where a row's scales and minima from a column on lie.
-  int64_t scale_bytes(int64_t row, int64_t column) const {
-    return (row * groups + groups_in(matrix, column / layout.nibbles)) * 2;
-  }
-
-  Lines lines_of(const Piece& one) const {
-    const int64_t rows = behind - one.row < kTileRows ? behind - one.row : kTileRows, at = scale_bytes(one.row, one.k);
-    return {rows, (one.end - one.k) / 2, values_at(matrix, one.row, 0) + one.k / 2,
-            static_cast<const char*>(matrix.scales) + at, static_cast<const char*>(matrix.minima) + at};
-  }
-
-  [[gnu::always_inline]] inline void ask_for_row() {
-    if (--lines.rows < 0) return;
-    if (lines.bytes == kMost / 2) {
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < kMost / 2; i += 64) ask_for(lines.codes + i);
-    } else {
-      for (int64_t i = 0; i < lines.bytes; i += 64) ask_for(lines.codes + i);
-    }
-    ask_for(lines.scales);
-    ask_for(lines.minima);
-    lines.codes += row_bytes;
-    lines.scales += groups * 2;
-    lines.minima += groups * 2;
-  }
-
-  // The next step's codes into a panel. Returns x's tiles that belong to it.
-  [[gnu::always_inline]] inline const char* open(char* panel) {
-    const char* const x = input + k / 32 * kTerms * kTileBytes;
-    if (piece.row >= last) return x;  // there is none
-    if (rows == kTileRows && piece.end - k >= kStep) {
-      const char* p = codes;
-      const int64_t stride = row_bytes;
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r, p += stride) {
-        open_codes<kSection>(p, panel + r * 64);
-        open_codes<kSection>(p + 32, panel + 2 * kTileBytes + r * 64);
-      }
-    } else {
-      open_some(panel);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRowsToAsk; ++r) ask_for_row();
-    codes += kStep / 2;
-    k += kStep;
-    if (k >= piece.end) next_piece();
-    return x;
-  }
-
-  // Fewer rows, or columns. What is not there keeps its place's old codes, of which x is zero or the results are not wanted.
-  [[gnu::noinline]] void open_some(char* panel) const {
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t i = 0; i < kStep && k + i < piece.end; i += 64) {
-        const char* const p = codes + r * row_bytes + i / 2;
-        char* const tile = panel + i / 32 * kTileBytes + r * 64;
-        piece.end - k - i < 64 ? open_last_codes(p, tile) : open_codes<kSection>(p, tile);
-      }
-    }
-  }
-
-  [[gnu::noinline]] void next_piece() {
-    while (lines.rows > 0) ask_for_row();
-    piece = asked;
-    if (piece.row >= last) return;
-    k = piece.k;
-    rows = rows_at(piece.row);
-    codes = values_at(matrix, piece.row, 0) + k / 2;
-    asked = after(piece);
-    lines = lines_of(asked);
-  }
+  CodePass(const Matrix& matrix, const Layout& layout, CodeScratch& scratch, int64_t first, int64_t last, const char* input,
+           const char* x_sums)
+      : matrix(matrix),
+        layout(layout),
+        scratch(scratch),
+        pieces{first, last, matrix.columns * layout.nibbles, kPieceColumns},
+        input(input),
+        x_sums(x_sums) {}
 
   template <Dtype kDtype>
-  void convert(const Piece& one) {
-    const int64_t at = scale_bytes(one.row, one.k), left = groups - groups_in(matrix, one.k / layout.nibbles);
+  void convert(const Piece& piece) const {
+    const int64_t at = scale_bytes(matrix, layout, piece.row, piece.k);
+    const int64_t left = groups - groups_in(matrix, piece.k / layout.nibbles);
     const char* scales = static_cast<const char*>(matrix.scales) + at;
     const char* minima = static_cast<const char*>(matrix.minima) + at;
     const Vector base = broadcast(-base_of(layout));
-    for (int64_t r = 0; r < rows_at(one.row); ++r, scales += groups * 2, minima += groups * 2) {
+    for (int64_t r = 0; r < pieces.rows_of(piece); ++r, scales += groups * 2, minima += groups * 2) {
       const Vector scale = left >= kLanes ? from<kDtype>(scales) : from_part<kDtype>(scales, left);
       const Vector minimum = left >= kLanes ? from<kDtype>(minima) : from_part<kDtype>(minima, left);
       store(scratch.scales[r], scale);
@@ -212,6 +112,7 @@ struct CodePass {
   }
 
   using Totals = Vector[kInputTiles][kTileRows];
+  using Opening = Opener<kSection, kPieceColumns>;
 
   // Sums of a section, scaled, are added to the totals.
   [[gnu::always_inline]] static inline void add(const float* sums, const float* scales, const Vector* x_sum, Totals& totals) {
@@ -250,38 +151,44 @@ struct CodePass {
     if constexpr (kPlace + 1 < kSections) advance<kPlace + 1>(panel, x, x_sum_at, scaling, totals);
   }
 
+  const char* x_at(int64_t column) const { return input + column / 32 * kTerms * kTileBytes; }
+
   // A piece's steps. In step i sums of step i are added, those of i + 1 stored, and i + 2 is multiplied and i + 4 opened.
-  [[gnu::always_inline]] inline void multiply(const Piece& one, int64_t steps, Flight& flight, Totals& totals) {
-    const char* x_sum_at = x_sums + one.k / kSection * 64;
-    Scaling scaling = {scratch.scales[0], left_in_group(matrix, one.k / layout.nibbles) * layout.nibbles};
+  [[gnu::always_inline]] inline void multiply(const Piece& piece, int64_t steps, Opening& opener, Flight& flight,
+                                              Totals& totals) const {
+    const char* x_sum_at = x_sums + piece.k / kSection * 64;
+    Scaling scaling = {scratch.scales[0], left_in_group(matrix, piece.k / layout.nibbles) * layout.nibbles};
     for (; steps > 0; --steps) {
       advance<0>(flight.panel, flight.x, x_sum_at, scaling, totals);
       flight.x = flight.next_x;
-      flight.next_x = open(flight.panel);
+      flight.next_x = x_at(opener.open(flight.panel));
       flight.panel = flight.panel == scratch.panels[0] ? scratch.panels[1] : scratch.panels[0];
       x_sum_at += kSections * 64;
     }
   }
 
-  [[gnu::noinline]] void run() {
-    Flight flight = {scratch.panels[0], open(scratch.panels[0]), open(scratch.panels[1])};
+  // Rows from `behind` on are not asked for.
+  [[gnu::noinline]] void run(int64_t behind) const {
+    Opening opener(matrix, layout, pieces, behind);
+    const char* const x = x_at(opener.open(scratch.panels[0]));
+    Flight flight = {scratch.panels[0], x, x_at(opener.open(scratch.panels[1]))};
     Totals totals;
     int before = 2;  // steps with which it begins: nobody keeps their totals
-    for (Piece one = {first, 0, end_of(0)}; one.row < last;) {
-      if (before == 0) matrix.dtype == Dtype::float16 ? convert<Dtype::float16>(one) : convert<Dtype::bfloat16>(one);
-      float* const kept = scratch.totals[(one.row - first) / kTileRows][0][0];
+    for (Piece piece = pieces.begin(); piece.row < pieces.last;) {
+      if (before == 0) matrix.dtype == Dtype::float16 ? convert<Dtype::float16>(piece) : convert<Dtype::bfloat16>(piece);
+      float* const kept = scratch.totals[(piece.row - pieces.first) / kTileRows][0][0];
 #pragma GCC unroll 32
       for (int i = 0; i < kInputTiles * kTileRows; ++i) {
-        totals[i / kTileRows][i % kTileRows] = one.k == 0 ? zero() : load(kept + i * kLanes);
+        totals[i / kTileRows][i % kTileRows] = piece.k == 0 ? zero() : load(kept + i * kLanes);
       }
-      multiply(one, before > 0 ? 1 : (one.end - one.k + kStep - 1) / kStep, flight, totals);
+      multiply(piece, before > 0 ? 1 : (piece.end - piece.k + kStep - 1) / kStep, opener, flight, totals);
       if (before > 0) {
         --before;
         continue;
       }
 #pragma GCC unroll 32
       for (int i = 0; i < kInputTiles * kTileRows; ++i) store(kept + i * kLanes, totals[i / kTileRows][i % kTileRows]);
-      one = after(one);
+      piece = pieces.after(piece);
     }
   }
 };
@@ -313,9 +220,9 @@ void product_of_codes(const Matrix& matrix, const Layout& layout, int64_t count,
       const char* const x = input + m * layout.columns * 2 * kTerms;
       const char* const sums = x_sums + m / kTileRows * (layout.columns / kSection) * 64;
       if constexpr (kSection == 64) {
-        if (some > kTileRows) CodePass<kTerms, 2, kSection>{matrix, layout, scratch, row, end, last, x, sums}.run();
+        if (some > kTileRows) CodePass<kTerms, 2, 64>(matrix, layout, scratch, row, end, x, sums).run(last);
       }
-      if (some <= kTileRows) CodePass<kTerms, 1, kSection>{matrix, layout, scratch, row, end, last, x, sums}.run();
+      if (some <= kTileRows) CodePass<kTerms, 1, kSection>(matrix, layout, scratch, row, end, x, sums).run(last);
       write_totals(scratch, end - row, some, out + m * stride + row - first, stride);
     }
   }

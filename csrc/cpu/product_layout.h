@@ -16,7 +16,7 @@ enum class Form : int32_t {
   bfloat16,     // [count][columns]; products of bfloat16 pairs, summed up in float32
   tiles,        // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
   split_tiles,  // likewise, and each value in two bfloat16 terms
-  code_tiles,   // tiles in the order of nibbles (product_code_input.h), and sums over sections of groups; products with codes,
+  code_tiles,   // tiles in the order of nibbles (product_code_open.h), and sums over sections of groups; products with codes,
                 // which are scaled afterwards
   split_code_tiles  // split_tiles likewise
 };
