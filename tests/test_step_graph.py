@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import FAMILIES, ROOT, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
+from test_stream_cores import feeder_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from zero_inference.engines.stream import balance, engine, plan, step_graph
+from zero_inference.engines.stream import engine, graphs, plan, step_graph
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
@@ -35,20 +37,20 @@ def steps(monkeypatch):
     counted = {"recorded": 0, "repeated": 0}
 
     def counting(own):
-        def record(step):
+        def record(step, feeder):
             counted["recorded"] += 1
-            output, replay = own(step)
+            found = own(step, feeder)
 
             def again():
                 counted["repeated"] += 1
-                replay()
+                found.repeat()
 
-            return output, again
+            return graphs.Recording(found.output, again, found.graphs)
 
         return record
 
-    for name in ("cuda_graph", "repeated_call"):
-        monkeypatch.setattr(engine, name, counting(getattr(step_graph, name)))
+    for name in ("cuda_graphs", "repeated_call"):
+        monkeypatch.setattr(engine, name, counting(getattr(graphs, name)))
     return counted
 
 
@@ -65,7 +67,7 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
     loaded.close()
     expected = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG)
     if bits != 16:
-        usual, spec, ranks = load(folder, gpu_memory=ALL, gen_len=LONG, **quantized)
+        usual, spec, ranks = load(folder, gpu_memory=ALL, decode_graph="off", gen_len=LONG, **quantized)
         expected = generate(usual, spec, ranks, LONG).output_ids
         usual.close()
     assert torch.equal(found.output_ids, expected)
@@ -92,6 +94,48 @@ def test_with_what_the_cores_multiply(family, checkpoints, steps):
     assert steps["repeated"] > LONG
     one, other = found.loops[-1].moved, expected.loops[-1].moved
     assert one.cores_bytes_per_step == other.cores_bytes_per_step > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "placed"),
+    [
+        ("llama", {"cpu_compute": "off"}),
+        ("llama", {"cpu_compute": "off", "ring_depth": 2, "quant_bits": 4, "quant_group_size": 32}),
+        ("llama", {"cpu_compute": "0.5", "ring_depth": 3}),
+        ("opt", {"cpu_compute": "0.5", "quant_bits": 8, "quant_group_size": 32}),
+        ("mixtral", {"cpu_compute": "0.7", "ring_depth": 2}),
+    ],
+    ids=str,
+)
+def test_with_what_is_fetched(family, placed, checkpoints, steps):
+    """A block comes into the slot from which its graph reads it, in whatever order passes came before."""
+    folder, gen_len = checkpoints(family), LONG
+    usual, spec, ranks = load(folder, gpu_memory=0, decode_graph="off", gen_len=gen_len, **placed)
+    expected = generate(usual, spec, ranks, gen_len)
+    usual.close()
+    loaded, spec, ranks = load(folder, gpu_memory=0, decode_graph="on", gen_len=gen_len, **placed)
+    feeder, slots = feeder_of(loaded), {}
+    own = feeder.ring.acquire
+
+    def acquire(block):
+        slot = own(block)
+        if steps["repeated"] > 0:
+            slots.setdefault((block, feeder.tokens == BATCH), set()).add(slot)
+        return slot
+
+    feeder.ring.acquire = acquire
+    found = generate(loaded, spec, ranks, gen_len, loops=3)
+    used = loaded.facts["stream"]["decode_graph"]
+    fetched = feeder.residency.fetched
+    loaded.close()
+    assert torch.equal(found.output_ids, expected.output_ids)
+    if "quant_bits" not in placed:
+        assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
+    assert used.unused_because is None and used.difference < 1e-5 and steps["recorded"] == 1
+    assert fetched and all(len(slots[block, True]) == 1 for block in fetched)
+    one, other = found.loops[-1].moved, expected.loops[-1].moved
+    assert one.cores_bytes_per_step == other.cores_bytes_per_step
+    assert one.host_to_device_bytes_per_step == pytest.approx(other.host_to_device_bytes_per_step, rel=0.1)
 
 
 def test_a_step_behind_a_prefill_is_not_recorded(checkpoints, steps):
@@ -179,11 +223,11 @@ def test_another_cache_or_batch_is_recorded_anew(checkpoints, steps):
 
 
 def test_a_step_that_cannot_be_recorded(checkpoints, monkeypatch):
-    def refuses(step):
+    def refuses(step, feeder):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(engine, "repeated_call", refuses)
-    monkeypatch.setattr(engine, "cuda_graph", refuses)
+    monkeypatch.setattr(engine, "cuda_graphs", refuses)
     folder = checkpoints("llama")
     loaded, spec, ranks = recorded(folder)
     found = generate(loaded, spec, ranks, LONG)
@@ -229,64 +273,11 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
     loaded.close()
 
 
-@pytest.fixture
-def halves(checkpoints, monkeypatch):
-    """Loads a model whose decode steps fetch half of their weights, until Python seems to limit them, whatever times are measured."""
-    monkeypatch.setattr(plan, "stop_fetching", lambda job, residency, cores: residency.with_shares_computed(1.0, 1.0))
-    monkeypatch.setattr(plan, "why_no_graph", lambda job, residency: None)
-    monkeypatch.setattr(balance, "cores_s", lambda residency, rates: 0.0)
-    monkeypatch.setattr(balance.Balance, "slower_than_before", lambda self: None)
-    folder, gen_len = checkpoints("llama"), balance.LAST_PASS + step_graph.USUAL_STEPS + 8
-
-    def generated(decode_graph="auto"):
-        loaded, spec, ranks = load(folder, gpu_memory=0, cpu_compute="0.5", decode_graph=decode_graph, gen_len=gen_len)
-        fetched = loaded.facts["stream"]["fetched_bytes"]
-        found = generate(loaded, spec, ranks, gen_len)
-        assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
-        loaded.close()
-        return loaded.facts["stream"], fetched, found.loops[-1].moved
-
-    return generated
-
-
-def test_where_python_is_the_limit_nothing_is_fetched_any_more(halves, steps, monkeypatch):
-    monkeypatch.setattr(step_graph, "_timed", lambda work, streams: (next(times), work()))
-    times = iter([1.0, 2.0])
-    facts, fetched, moved = halves()
-    graph = facts["decode_graph"]
-    assert fetched > 0 and facts["fetched_bytes"] == 0 and graph.unused_because is None
-    assert graph.instead_of_fetching_bytes == fetched and graph.graph_s == 1.0 and graph.launched_s not in (2.0, None)
-    assert steps["recorded"] == 1 and steps["repeated"] > 8
-    assert moved.cores_bytes_per_step == facts["computed_bytes"], "of the second loop, which fetches nothing"
-
-
-@pytest.mark.parametrize("broken", ["slower", "not recorded", "slower than launched"])
-def test_where_the_graph_is_no_good_weights_are_fetched_again(broken, halves, monkeypatch):
-    def record(step):
-        raise RuntimeError("no graph today")
-
-    times = iter([1.0, 2.0] if broken == "slower" else [2.0, 1.0])
-    monkeypatch.setattr(step_graph, "_timed", lambda work, streams: (next(times), work()))
-    if broken == "slower":
-        monkeypatch.setattr(balance.Balance, "slower_than_before", lambda self: 3.0)
-    if broken == "not recorded":
-        monkeypatch.setattr(engine, "repeated_call", record)
-        monkeypatch.setattr(engine, "cuda_graph", record)
-    facts, fetched, moved = halves()
-    graph = facts["decode_graph"]
-    said = {"slower": "fetching is faster", "slower than launched": "a graph is not faster"}
-    assert graph.unused_because == said.get(broken, "a graph could not be recorded (no graph today)")
-    assert facts["fetched_bytes"] == fetched == graph.instead_of_fetching_bytes
-    assert moved.cores_bytes_per_step == facts["computed_bytes"], "of the second loop, which fetches again"
-    assert moved.host_to_device_bytes_per_step >= fetched
-
-
 def test_where_it_is_not_possible(checkpoints, tmp_path):
     config = AutoConfig.for_model(**{**FAMILIES["llama"], "model_type": "mistral", "sliding_window": PROMPT})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
     assert attends_to_all(config, PROMPT) and not attends_to_all(config, PROMPT + 1)
     for folder, options, reason in (
-        (checkpoints("llama"), {"gpu_memory": 0}, "weights are fetched in each step"),
         (checkpoints("llama"), {"gpu_memory": ALL, "kv_offload": True}, "keys and values are in host memory"),
         (checkpoints("llama"), {"gpu_memory": ALL, "trace": "trace.json"}, "--trace shows each layer"),
         (tmp_path / "mistral", {"gpu_memory": ALL}, "its layers do not all attend to all positions"),
@@ -300,13 +291,13 @@ def test_where_it_is_not_possible(checkpoints, tmp_path):
 
 
 def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
-    times = iter([2.0, 1.0])
+    times = iter([9.0, 2.0, 1.0])
 
     def timed(work, streams):
         return next(times), work()
 
     monkeypatch.setattr(step_graph, "_timed", timed)
-    monkeypatch.setattr(plan, "why_no_graph", lambda job, residency: None)
+    monkeypatch.setattr(plan, "why_no_graph", lambda job: None)
     loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph="auto", gen_len=LONG)
     generate(loaded, spec, ranks, LONG)
     used = loaded.facts["stream"]["decode_graph"]
@@ -325,24 +316,21 @@ def test_the_record_says_how_it_compared(checkpoints, tmp_path):
 
 
 def test_in_words():
-    used = DecodeGraph(None, 1e-3, 0.0041, 0.0302)
+    used = DecodeGraph(None, 1e-3, 0.0041, 0.0302, 1)
     assert graph_in_words(used, True) == (
         "a decode step as one CUDA graph took 4.10 ms, launched kernel by kernel 30.20 ms"
     )
     assert graph_in_words(used, False) == (
         "without a GPU the decode step of a graph is called as it is: 4.10 ms, as usual 30.20 ms"
     )
-    instead = DecodeGraph(None, 1e-3, 0.02, 0.063, 310_000_000)
-    assert "launched kernel by kernel with 0.310 GB fetched 63.00 ms" in graph_in_words(instead, True)
-    instead = DecodeGraph(None, 1e-3, 0.02, 0.063, 310_000_000)
-    assert "launched kernel by kernel with 0.310 GB fetched 63.00 ms" in graph_in_words(instead, True)
-    for reason in ("a graph is not faster", "weights are fetched in each step"):
+    assert "a decode step as 41 CUDA graphs took" in graph_in_words(replace(used, graphs=41), True)
+    for reason in ("a graph is not faster", "there are several ranks"):
         assert graph_in_words(DecodeGraph(reason), True) == f"decode steps are launched kernel by kernel: {reason}"
 
 
 @pytest.mark.parametrize(("asked", "said"), [("off", None), ("auto", "no generation was long enough to try a graph")])
 def test_a_generation_that_is_too_short_says_so_if_a_graph_was_asked_for(asked, said, checkpoints, monkeypatch):
-    monkeypatch.setattr(plan, "why_no_graph", lambda job, residency: None if asked == "auto" else "--decode-graph off")
+    monkeypatch.setattr(plan, "why_no_graph", lambda job: None if asked == "auto" else "--decode-graph off")
     loaded, spec, ranks = load(checkpoints("llama"), gpu_memory=ALL, decode_graph=asked)
     generate(loaded, spec, ranks, gen_len=2)
     graph = loaded.facts["stream"]["decode_graph"]

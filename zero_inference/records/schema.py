@@ -171,12 +171,8 @@ class DecodeGraph:
         default=None,
     )
     graph_s: float | None = key("s", "of that step as a graph", default=None)
-    launched_s: float | None = key("s", "of a step launched kernel by kernel", default=None)
-    instead_of_fetching_bytes: int | None = key(
-        "byte",
-        "weights that the launched step fetched, and the graph does not; null if that fetched none",
-        default=None,
-    )
+    launched_s: float | None = key("s", "of that step launched kernel by kernel", default=None)
+    graphs: int | None = key("graphs", "one, and more where weights are fetched between them", default=None)
     tried: bool = key("", "whether one was recorded, or could not be; false where it was clear before", default=False)
 
 

@@ -136,11 +136,8 @@ def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
     graph_ms, launched_ms = (1e3 * (seconds or 0) for seconds in (graph.graph_s, graph.launched_s))
     if not on_gpu:
         return f"without a GPU the decode step of a graph is called as it is: {graph_ms:.2f} ms, as usual {launched_ms:.2f} ms"
-    fetched = graph.instead_of_fetching_bytes
-    launched = (
-        f"launched kernel by kernel{f' with {fetched / 1e9:.3f} GB fetched' if fetched else ''} {launched_ms:.2f} ms"
-    )
-    return f"a decode step as one CUDA graph took {graph_ms:.2f} ms, {launched}"
+    graphs = "one CUDA graph" if graph.graphs == 1 else f"{graph.graphs} CUDA graphs"
+    return f"a decode step as {graphs} took {graph_ms:.2f} ms, launched kernel by kernel {launched_ms:.2f} ms"
 
 
 _HOST_LATE = {

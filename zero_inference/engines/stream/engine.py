@@ -14,9 +14,10 @@ from torch import nn
 from zero_inference.engines.base import LoadedModel, Progress
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.feeder import BlockFeeder
+from zero_inference.engines.stream.graphs import cuda_graphs, repeated_call
 from zero_inference.engines.stream.plan import StreamPlan, plan
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.step_graph import StepGraph, cuda_graph, repeated_call
+from zero_inference.engines.stream.step_graph import StepGraph
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.kv_cache.diverted import divert_attention
 from zero_inference.models.checkpoint import load_weights
@@ -51,7 +52,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     model.to(ranks.device)  # buffers
     transfers = Transfers()
     team = CoreTeam(plan.cores, job, residency, store, scheme, transfers) if plan.cores is not None else None
-    feeder = BlockFeeder(model, residency, store, scheme, ranks, transfers, job.group, team, plan.nothing_fetched)
+    feeder = BlockFeeder(model, residency, store, scheme, ranks, transfers, job.group, team)
 
     meeting = None
     if team is not None and team.plan.attends:
@@ -95,7 +96,7 @@ def _step_graph(
     def report(graph: DecodeGraph) -> None:
         facts["stream"]["decode_graph"] = graph
 
-    record = cuda_graph if job.on_gpu else repeated_call
+    record = cuda_graphs if job.on_gpu else repeated_call
     always = job.config.decode_graph == "on"
     return StepGraph(job.skeleton.model, job.spec.dtype, record, feeder, calls, always, report)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from zero_inference.engines.stream.codes import modules_from_codes
 from zero_inference.engines.stream.core_blocks import CoreBlock
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.expert_blocks import ExpertBlock
-from zero_inference.engines.stream.forwards import chosen_of, tokens_of
+from zero_inference.engines.stream.forwards import chosen_of, replace_forward, tokens_of
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.ring import BlockRing
 from zero_inference.engines.stream.store import BlockStore
@@ -26,6 +26,8 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
+
+Between = Callable[[Callable[[], Any]], Any]
 
 
 class BlockFeeder:
@@ -38,7 +40,6 @@ class BlockFeeder:
 
     Args:
         team: the cores that multiply; None where they do not.
-        nothing_fetched: a placement in which they multiply all that is fetched, too; it is tried where Python is what binds.
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class BlockFeeder:
         transfers: Transfers,
         group: Any = None,
         team: CoreTeam | None = None,
-        nothing_fetched: Residency | None = None,
     ):
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
@@ -75,14 +75,13 @@ class BlockFeeder:
         self.called: dict[int, set[str]] = {}  # by block: those of them whose module was called in its first pass
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.slots: dict[int, int | None] = {}  # by block: where it lies in this pass
-        self.balance = Balance(team if self.ring is not None else None, self.timeline, nothing_fetched)
-        self.changed: Callable[[Residency], None] = lambda residency: (
-            None
-        )  # told what is fetched and computed from now on
+        self.balance = Balance(team if self.ring is not None else None, self.timeline)
+        self.between: Between | None = None  # while a pass is recorded: does what the host does between two graphs
+        self.changed: Callable[[Residency], None] = lambda residency: None  # told what is fetched from now on
         self.core_blocks: dict[int, CoreBlock | ExpertBlock] = {}
         self.hooks: list[Any] = []
         self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
-        self._install(model, team, (nothing_fetched or residency).computed)
+        self._install(model, team)
         if self.ring is not None:
             self.ring.prime()
         self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)
@@ -103,7 +102,7 @@ class BlockFeeder:
         self.packed.clear()
         self.store.close()
 
-    def _install(self, model: nn.Module, team: CoreTeam | None, computed: Collection[int]) -> None:
+    def _install(self, model: nn.Module, team: CoreTeam | None) -> None:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
@@ -111,7 +110,7 @@ class BlockFeeder:
             module = block.of(layers[block.layer])
             self._find_views(index, block, module)
             self._use_codes(index, module)
-            if index in computed and team is not None:
+            if index in self.residency.computed and team is not None:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
             self.hooks += [
@@ -150,7 +149,8 @@ class BlockFeeder:
         packed_now = partial(self._packed_now, index)
         for found in modules_from_codes(module, places, self.scheme, packed_now, self.config):
             self.fused[index] |= dict.fromkeys(found.weights, found.most_tokens)
-            self._replace_forward(
+            self.replaced.append(found.module)
+            replace_forward(
                 found.module,
                 found.forward,
                 partial(self._does_without, index, found.weights[0]),
@@ -165,30 +165,16 @@ class BlockFeeder:
         """Let the cores compute in passes of few tokens: the whole block, or each of its linear modules."""
         core_block = self.core_blocks[index]
         if isinstance(core_block, ExpertBlock) or core_block.task is not None:
-            self._replace_forward(module, core_block.feed_forward, lambda: self._by_cores(index))
-            return
+            self.replaced.append(module)
+            return replace_forward(module, core_block.feed_forward, lambda: self._by_cores(index))
         for name in block.linears:
-            self._replace_forward(
-                module.get_submodule(name),
+            self.replaced.append(module.get_submodule(name))
+            replace_forward(
+                self.replaced[-1],
                 lambda x, name=name: core_block.linear(name, x),
                 lambda: self._by_cores(index),
                 lambda x, name=name: core_block.saw(name, x),
             )
-
-    def _replace_forward(
-        self, module: nn.Module, other: Callable, applies: Callable[[], Any], seen: Callable = lambda *args: None
-    ) -> None:
-        """Let `module` compute `other` in passes in which it `applies`; what it computes itself is shown to `seen`."""
-        own = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if applies():
-                return other(*args, **kwargs)
-            seen(*args)
-            return own(*args, **kwargs)
-
-        module.forward = forward
-        self.replaced.append(module)
 
     def _pass_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self.timeline.is_paused:  # a pass that is recorded is like the one before
@@ -212,6 +198,16 @@ class BlockFeeder:
             self.after_many = of_few if self.few else of_many
         self.ring.follow(of_few if self.few else of_many, of_few if self.few else self.after_many)
 
+    def fix_places(self) -> None:
+        """Let each block come into the same slot in all passes of few tokens, as graphs of them need it."""
+        if self.ring is not None:
+            self.ring.keep_places(self.residency.fetched)
+
+    def begin_again(self) -> None:
+        """A pass begins that does what the one before did."""
+        if self.ring is not None:
+            self.ring.follow(self.residency.fetched, self.residency.fetched)
+
     def _before(self, index: int):
         layout, resident = self.layouts[index], index in self.store.resident
 
@@ -219,8 +215,9 @@ class BlockFeeder:
             if self._by_cores(index):
                 self.timeline.block_begins(index)
                 return
-            slot = None if resident else self.ring.acquire(index)
-            self.timeline.block_begins(index)
+            slot = None if resident else self._acquire(index)
+            if resident:
+                self.timeline.block_begins(index)
             if self.experts is not None and slot is not None:
                 self.experts.seen(index, chosen_of(args, kwargs), self.ring.buffer_in(index, slot))
             if layout.workspace_bytes:
@@ -231,7 +228,7 @@ class BlockFeeder:
                     if not self._does_without(index, name):
                         dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
                 if not resident and not self._holds_slot(index):
-                    self.ring.release()
+                    self._release()
             elif not resident:
                 for parameter, values in self.views[index, slot]:
                     parameter.data = values
@@ -246,11 +243,26 @@ class BlockFeeder:
             if index in self.core_blocks:
                 self.core_blocks[index].ends()
             if not resident and not self._by_cores(index) and self._holds_slot(index):
-                self.ring.release()
+                self._release()
             if index not in self.known:
                 self._learn(index)
 
         return end
+
+    def _acquire(self, index: int) -> int:
+        def acquire() -> int:
+            slot = self.ring.acquire(index)
+            self.timeline.block_begins(index)
+            return slot
+
+        return acquire() if self.between is None else self.between(acquire)
+
+    def _release(self) -> None:
+        def release() -> None:
+            self.timeline.block_ends()
+            self.ring.release()
+
+        release() if self.between is None else self.between(release)
 
     def _learn(self, index: int) -> None:
         """The block was computed with plain weights for the first time. Modules that were not called have weights that the model reads
@@ -274,7 +286,6 @@ class BlockFeeder:
         unsuited = [index for index, block in self.core_blocks.items() if not block.suits]
         for index in unsuited:
             del self.core_blocks[index]
-            self.balance.nothing_fetched = None
         placed = self.balance.of(self.residency, few)
         if not self.core_blocks.keys() >= placed.computed:
             placed = replace(placed, computed=placed.computed.intersection(self.core_blocks))

@@ -27,7 +27,6 @@ class StreamPlan(EnginePlan):
         cores: how the host's cores take part; None if they do not.
         cores_stay_out: why they do not, in a few words; None if they do, or if nothing is in host memory.
         no_graph: why decode steps are not one CUDA graph, in a few words; None if they may be.
-        nothing_fetched: a placement that is tried in the run, see `stop_fetching`; None if there is none.
     """
 
     residency: Residency
@@ -35,7 +34,6 @@ class StreamPlan(EnginePlan):
     cores: CoresPlan | None = None
     cores_stay_out: str | None = None
     no_graph: str | None = None
-    nothing_fetched: Residency | None = None
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
@@ -53,10 +51,6 @@ class StreamPlan(EnginePlan):
             lines.append(
                 f"device memory keeps {sum(slots.values())} of the {of} experts in host memory, those used most: "
                 f"{self.residency.expert_slot_bytes / 1e9:.3f} GB"
-            )
-        if self.nothing_fetched is not None:
-            lines.append(
-                "if Python limits that, the cores multiply everything, and a decode step becomes one CUDA graph"
             )
         return lines
 
@@ -94,22 +88,7 @@ def plan(job: Job) -> StreamPlan:
     cores = cores if isinstance(cores, CoresPlan) else None
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
-    nothing_fetched = None if cores is None else stop_fetching(job, residency, cores)
-    if nothing_fetched is not None and config.decode_graph == "on":
-        residency, nothing_fetched = nothing_fetched, None
-    no_graph = why_no_graph(job, nothing_fetched or residency)
-    return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason, no_graph, nothing_fetched)
-
-
-def stop_fetching(job: Job, residency: Residency, cores: CoresPlan) -> Residency | None:
-    """The placement in which the cores multiply all that `residency` fetches in a decode step as well, so that the step can be one CUDA
-    graph: faster where Python is too slow for link and cores. None where there is no such placement, or no graph."""
-    if not (cores.automatic and residency.fetched) or cores.attends or job.config.decode_graph == "off":
-        return None
-    placed = residency.with_shares_computed(1.0, 1.0)
-    if placed.fetched or placed.expert_slots != residency.expert_slots:
-        return None
-    return placed if why_no_graph(job, placed) is None else None
+    return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason, why_no_graph(job))
 
 
 def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | None) -> Residency:

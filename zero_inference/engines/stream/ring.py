@@ -69,6 +69,9 @@ class BlockRing:
         self.held: _Fetch | None = None
         self.order = self.next_order = tuple(blocks)
         self.position = 0  # in `order`, of the next block to send for
+        self.following = self.order  # that of the pass under way
+        self.placed: tuple[int, ...] = ()  # an order whose blocks have slots of their own,
+        self.places: dict[int, int] = {}  # and these
         self.early: set[int] = set()  # blocks of `order` that are pending before their turn
 
     def prime(self) -> None:
@@ -76,11 +79,21 @@ class BlockRing:
         self.streams.synchronize()
         self._send_for_all()
 
+    def keep_places(self, order: Sequence[int]) -> None:
+        """From now on each block of `order` comes into the same slot, whenever this order is followed."""
+        slots = _slots_in_turn(len(order), len(self.slots))
+        self.placed = tuple(order)
+        self.places = {block: index % slots for index, block in enumerate(order)}
+
     def follow(self, order: Sequence[int], then: Sequence[int]) -> None:
         """A pass begins: it will call `order`, and the passes behind it `then`. What is on its way and will be used stays."""
         order, then = tuple(order or then), tuple(then)
         on_their_way = [fetch.block for fetch in self.pending]
-        if self.held is None and on_their_way == self._coming(order, then, len(on_their_way)):
+        in_place = all(
+            self._in_place(fetch, order if index < len(order) else then) for index, fetch in enumerate(self.pending)
+        )
+        self.following = order
+        if self.held is None and in_place and on_their_way == self._coming(order, then, len(on_their_way)):
             self.position = len(on_their_way)
             self.order, self.next_order = order, then
             while self.order and self.position >= len(self.order):
@@ -111,7 +124,7 @@ class BlockRing:
         self.freed_by[self.held.slot] = self.timeline.latest_block()
         self.empty.append(self.held.slot)
         self.held = None
-        self._send_for_next()
+        self._send_for_all()
 
     def close(self) -> None:
         self.streams.synchronize()
@@ -129,7 +142,7 @@ class BlockRing:
     def _taken(self, block: int) -> _Fetch | None:
         """The first fetch of `block`, which is pending no longer; None if there is none."""
         for fetch in self.pending:
-            if fetch.block == block:
+            if fetch.block == block and self._in_place(fetch, self.following):
                 self.pending.remove(fetch)
                 return fetch
         return None
@@ -138,6 +151,8 @@ class BlockRing:
         """The model calls another block than the next in order, as it does after a call that broke off."""
         self._drop()
         self.early.clear()
+        if block in self.following:
+            self.order = self.following
         if block not in self.order:
             self.order = self.next_order = tuple(sorted({*self.order, *self.next_order, block}))
         self.position = self.order.index(block)
@@ -148,7 +163,8 @@ class BlockRing:
         """Let go of what is held and pending, but for `all_but`, each of which may stay once."""
         kept: deque[_Fetch] = deque()
         for fetch in self.pending:
-            if fetch.block in all_but and all(fetch.block != other.block for other in kept):
+            wanted = fetch.block in all_but and self._in_place(fetch, self.following)
+            if wanted and all(fetch.block != other.block for other in kept):
                 kept.append(fetch)
             else:
                 self.free[fetch.slot] = fetch.full
@@ -160,8 +176,8 @@ class BlockRing:
             self.held = None
 
     def _send_for_all(self) -> None:
-        while self.empty and (self.order or self.next_order):
-            self._send_for_next()
+        while self.empty and self._send_for_next():
+            pass
 
     def _next_block(self) -> int | None:
         """What to send for now; None where nothing will be called."""
@@ -176,11 +192,27 @@ class BlockRing:
             self.early.remove(block)
         return None
 
-    def _send_for_next(self) -> None:
+    def _in_place(self, fetch: _Fetch, order: tuple[int, ...]) -> bool:
+        """Whether a block of `order` comes into the slot that it has to."""
+        return order != self.placed or self.places.get(fetch.block, fetch.slot) == fetch.slot
+
+    def _empty_slot(self, block: int) -> int | None:
+        """Where the next block in order may go; None if that is in use."""
+        slot = self.places[block] if self.order == self.placed else self.empty[0]
+        if slot not in self.empty:
+            return None
+        self.empty.remove(slot)
+        return slot
+
+    def _send_for_next(self) -> bool:
+        """False if there is nothing to send for, or no slot for it."""
         block = self._next_block()
         if block is None:
-            return
-        slot = self.empty.popleft()
+            return False
+        slot = self._empty_slot(block)
+        if slot is None:
+            self.position -= 1
+            return False
         buffer, share = self.buffer_in(block, slot), self.store.buffers[block]
         if self.free[slot] is not None:
             self.copy_stream.wait_event(self.free[slot])
@@ -201,3 +233,11 @@ class BlockRing:
             gather = begun, full
         self.timeline.fetched(block, share.numel(), self.free[slot], self.freed_by[slot], start, copied, gather)
         self.pending.append(_Fetch(block, slot, full))
+        return True
+
+
+def _slots_in_turn(blocks: int, slots: int) -> int:
+    """How many of `slots` the blocks of a pass go round in, so that each comes into the same one in every pass. The first ones of
+    a pass have to wait for those in the last, unfinished round of the pass before: the fewer these are, the later they are computed."""
+    least = max(2, slots // 2)
+    return max(range(min(least, slots), slots + 1), key=lambda number: (blocks % number or number, number))

@@ -40,11 +40,6 @@ def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_atten
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
 
 
-def cores_s(residency: Residency, rates: BesideLink) -> float:
-    """Seconds that the cores take in a decode step for what they multiply, while the link rests."""
-    return residency.computed_bytes / (rates.cores_alone_gb_per_s * 1e9) + len(residency.computed) * rates.crossing_s
-
-
 def _balanced(residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool) -> Split:
     """T = max(S / B_link, R / B_cores + h), with S the bytes that are sent, R those that the cores read, and h the time in which the
     cores cannot work, because the device does. Of experts the cores read a part of what would be sent, so they come first: other

@@ -1,11 +1,10 @@
-"""A decode step as one CUDA graph, for a model of which nothing is fetched in a decode step: it is on the device, or the host's cores
-multiply it.
+"""A decode step as CUDA graphs (graphs.py).
 
 With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
-launched at once. It is recorded in the first generation and repeats the same kernels on the same memory. So what changes from step to
+launched at once. It is recorded in the first generation and repeats the same kernels on the same memory. So a block that is fetched
+has to come into the same slot each time. And what changes from step to
 step lies in tensors: ids, positions, the cache's next place, and a mask over all positions that the cache has room for. Whether
-the graph does what the model does is tried before it is used: one step both ways, in logits, keys and values. Where nothing is
-fetched only for the sake of the graph (balance.py), the steps that repeat it have to be faster than those that fetched.
+the graph does what the model does is tried before it is used: one step both ways, in logits, keys and values.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from zero_inference.cores.crossing import Crossing, HostCalls, RecordedCalls
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step, visible_positions
 from zero_inference.engines.stream.feeder import BlockFeeder
-from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.graphs import Record, Recording
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
@@ -34,26 +33,18 @@ USUAL_STEPS = 2
 # Relative, by dtype, against the model launched with a mask over the positions there are; with no mask attention sums in another order, and
 # the roundings of 40 layers add up to 5 % in bfloat16. A position or a mask that is wrong by one makes several times as much.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
-FETCHED = "weights are fetched in each step"
 RANKS = "there are several ranks"
 KEYS_IN_HOST = "keys and values are in host memory"
 TRACED = "--trace shows each layer"
 INSTEAD = {  # by reason, where there is something to do about it
-    FETCHED: "raise --gpu-memory, let the cores multiply them (--cpu-compute 1), or use --decode-graph off",
     RANKS: "use one process, or --decode-graph off",
     KEYS_IN_HOST: "drop one of --kv-offload and --decode-graph",
     TRACED: "drop one of the two",
 }
 
-Step = Callable[[], torch.Tensor]
-Record = Callable[[Step], tuple[torch.Tensor, Callable[[], None]]]
 
-
-def why_no_graph(job: Job, residency: Residency) -> str | None:
+def why_no_graph(job: Job) -> str | None:
     """Why a decode step of this run is not recorded, in a few words; None where it is.
-
-    Args:
-        residency: as it is planned.
 
     Raises:
         UsageError: it was asked for, and cannot be.
@@ -65,7 +56,6 @@ def why_no_graph(job: Job, residency: Residency) -> str | None:
         getattr(job.spec.text_config, "_attn_implementation", None) or job.skeleton.model.config._attn_implementation
     )
     reasons = {
-        FETCHED: bool(residency.fetched),
         RANKS: several,
         KEYS_IN_HOST: config.kv_offload,
         TRACED: config.trace is not None,
@@ -79,50 +69,13 @@ def why_no_graph(job: Job, residency: Residency) -> str | None:
     return reason
 
 
-def cuda_graph(step: Step) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Record `step` without running it: its output, and what runs it.
-
-    Raises:
-        RuntimeError: it does something that cannot be recorded, such as waiting for the device. The next step can be computed as usual.
-    """
-    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
-    problem: BaseException | None = None
-    try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            try:
-                output = step()
-            except BaseException as error:  # the end of the recording fails then, too, and says less
-                problem = error
-                raise
-    except BaseException as error:
-        # What PyTorch leaves as it was while it recorded: which stream is the current one, and, before 2.12, that the allocator takes a
-        # recording to be under way, whose `empty_cache` fails then.
-        torch.cuda.set_stream(stream)
-        with contextlib.suppress(RuntimeError):  # it was ended
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        if problem is not None:
-            raise problem from error
-        raise
-    return output, graph.replay
-
-
-def repeated_call(step: Step) -> tuple[torch.Tensor, Callable[[], None]]:
-    """What stands for a graph on a CPU: the same step, called again."""
-    output = step()
-
-    def replay() -> None:
-        output.copy_(step())
-
-    return output, replay
-
-
 class StepGraph:
     """Stands before `model.forward`, and repeats a graph where a call is a decode step like the one that was recorded.
 
     Args:
         model: a transformers model for generation, all of it on the device.
         dtype: of its attention.
-        record: `cuda_graph` or `repeated_call`.
+        record: `cuda_graphs` or `repeated_call`.
         feeder: of the model's blocks.
         calls: those that the model makes of the host's cores; None where it makes none.
         always: use it where it is slower, too.
@@ -147,8 +100,7 @@ class StepGraph:
         self.placed = feeder.residency  # in the steps that are counted
         self.given_up = False
         self.inputs: StepInputs | None = None
-        self.replay: Callable[[], None] | None = None
-        self.logits: torch.Tensor | None = None
+        self.recording: Recording | None = None
         self.recorded_calls: RecordedCalls | None = None
         self.tried = False
 
@@ -171,18 +123,15 @@ class StepGraph:
         if not self._fits(call):
             self._forget()
             self.cache, self.usual_steps, self.tried = call["past_key_values"], 0, False
-        if self.tried and (slower_s := self.feeder.balance.slower_than_before()) is not None and not self.always:
-            self._give_up("fetching is faster", None, slower_s)
         if self.tried:
             self.feeder.begin_pass(call["input_ids"].numel())
-            if not self.feeder.residency.fetched:
+            if self.placed is self.feeder.residency:
                 return self._repeat(call)
-            self._give_up(FETCHED)
-            return self.own(**call)
-        if self.replay is not None:
+        if self.placed is not self.feeder.residency:  # another block is fetched, or one less
+            self._forget()
+            self.placed, self.usual_steps, self.tried = self.feeder.residency, 0, False
+        if self.recording is not None:
             return self._trial(call)
-        if self.placed is not self.feeder.residency:
-            self.placed, self.usual_steps = self.feeder.residency, 0
         self.usual_steps += 1
         if self.usual_steps > USUAL_STEPS:
             self._record(call)  # by now a block that turned out to be no work for the cores is fetched
@@ -193,10 +142,6 @@ class StepGraph:
         return call["past_key_values"] is self.cache and same_batch
 
     def _record(self, call: dict[str, Any]) -> None:
-        if self.feeder.residency.fetched:
-            if not self.feeder.balance.may_stop_fetching:
-                self._give_up(FETCHED)
-            return
         cache = call["past_key_values"]
         inputs = StepInputs.like(call["input_ids"], cache.max_length, self.dtype)
         inputs.fill(call)
@@ -206,36 +151,35 @@ class StepGraph:
             with self.feeder.timeline.paused(), cache.writing_at(inputs.place):
                 return self.own(**fixed).logits
 
+        self.feeder.fix_places()
+        self.feeder.begin_again()
         try:
             with contextlib.nullcontext() if self.calls is None else self.calls.recording() as self.recorded_calls:
-                self.logits, self.replay = self.record(step)
+                self.recording = self.record(step, self.feeder)
             self.inputs = inputs
         except Exception as error:  # whatever the model's code does that a graph cannot hold
             self._give_up(f"a graph could not be recorded ({(str(error).strip().splitlines() or [''])[0][:200]})")
 
     def _repeat(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
-        assert self.inputs is not None and self.replay is not None
+        assert self.inputs is not None and self.recording is not None
         self.inputs.fill(call)
         if self.calls is not None and self.recorded_calls is not None:
             self.calls.ask_again(self.recorded_calls)
-        self.replay()
+        self.recording.repeat()
         cache = call["past_key_values"]
         cache.advance(1)
-        return CausalLMOutputWithPast(logits=self.logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=self.recording.output, past_key_values=cache)
 
     def _trial(self, call: dict[str, Any]) -> Any:
         """One step all ways; what the model itself computes is what counts."""
         cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
 
-        def found() -> list[torch.Tensor]:
-            return [self.logits[:, -1].clone(), *cache.at(place)]
-
-        self._repeat(call)  # the first time takes longer
-        cache.advance(-1)
         streams = self.feeder.timeline.streams
-        graph_s, _ = _timed(lambda: self._repeat(call), streams)
-        of_graph = found()
-        cache.advance(-1)
+        for _ in range(2):  # the first time takes longer
+            self.feeder.begin_again()
+            graph_s, output = _timed(lambda: self._repeat(call), streams)
+            cache.advance(-1)
+        of_graph = [output.logits[:, -1].clone(), *cache.at(place)]
         output = self.own(**call | {"attention_mask": visible_positions(call, self.dtype)})
         launched = [output.logits[:, -1].clone(), *cache.at(place)]
         differences = [_difference(one, other) for one, other in zip(of_graph, launched)]
@@ -248,7 +192,8 @@ class StepGraph:
             self._give_up("a graph is not faster", difference, graph_s, usual_s)
         else:
             self.tried = True
-            self._report(None, difference, graph_s, usual_s)
+            self.report(DecodeGraph(None, difference, graph_s, usual_s, self.recording.graphs, tried=True))
+        self.feeder.balance.begin_again()
         return output
 
     def _give_up(
@@ -260,22 +205,11 @@ class StepGraph:
     ) -> None:
         self.given_up, self.tried = True, False
         self._forget()
-        self._report(reason, difference, graph_s, launched_s)
-        self.feeder.balance.go_back()
-
-    def _report(
-        self, reason: str | None, difference: float | None, graph_s: float | None, launched_s: float | None
-    ) -> None:
-        """Where steps fetched before, these are what the graph is compared with."""
-        before, fetched = self.feeder.balance.before, None
-        if before is not None:
-            launched_s, blocks = before.step_s, before.residency.fetched
-            fetched = sum(before.residency.layouts[block].nbytes for block in blocks)
-        self.report(DecodeGraph(reason, difference, graph_s, launched_s, fetched, tried=reason != FETCHED))
+        self.report(DecodeGraph(reason, difference, graph_s, launched_s, tried=True))
 
     def _forget(self) -> None:
         """Let go of the graph and its memory, which what its calls bring is a part of."""
-        self.inputs = self.replay = self.logits = self.recorded_calls = None
+        self.inputs = self.recording = self.recorded_calls = None
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

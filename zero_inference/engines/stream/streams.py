@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class ComputeStream:
         self.streams, self.stream = streams, streams.stream()
         self.done = streams.sleeping_event() if host_waits else None
         self.callers: Any = None  # while a call is under way
+        self.entered_already = False
         self.hooks = [
             module.register_forward_pre_hook(self._begin),
             module.register_forward_hook(self._end, always_call=True),
@@ -112,13 +114,26 @@ class ComputeStream:
         for hook in self.hooks:
             hook.remove()
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within it all work goes to this stream, in order with the caller's before and after; calls of the module change nothing then."""
+        self._begin(None, ())
+        self.entered_already = True
+        try:
+            yield
+        finally:
+            self.entered_already = False
+            self._end(None, (), None)
+
     def _begin(self, module, args) -> None:
+        if self.entered_already:
+            return
         self.callers = self.streams.current()
         self.stream.wait_stream(self.callers)
         self.streams.make_current(self.stream)
 
     def _end(self, module, args, output) -> None:
-        if self.callers is None:
+        if self.callers is None or self.entered_already:
             return  # the call broke off before it began
         self.callers.wait_stream(self.stream)
         self.streams.make_current(self.callers)

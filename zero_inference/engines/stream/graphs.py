@@ -1,0 +1,125 @@
+"""A step of a model as CUDA graphs: one, or where weights are fetched, one up to each time that the host has to do something between.
+
+The host asks the ring for a block before it is used, and gives its slot back behind that. Both order streams by events, and asking for a
+block also queues copies, which a graph cannot hold because each step's copies run into the next step. So a recording ends
+there, the ring is asked, and another recording begins; the same happens when the graphs are launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zero_inference.engines.stream.feeder import BlockFeeder
+from zero_inference.errors import RunError
+
+Step = Callable[[], torch.Tensor]
+
+
+class Recording:
+    """A step that can be repeated.
+
+    Attributes:
+        output: of the step; each repetition overwrites it.
+        repeat: does the step once more.
+        graphs: that it is made of.
+    """
+
+    def __init__(self, output: torch.Tensor, repeat: Callable[[], None], graphs: int):
+        self.output, self.repeat, self.graphs = output, repeat, graphs
+
+
+Record = Callable[[Step, BlockFeeder], Recording]
+
+
+def cuda_graphs(step: Step, feeder: BlockFeeder) -> Recording:
+    """Record `step` without running it; the ring does its part, as it would in the step.
+
+    Raises:
+        RuntimeError: it does something that cannot be recorded, such as waiting for the device. The next step can be computed as usual.
+    """
+    recorder = _Recorder()
+    torch.cuda.synchronize()
+    with feeder.compute.entered(), recorder.between_graphs(feeder):
+        recorder.begin()
+        try:
+            output = step()
+            recorder.end()
+        except BaseException:
+            recorder.abandon()
+            raise
+    parts = recorder.parts
+
+    def repeat() -> None:
+        with feeder.compute.entered():
+            for part in parts:
+                part()
+
+    return Recording(output, repeat, recorder.graphs)
+
+
+def repeated_call(step: Step, feeder: BlockFeeder) -> Recording:
+    """What stands for graphs on a CPU: the same step, called again."""
+    output = step()
+
+    def repeat() -> None:
+        output.copy_(step())
+
+    return Recording(output, repeat, 1)
+
+
+class _Recorder:
+    """Graphs one behind the other, which share their memory, and what the host does between them."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graph: torch.cuda.CUDAGraph | None = None  # that is recorded
+        self.parts: list[Callable[[], Any]] = []
+        self.graphs = 0
+
+    def begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        assert self.graph is not None
+        graph, self.graph = self.graph, None
+        with warnings.catch_warnings():  # where the ring is asked twice in a row, there is nothing between
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
+        self.parts.append(graph.replay)
+        self.graphs += 1
+
+    def abandon(self) -> None:
+        """After an error. PyTorch, before 2.12, goes on to take a recording to be under way, whose `empty_cache` fails then."""
+        if self.graph is not None:
+            with contextlib.suppress(RuntimeError):  # it is invalid
+                self.graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # it was ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+
+    @contextlib.contextmanager
+    def between_graphs(self, feeder: BlockFeeder):
+        """Within it what the feeder asks of its ring stands between two graphs."""
+
+        def between(call: Callable[[], Any]) -> Any:
+            self.end()
+            found = call()
+            self.parts.append(lambda: _as_before(call(), found))
+            self.begin()
+            return found
+
+        feeder.between = between
+        try:
+            yield
+        finally:
+            feeder.between = None
+
+
+def _as_before(slot: int | None, recorded: int | None) -> None:
+    if slot != recorded:
+        raise RunError(f"a block lies in slot {slot}, and its graph reads slot {recorded}; use --decode-graph off.")
