@@ -198,7 +198,7 @@ class StreamPlacement:
     cores: CoresUse | None = key(
         "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
     )
-    decode_graph: DecodeGraph | None = key("", "a decode step as one CUDA graph", only_with=_GRAPH, default=None)
+    decode_graph: DecodeGraph | None = key("", "a decode step as CUDA graphs", only_with=_GRAPH, default=None)
 
 
 @dataclass(frozen=True, slots=True)
