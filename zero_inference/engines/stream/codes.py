@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization
@@ -29,12 +30,14 @@ class FromCodes:
         weights: their names, relative to the block.
         most_tokens: of a pass in which it is worth it.
         forward: what it computes then, with the arguments of its own.
+        saw: told the arguments of a call that it computes itself.
     """
 
     module: nn.Module
     weights: tuple[str, ...]
     most_tokens: int
     forward: Callable[..., torch.Tensor]
+    saw: Callable[..., None] = lambda *args: None
 
 
 def modules_from_codes(
@@ -43,20 +46,22 @@ def modules_from_codes(
     scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
     config: Any,
-) -> Iterator[FromCodes]:
-    """Linear modules where the device has a kernel for them, and modules of experts.
+) -> tuple[list[FromCodes], SameInput]:
+    """Linear modules where the device has a kernel for them, and modules of experts; and what makes the products of the former.
 
     Args:
         places: everywhere that the block can lie: by a weight's name its parts there, for those that are quantized.
         packed_now: the parts of a weight where it lies when the module is called.
         config: the transformers config.
     """
+    found: list[FromCodes] = []
+    linears = Linears(block, scheme, packed_now)
     for name, module in block.named_modules():
         if type(module) is nn.Linear:
-            weight = f"{name}.weight" if name else "weight"
+            weight = weight_of(name)
             if load_extension() and _can_fuse(module.weight, [weight], places, scheme):
-                forward = linear_forward(module, scheme, partial(packed_now, weight))
-                yield FromCodes(module, (weight,), FUSED_ROWS, forward)
+                forward, saw = partial(linears.product, name), partial(linears.saw, name)
+                found.append(FromCodes(module, (weight,), FUSED_ROWS, forward, saw))
         elif experts := read_experts(module):
             weights = tuple(f"{name}.{own}" if name else own for own in (experts.first, experts.last))
             if any(weight not in place for place in places for weight in weights):
@@ -71,30 +76,115 @@ def modules_from_codes(
             times = [
                 partial(_times, like, scheme, partial(packed_now, own)) for like, own in zip((first, last), weights)
             ]
-            yield FromCodes(module, weights, most, experts_forward(experts, times[0], times[1]))
+            found.append(FromCodes(module, weights, most, experts_forward(experts, times[0], times[1])))
+    return found, linears.same_input
 
 
-def linear_forward(
-    linear: nn.Linear, scheme: GroupQuantization, packed: Callable[[], Packed]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`linear_groups` for a module, without the questions that `can_fuse` has answered: asked each time, they would cost Python more than
-    the product takes.
+def weight_of(name: str) -> str:
+    """The name of the weight of a linear module of that name."""
+    return f"{name}.weight" if name else "weight"
+
+
+class BlockCodes:
+    """Which weights of a block a short pass does without, because their modules multiply with the codes.
 
     Args:
-        packed: gives codes, scales and minima where they lie now.
+        found: its modules that can; `same_input` is that of the linear ones.
     """
-    bits, group_size, rows = scheme.bits, scheme.group_size, linear.out_features
-    bias = no_bias(linear.weight.device, linear.weight.dtype) if linear.bias is None else linear.bias
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        codes, scales, minima, *_ = packed()
-        flat = x.reshape(-1, linear.in_features).contiguous()
-        if flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
-            return linear_groups(x, codes, scales, minima, bits, group_size, rows, linear.bias)
-        out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, rows, bias)
-        return out.view(*x.shape[:-1], rows)
+    def __init__(self, found: Sequence[FromCodes] = (), same_input: SameInput | None = None):
+        self.same_input = same_input
+        self.most_tokens = {weight: each.most_tokens for each in found for weight in each.weights}
+        self.called: set[str] = set()
 
-    return forward
+    def saw(self, found: FromCodes, *args: Any) -> None:
+        """A module computed a call with `args` itself."""
+        self.called.update(found.weights)
+        found.saw(*args)
+
+    def learned(self) -> None:
+        """The block was computed with plain weights once. The model itself reads those whose module was not called."""
+        self.most_tokens = {weight: most for weight, most in self.most_tokens.items() if weight in self.called}
+
+    def serve(self, weight: str, tokens: int) -> bool:
+        """Whether a pass of so many tokens does without a plain weight."""
+        return tokens <= self.most_tokens.get(weight, 0)
+
+    def ends(self) -> None:
+        """The block was called to its end."""
+        if self.same_input is not None:
+            self.same_input.ends()
+
+
+class Linears:
+    """`linear_groups` for the linear modules of a block, without the questions that `can_fuse` has answered: asked each time, they
+    would cost Python more than the product takes. Weights that lie one behind the other, and take one input, are one weight.
+
+    Args:
+        packed_now: the parts of a weight where it lies when its module is called.
+    """
+
+    def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
+        self.block, self.scheme, self.packed_now = block, scheme, packed_now
+        self.same_input = SameInput()
+        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...]] = {}  # by names and place
+
+    def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """What module `name` computes."""
+        return self.same_input.product(name, x, self._products)
+
+    def saw(self, name: str, x: torch.Tensor) -> None:
+        """It computed that itself."""
+        self.same_input.saw(name, x, self._alike)
+
+    def _alike(self, one: str, other: str) -> bool:
+        a, b = self.block.get_submodule(one), self.block.get_submodule(other)
+        return a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
+
+    def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        in_memory = sorted(names, key=lambda name: self.packed_now(weight_of(name))[0].data_ptr())
+        packed = self._packed(tuple(in_memory))
+        if packed is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
+            return [self._product(name, x) for name in names]
+        codes, scales, minima, bias = packed
+        rows = [self.block.get_submodule(name).out_features for name in in_memory]
+        bits, group_size = self.scheme.bits, self.scheme.group_size
+        out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, sum(rows), bias)
+        by_name = dict(zip(in_memory, out.view(*x.shape[:-1], -1).split(rows, -1)))
+        return [by_name[name] for name in names]
+
+    def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        module, (codes, scales, minima, *_) = self.block.get_submodule(name), self.packed_now(weight_of(name))
+        bits, group_size = self.scheme.bits, self.scheme.group_size
+        return linear_groups(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
+
+    def _packed(self, names: tuple[str, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Codes, scales, minima and biases of all, where they lie now; None where they do not follow each other."""
+        parts = [self.packed_now(weight_of(name))[:3] for name in names]
+        key = names, parts[0][0].data_ptr()
+        if key not in self.joined:
+            biases = [self.block.get_submodule(name).bias for name in names]
+            if biases[0] is None:
+                biases = [no_bias(parts[0][1].device, parts[0][1].dtype)]
+            joined = [_in_a_row(tensors) for tensors in (*zip(*parts), biases)]
+            if any(each is None for each in joined):
+                return None
+            self.joined[key] = tuple(joined)
+        return self.joined[key]
+
+
+def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensors as one, if each begins where the one before ends."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    end = first.data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end:
+            return None
+        end += tensor.nbytes
+    return first.detach().as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
 
 
 def experts_forward(experts: FusedExperts, first: Times, last: Times) -> Callable[..., torch.Tensor]:

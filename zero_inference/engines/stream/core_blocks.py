@@ -13,6 +13,7 @@ from zero_inference.cores.crossing import Crossing, HostCalls
 from zero_inference.cores.matrix import DTYPES, Matrix
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.layout import BlockLayout, StoredParameter
+from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.quantization.groups import GroupQuantization
 
 
@@ -35,8 +36,7 @@ class Workers:
 class CoreBlock:
     """The products of a block on the cores: of its feed-forward as one task, or of its linear modules.
 
-    Linear modules that take the same input become one task. Which do is seen in the first pass that the device computes: they are
-    called with one tensor, one behind the other.
+    Linear modules that take the same input become one task.
 
     Args:
         buffer: uint8, the block as it waits in host memory.
@@ -55,10 +55,7 @@ class CoreBlock:
             name: _weight(module.get_submodule(name), name, layout, buffer, workers.scheme) for name in block.linears
         }
         self.tasks: dict[tuple[str, ...], Task] = {}
-        self.together: dict[str, tuple[str, ...]] = {}
-        self.input: torch.Tensor | None = None  # of the products that were made or seen last
-        self.group: list[str] = []
-        self.ready: dict[str, torch.Tensor] = {}
+        self.same_input = SameInput()
         self.task = self._feed_forward_task(block)
         self.suits = True  # until it is given more rows than the pass has tokens: compressed keys and values of all positions, say
 
@@ -69,32 +66,24 @@ class CoreBlock:
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """The product of module `name` with x [..., columns]; those of the others with the same input are made with it."""
-        if x is not self.input or name not in self.ready:
-            names = self.together.get(name, (name,))
-            self.suits &= x.numel() // x.shape[-1] <= self.workers.rows
-            outs = self.workers.calls(self._task_of(names), x.reshape(-1, x.shape[-1]))
-            self.input = x
-            self.ready = {of: out.view(*x.shape[:-1], -1) for of, out in zip(names, outs)}
-        return self.ready.pop(name)
+        return self.same_input.product(name, x, self._products)
 
     def saw(self, name: str, x: torch.Tensor) -> None:
         """Module `name` was called with `x`, and the device computed it."""
-        if name in self.together:
-            return
-        if x is self.input and self._alike(name, self.group[0]):
-            self.group.append(name)
-        else:
-            self.input, self.group = x, [name]
-        for each in self.group:
-            self.together[each] = tuple(self.group)
+        self.same_input.saw(name, x, self._alike)
 
     def learned(self) -> None:
         """The device has computed the block once. If the model reads a weight without calling its module, that has to be on the device."""
-        self.suits &= self.task is not None or self.together.keys() == self.weights.keys()
+        self.suits &= self.task is not None or self.same_input.together.keys() == self.weights.keys()
 
     def ends(self) -> None:
         """The block was called to its end: its input may go."""
-        self.input, self.group, self.ready = None, [], {}
+        self.same_input.ends()
+
+    def _products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
+        self.suits &= x.numel() // x.shape[-1] <= self.workers.rows
+        outs = self.workers.calls(self._task_of(names), x.reshape(-1, x.shape[-1]))
+        return [out.view(*x.shape[:-1], -1) for out in outs]
 
     def _alike(self, one: str, other: str) -> bool:
         """Whether one prepared input serves both weights."""

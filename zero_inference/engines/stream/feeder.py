@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_inference.engines.stream.balance import Balance
 from zero_inference.engines.stream.blocks import Block, names_of
-from zero_inference.engines.stream.codes import modules_from_codes
+from zero_inference.engines.stream.codes import BlockCodes, modules_from_codes
 from zero_inference.engines.stream.core_blocks import CoreBlock
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.expert_blocks import ExpertBlock
@@ -70,9 +70,7 @@ class BlockFeeder:
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self.packed: dict[tuple[int, int | None], dict[str, tuple[torch.Tensor, ...]]] = {}
         self.tokens = 0  # of this pass
-        # by block: names of the plain weights that its modules can do without, in passes of so many tokens at most
-        self.fused: dict[int, dict[str, int]] = {}
-        self.called: dict[int, set[str]] = {}  # by block: those of them whose module was called in its first pass
+        self.codes: dict[int, BlockCodes] = {}  # by block
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.slots: dict[int, int | None] = {}  # by block: where it lies in this pass
         self.balance = Balance(team if self.ring is not None else None, self.timeline)
@@ -142,20 +140,18 @@ class BlockFeeder:
 
     def _use_codes(self, index: int, module: nn.Module) -> None:
         """Let modules multiply with codes in short passes, where they can."""
-        self.fused[index], self.called[index] = {}, set()
+        self.codes[index] = BlockCodes()
         if not self.scheme or not self.layouts[index].workspace_bytes:
             return
         places = [packed for (block, _), packed in self.packed.items() if block == index]
-        packed_now = partial(self._packed_now, index)
-        for found in modules_from_codes(module, places, self.scheme, packed_now, self.config):
-            self.fused[index] |= dict.fromkeys(found.weights, found.most_tokens)
-            self.replaced.append(found.module)
-            replace_forward(
-                found.module,
-                found.forward,
-                partial(self._does_without, index, found.weights[0]),
-                lambda *args, weights=found.weights: self.called[index].update(weights),
-            )
+        found, same_input = modules_from_codes(
+            module, places, self.scheme, partial(self._packed_now, index), self.config
+        )
+        self.codes[index] = BlockCodes(found, same_input)
+        for each in found:
+            self.replaced.append(each.module)
+            applies = partial(self._does_without, index, each.weights[0])
+            replace_forward(each.module, each.forward, applies, partial(self.codes[index].saw, each))
 
     def _packed_now(self, index: int, weight: str) -> tuple[torch.Tensor, ...]:
         """Codes, scales and minima of a weight, and its place in the workspace, where the block lies in this pass."""
@@ -240,6 +236,7 @@ class BlockFeeder:
 
         def end(module, args, output) -> None:
             self.timeline.block_ends()
+            self.codes[index].ends()
             if index in self.core_blocks:
                 self.core_blocks[index].ends()
             if not resident and not self._by_cores(index) and self._holds_slot(index):
@@ -268,14 +265,14 @@ class BlockFeeder:
         """The block was computed with plain weights for the first time. Modules that were not called have weights that the model reads
         itself, as Mamba's does: these have to be plain, and on the device, in every pass."""
         self.known.add(index)
-        self.fused[index] = {name: most for name, most in self.fused[index].items() if name in self.called[index]}
+        self.codes[index].learned()
         core_block = self.core_blocks.get(index)
         if isinstance(core_block, CoreBlock):
             core_block.learned()
 
     def _does_without(self, index: int, weight: str) -> bool:
         """Whether a weight of this block is not dequantized in this pass: its module multiplies with the codes."""
-        return index in self.known and self.tokens <= self.fused[index].get(weight, 0)
+        return index in self.known and self.codes[index].serve(weight, self.tokens)
 
     def _by_cores(self, index: int) -> bool:
         """Whether the cores multiply this block in this pass."""
@@ -296,5 +293,5 @@ class BlockFeeder:
     def _holds_slot(self, index: int) -> bool:
         """Whether the block's slot is in use until its end in this pass."""
         return not self.layouts[index].workspace_bytes or any(
-            self._does_without(index, weight) for weight in self.fused[index]
+            self._does_without(index, weight) for weight in self.codes[index].most_tokens
         )

@@ -9,6 +9,7 @@ import torch
 
 from zero_inference.quantization.groups import GroupQuantization
 
+VECTOR = 16  # bytes that kernels for codes read at once
 ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
 
 
@@ -56,7 +57,8 @@ class BlockLayout:
     """The parameters of one block; names are relative to its module.
 
     What is not quantized comes first, at the same offsets in the buffer and in the workspace, so that one copy of
-    `plain_bytes` and one dequantization a matrix bring the block into the workspace, and its buffer is free again.
+    `plain_bytes` and one dequantization a matrix bring the block into the workspace, and its buffer is free again. Then come the codes of
+    all matrices, their scales, and their minima, so that matrices which follow each other are one with the rows of all.
 
     Attributes:
         nbytes: length of the buffer, a multiple of `ALIGNMENT` times the number of ranks.
@@ -98,15 +100,17 @@ def lay_out(
             end += _aligned(piece.nbytes)
             layout.parameters.append(StoredParameter(name, piece))
     layout.plain_bytes = workspace = end
-    for name, parameter in packed:
-        groups = (parameter.numel() // scheme.group_size,)
-        codes = Piece(end, (scheme.packed_bytes(parameter.numel()),), torch.uint8)
-        scales = Piece(codes.offset + _aligned(codes.nbytes), groups, parameter.dtype)
-        minima = Piece(scales.offset + _aligned(scales.nbytes), groups, parameter.dtype)
-        end = minima.offset + _aligned(minima.nbytes)
+    kinds: list[list[Piece]] = [[], [], []]
+    for kind, pieces in enumerate(kinds):
+        for _, parameter in packed:
+            codes, groups = scheme.packed_bytes(parameter.numel()), parameter.numel() // scheme.group_size
+            pieces.append(Piece(end, (groups if kind else codes,), parameter.dtype if kind else torch.uint8))
+            end += -(-pieces[-1].nbytes // VECTOR) * VECTOR
+        end = _aligned(end)
+    for (name, parameter), of_codes, of_scales, of_minima in zip(packed, *kinds):
         plain = Piece(workspace, tuple(parameter.shape), parameter.dtype)
         workspace += _aligned(plain.nbytes)
-        layout.parameters.append(StoredParameter(name, plain, (codes, scales, minima)))
+        layout.parameters.append(StoredParameter(name, plain, (of_codes, of_scales, of_minima)))
     layout.nbytes = -(-end // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     layout.stored_bytes = sum(piece.nbytes for stored in layout.parameters for piece in stored.pieces)
     layout.workspace_bytes = workspace if packed else 0

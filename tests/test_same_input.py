@@ -1,0 +1,99 @@
+"""Linear modules with one input are one product with the codes of all, where these follow each other in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_stream import BATCH, generate, load
+
+from zero_inference.engines.stream import codes
+from zero_inference.engines.stream.codes import _in_a_row
+from zero_inference.engines.stream.layout import lay_out
+from zero_inference.engines.stream.same_input import SameInput
+from zero_inference.quantization.groups import GroupQuantization
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Of short passes, by how many modules; on a CPU by the operator's way without a kernel."""
+    made: list[int] = []
+    own = codes.Linears._packed
+
+    def packed(self, names):
+        found = own(self, names)
+        made.append(len(names) if found is not None else 0)
+        return found
+
+    monkeypatch.setattr(codes.Linears, "_packed", packed)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(codes, "load_extension", lambda: True)
+        monkeypatch.setattr(codes, "_can_fuse", lambda *args: True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "of_layer"), [("llama", {3, 1, 2}), ("qwen3", {3, 1, 2}), ("opt", {3, 1}), ("gpt_neox", {1})]
+)
+@pytest.mark.parametrize("gpu_memory", [0, 1])
+def test_ids_are_those_of_products_one_by_one(family, of_layer, gpu_memory, checkpoints, products, monkeypatch):
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    placed = {"quant_bits": 4, "quant_group_size": 32, "gpu_memory": gpu_memory, "dtype": dtype, "cpu_compute": "off"}
+    loaded, spec, ranks = load(checkpoints(family), **placed)
+    found = generate(loaded, spec, ranks, loops=1).output_ids
+    loaded.close()
+    assert set(products) == of_layer
+    monkeypatch.setattr(SameInput, "saw", lambda self, name, x, alike: None)  # then nothing is known to go together
+    products.clear()
+    loaded, spec, ranks = load(checkpoints(family), **placed)
+    one_by_one = generate(loaded, spec, ranks, loops=1).output_ids
+    loaded.close()
+    assert set(products) == {1} and torch.equal(found, one_by_one)
+
+
+def test_tensors_in_a_row_are_one():
+    buffer = torch.arange(24, dtype=torch.int32)
+    parts = [buffer[:8], buffer[8:12], buffer[12:]]
+    assert torch.equal(_in_a_row(parts), buffer)
+    assert _in_a_row(parts[::2]) is None and _in_a_row(parts[::-1]) is None
+    assert _in_a_row(parts[:1]) is parts[0]
+
+
+def test_codes_of_a_block_follow_each_other_and_so_do_scales_and_minima():
+    block = torch.nn.ModuleDict({name: torch.nn.Linear(64, rows) for name, rows in (("q", 64), ("k", 32), ("o", 64))})
+    for bits in (4, 8):
+        layout = lay_out(block.named_parameters(), GroupQuantization(bits, 32, torch.float32), ranks=1)
+        stored = [layout[f"{name}.weight"] for name in block]
+        for kind in range(3):
+            pieces = [each.packed[kind] for each in stored]
+            for one, other in zip(pieces, pieces[1:]):
+                assert other.offset == one.offset + one.nbytes
+        ends = [piece.offset + piece.nbytes for each in stored for piece in each.packed]
+        assert layout.nbytes - max(ends) < 256
+
+
+def test_which_go_together_is_what_was_called_with_one_tensor():
+    asked = []
+
+    def make(names, x):
+        asked.append(names)
+        return [x + len(name) for name in names]
+
+    same = SameInput()
+    x, y = torch.zeros(BATCH), torch.ones(BATCH)
+    for name, tensor in (("a", x), ("bb", x), ("odd", x), ("other size", x), ("ccc", y), ("d", x)):
+        same.saw(name, tensor, lambda one, other: one != "other size")
+    assert same.together == {
+        "a": ("a", "bb", "odd"),
+        "bb": ("a", "bb", "odd"),
+        "odd": ("a", "bb", "odd"),
+        "other size": ("other size",),
+        "ccc": ("ccc",),
+        "d": ("d",),
+    }
+    assert torch.equal(same.product("bb", x, make), x + 2) and torch.equal(same.product("a", x, make), x + 1)
+    assert asked == [("a", "bb", "odd")]
+    same.product("a", x, make)
+    same.product("a", y, make)
+    assert len(asked) == 3 and same.input is y
+    same.ends()
+    assert same.input is None and not same.ready
