@@ -171,7 +171,7 @@ struct Opener {
 
   // Of the next turn, which begins at column k. Behind the last one come turns of which nothing is wanted.
   [[gnu::always_inline]] inline Codes begin() const {
-    if (rows == kTileRows && piece.end - k >= kTurn) return {codes, row_bytes};
+    if (__builtin_expect(rows == kTileRows && piece.end - k >= kTurn, 1)) return {codes, row_bytes};
     copy();
     return {copies, kRowBytes};
   }
@@ -193,7 +193,7 @@ struct Opener {
   [[gnu::always_inline]] inline void end() {
     codes += kRowBytes;
     k += kTurn;
-    if (k >= piece.end) next_piece();
+    if (__builtin_expect(k >= piece.end, 0)) next_piece();
   }
 
   [[gnu::noinline]] void next_piece() {

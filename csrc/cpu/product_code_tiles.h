@@ -145,25 +145,37 @@ struct CodePass {
 
   const char* x_at(int64_t column) const { return input + column / 32 * kTerms * kTileBytes; }
 
+  template <int kParity>
+  [[gnu::always_inline]] inline void multiply_turn(const char* x_sum_at, Opening& opener, Scaling& scaling, Flight& flight,
+                                                   Totals& totals) const {
+    const Turn turn = {opener.begin(), flight.panel, flight.x, x_sum_at};
+    const char* const x = x_at(opener.k);
+    advance<kParity, 0>(turn, opener, scaling, totals);
+    opener.end();
+    flight.x = kPanels == 1 ? x : flight.next_x;
+    flight.next_x = x;
+    if (kPanels == 2) flight.panel = flight.panel == scratch.panel ? scratch.panel + kTurn * 32 : scratch.panel;
+  }
+
   // A piece's turns. In turn i sums of turn i are added, those of i + 1 stored, i + 2 is multiplied, and what is 256 columns
   // behind it opened.
   [[gnu::always_inline]] inline void multiply(const Piece& piece, int64_t turns, Opening& opener, Flight& flight,
                                               Totals& totals) const {
     const char* x_sum_at = x_sums + piece.k / kPackColumns * 64;
     Scaling scaling = {scratch.scales[0], scales.left_in(piece), scratch.groups[0]};
-    for (; turns > 0; --turns, x_sum_at += kPacks * 64) {
-      const Turn turn = {opener.begin(), flight.panel, flight.x, x_sum_at};
-      const char* const x = x_at(opener.k);
-      if (kPacks > 1 || flight.parity == 0) {
-        advance<0, 0>(turn, opener, scaling, totals);
-      } else {
-        advance<1, 0>(turn, opener, scaling, totals);
+    bool second = kPacks == 1 && flight.parity != 0;
+    for (;; x_sum_at += kPacks * 64) {
+      if (!second) {
+        multiply_turn<0>(x_sum_at, opener, scaling, flight, totals);
+        flight.parity = 1;
+        if (--turns == 0) return;
+        if (kPacks > 1) continue;
+        x_sum_at += 64;
       }
-      opener.end();
-      flight.x = kPanels == 1 ? x : flight.next_x;
-      flight.next_x = x;
-      if (kPanels == 2) flight.panel = flight.panel == scratch.panel ? scratch.panel + kTurn * 32 : scratch.panel;
-      flight.parity ^= 1;
+      multiply_turn<1>(x_sum_at, opener, scaling, flight, totals);
+      flight.parity = 0;
+      if (--turns == 0) return;
+      second = false;
     }
   }
 
