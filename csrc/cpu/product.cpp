@@ -11,10 +11,10 @@ namespace {
 // From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
 // once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
-// And with codes themselves, which take as long for one row of x as for 16. Measured on H200 hosts beside a busy link, in GB/s,
-// without tiles and with them: int4 with bfloat16 scales 78 to 104 for one row of x, 36 to 49 and then 49 for four; with
-// float16 scales 68 and then 44 for one, 22 and then 43 for four. Two and three rows were not measured both ways. Others can be
-// tried (benchmarks/cores_products.py --flags); 1000 restores the codes instead.
+// And with codes themselves, which took as long for one row of x as for 16 before few rows shared a tile. Measured on H200
+// hosts beside a busy link, in GB/s, without tiles and with them: int4 with bfloat16 scales 78 to 104 for one row of x, 36 to
+// 49 and then 49 for four; with float16 scales 68 and then 44 for one, 22 and then 43 for four. Two and three rows were not
+// measured both ways. Others can be tried (benchmarks/cores_products.py --flags); 1000 restores the codes instead.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_CODE_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_CODE_TILES 2
 #endif

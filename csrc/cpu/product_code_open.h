@@ -86,12 +86,15 @@ struct Asker {
   const Pieces& pieces;
   int64_t behind;  // the last row that may be asked for
 
-  int64_t codes_bytes = pieces.columns * kBits / 8;              // of a row
-  int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;  // likewise
   // What is asked for: so many rows, and bytes of each.
   Piece piece;
   int64_t rows, bytes;
-  const char *codes, *scales, *minima;
+  // Pointers lie apart, and with them what a row adds: two side by side GCC would add as a vector, and take apart again.
+  const char* codes;
+  int64_t codes_bytes = pieces.columns * kBits / 8;
+  const char* scales;
+  int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;
+  const char* minima;
 
   Asker(const Matrix& matrix, const Layout& layout, const Pieces& pieces, int64_t behind)
       : matrix(matrix), layout(layout), pieces(pieces), behind(behind) {

@@ -1,25 +1,28 @@
-// Products with codes themselves, in tiles. Included by product_amx.cpp behind product_tiles.h and product_code_open.h.
+// Products with codes themselves, in tiles. Included by product_amx.cpp behind product_tiles.h and product_code_scaling.h.
 //
 //   y = sum_g scale[g] * sum_k (base + code[k]) * x[k] + (minimum[g] - base * scale[g]) * sum_k x[k], with k over group g
 //
 // Codes are exact in bfloat16, so that nothing is restored: a section, 64 or 32 columns of one group, is multiplied into sums
 // of its own, and these are scaled in float32. That takes four stages: codes are opened into a panel, multiplied in tiles, the
 // sums are stored, and scaled and added to the totals. A stage waits long for the one before (a tile product takes 52 cycles,
-// and a load of what was just stored waits for the store). So each step, of 128 columns or a line of each row, does the stages
-// for different steps, and nothing waits for what was just issued.
+// and a load of what was just stored waits for the store). So each turn, of 128 or 256 columns, does the stages for different
+// turns, and nothing waits for what was just issued. Inside a turn products and opened rows alternate, because those of one
+// tile of sums wait for each other.
+//
+// Storing sums, and loading them again, takes the most. With up to 8 rows of x two sections share a tile of sums, a pack, and
+// with up to 4 rows four: x of the first section lies in the first columns of its tile, x of the next one in the columns
+// behind, and the others are zero, so that the products of both add to one tile. A vector of scales then has those of several
+// groups, and the totals' shares are added at the end. The two terms of x for float16 share a tile likewise.
 //
 // The totals of a strip of 16 rows stay in registers for a piece of its columns.
 //
-// Errors of results are 0.5e-6 to 2.0e-6 of their norm (4096 columns in groups of 32 to 256, int4 and int8, x's mean half its
-// deviation).
+// Errors of results are 0.5e-6 to 2.2e-6 of their norm (groups of 32 to 256, int4 and int8, x's mean half its deviation).
 //
-// Estimate, not measured: a step of 16 rows of int4 (1024 bytes) in groups of 64, times up to 16 rows of x, takes
-//   282 loads, two a cycle: 32 to open, 128 for eight tiles, 32 sums, 64 scales and offsets, 24 prefetches   141 cycles
-//   192 vector operations, two a cycle: 128 to open, of which 64 rotate on one port, 64 to scale              96 cycles
-//   96 stores, one a cycle: 64 of opened codes, 32 of sums                                                    96 cycles
-//   4 tile products                                                                                           64 cycles
-// and each piece, of four steps, 48 loads, 80 operations and 48 stores for the conversion of scales and the totals. 110 GB/s on
-// 15 cores at 2.6 GHz are 408 cycles a step, with its scales; 204 where two threads share a core.
+// Estimate, not measured: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take in packs of 1, 2 and 4 sections
+//   loads, two a cycle             282, 233, 208: 32 to open, 128 for eight tiles, 24 prefetches; sums, scales, offsets
+//   vector operations, two a cycle 192, 192, 160: 128 to open, of which 64 rotate on one port; 2 or 4 for each row of a pack
+//   stores, one a cycle             96,  80,  72: 64 of opened codes, and the sums
+//   4 tile products                 64 cycles; one behind the other in one tile of sums 104, 208, 208
 
 // Tile kRows times two tiles of x.
 template <int kSums, int kMoreSums, int kRows>
