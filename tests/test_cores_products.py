@@ -115,8 +115,13 @@ def test_products_agree_with_float64(instructions, dtype, use):
     for count in COUNTS:
         check(Matrix.plain(weight), weight, an_input(count, 331, dtype), name)
     for bits in (8, 4):
-        # 37 x 64: a block of columns and a part; 9 x 32: half a step is left over
-        for group_size, columns, counts in ((64, 2368, COUNTS), (32, 288, (1, 6, 33)), (128, 640, (2, 17, 64))):
+        # 37 x 64: a block of columns and a part; 11 x 64: packs of sections that do not fill a turn; 9 x 32: half a step is left over
+        for group_size, columns, counts in (
+            (64, 2368, COUNTS),
+            (64, 704, (2, 4, 8)),
+            (32, 288, (1, 3, 6, 33)),
+            (128, 640, (2, 8, 17, 64)),
+        ):
             matrix, kept, restored = quantized(a_weight(37, columns, dtype), bits, group_size)
             for count in counts:
                 check(matrix, restored, an_input(count, columns, dtype), name)
@@ -145,7 +150,7 @@ def test_any_group_size(instructions, dtype, use):
     ):
         columns = group_size * (1 if group_size > 1000 else 13)
         matrix, kept, restored = quantized(a_weight(19, columns, dtype), bits, group_size)
-        for count in (1, 6, 35):
+        for count in (1, 3, 6, 35):
             check(matrix, restored, an_input(count, columns, dtype), name)
 
 
@@ -156,7 +161,7 @@ def test_row_ranges_strides_and_threads(instructions, use):
     for bits in (0, 4):
         weight = a_weight(133, 1280, torch.bfloat16)
         matrix, kept, restored = quantized(weight, 4, 64) if bits else (Matrix.plain(weight), (), weight)
-        for x in (wide[:1], wide):
+        for x in (wide[:1], wide[:3], wide):
             for rows in ((0, 1), (5, 38), (16, 32), (131, 133), (7, 7), (0, None)):
                 if rows[0] != rows[1]:
                     check(matrix, restored, x, name, rows)

@@ -11,10 +11,10 @@ namespace {
 // From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
 // once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
-// And with codes themselves, which take as long for one row of x as for 16. Measured on H200 hosts beside a busy link, in GB/s,
-// without tiles and with them: int4 with bfloat16 scales 78 to 104 for one row of x, 36 to 49 and then 49 for four; with
-// float16 scales 68 and then 44 for one, 22 and then 43 for four. Two and three rows were not measured both ways. Others can be
-// tried (benchmarks/cores_products.py --flags); 1000 restores the codes instead.
+// And with codes themselves, which took as long for one row of x as for 16 before few rows shared a tile. Measured on H200
+// hosts beside a busy link, in GB/s, without tiles and with them: int4 with bfloat16 scales 78 to 104 for one row of x, 36 to
+// 49 and then 49 for four; with float16 scales 68 and then 44 for one, 22 and then 43 for four. Two and three rows were not
+// measured both ways. Others can be tried (benchmarks/cores_products.py --flags); 1000 restores the codes instead.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_CODE_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_CODE_TILES 2
 #endif
@@ -52,12 +52,25 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   return brain ? Form::bfloat16 : Form::float32;
 }
 
+// How many sections share the columns of a tile of x, and where its terms do too. A row of x and a term need a column.
+void share_columns(Layout& layout, int64_t count) {
+  const int64_t rows = count * layout.terms;
+  const int64_t beside = rows <= kTileRows ? layout.terms : 1;
+  layout.terms /= beside;
+  const int64_t room = rows <= kTileRows / 4 ? 4 : rows <= kTileRows / 2 ? 2 : 1;
+  layout.pack = room < kMostPack ? room : kMostPack;
+  layout.width = kTileRows / (layout.pack * beside);
+}
+
 Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions) {
-  Layout layout = {form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), matrix.group, 1};
+  Layout layout = {form_of(matrix, count, instructions), false, 0, round_up(matrix.columns, kStep), matrix.group, 1, 1, 1, 0};
+  layout.terms = is_split(layout.form) ? 2 : 1;
   if (codes_in_tiles(layout.form)) {
     layout.nibbles = matrix.bits / 4;
-    layout.columns = round_up(matrix.columns * layout.nibbles, kStep);
     layout.group = matrix.group * layout.nibbles;
+    share_columns(layout, count);
+    const int64_t pack = pack_columns(layout);
+    layout.columns = round_up(matrix.columns * layout.nibbles, pack > kStep ? pack : kStep);
     return layout;
   }
   if (matrix.bits == 0) {
@@ -82,7 +95,7 @@ size_t input_bytes(const Matrix& matrix, int64_t count, Instructions instruction
   const Layout layout = layout_of(matrix, count, instructions);
   if (!in_tiles(layout)) return static_cast<size_t>(count * input_stride(layout));
   const int64_t sums =
-      codes_in_tiles(layout.form) ? round_up(count, kTileRows) * 4 * (layout.columns / section_columns(layout)) : 0;
+      codes_in_tiles(layout.form) ? round_up(count, kTileRows) * 4 * (layout.columns / pack_columns(layout)) : 0;
   return static_cast<size_t>(sections_at(layout, count) + sums);
 }
 
@@ -95,13 +108,13 @@ bool same_input(const Matrix& one, const Matrix& other, int64_t count, Instructi
 }
 
 int64_t input_step(const Matrix& matrix, Instructions) {
-  // whole groups, of which sums are prepared
-  return codes_themselves(matrix) && matrix.group > kStep ? matrix.group : kStep;
+  // whole groups and packs of sections, of which sums are prepared; there are 256 columns in one at most
+  return codes_for_tiles(matrix) ? 2 * kStep : kStep;
 }
 
 size_t scratch_bytes(const Matrix& matrix, int64_t count, Instructions instructions) {
   const Layout layout = layout_of(matrix, count, instructions);
-  if (codes_in_tiles(layout.form)) return static_cast<size_t>(kCodeScratchBytes);
+  if (codes_in_tiles(layout.form)) return static_cast<size_t>(kCodeScratchBytes + kPageBytes);
   // two panels, and sums in pairs of two tiles; or 4 rows, and of each row of x and the weight a vector
   if (in_tiles(layout)) return static_cast<size_t>(2 * kPanelBytes + (count + 31) / 32 * 4 * kTileBytes);
   return static_cast<size_t>(4 * (kBlockBytes + kRowGap) + count * 4 * 64);

@@ -205,7 +205,6 @@ struct Tiles {
 template <int kTerms>
 void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {
-  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
   alignas(64) char rows[2][kTerms][kTileBytes];  // by half of 64 columns and term: a row of x after the other
   for (int64_t m = 0; m < count; m += kTileRows) {
     char* const tiles = input + m / kTileRows * (layout.columns / 32) * kTerms * kTileBytes;
@@ -226,14 +225,13 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
       }
       char* const out = tiles + k / 32 * kTerms * kTileBytes;
       for (int part = 0; part < 2 * kTerms; ++part) {
-        for (int64_t pair = 0; pair < 16; ++pair) {
-          const char* const column = rows[part / kTerms][part % kTerms] + pair * 4;
-          _mm512_store_si512(out + part * kTileBytes + pair * 64, _mm512_i32gather_epi32(lanes, column, 4));
-        }
+        put_pairs(rows[part / kTerms][part % kTerms], out + part * kTileBytes);
       }
     }
   }
 }
+
+#include "product_code_scaling.h"
 
 #include "product_code_tiles.h"
 
@@ -249,9 +247,11 @@ void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_d
   const bool split = is_split(layout.form);
   last = last == columns ? layout.columns : last * layout.nibbles;
   first *= layout.nibbles;
-  (split ? prepare_tiles<2> : prepare_tiles<1>)(layout, count, rows, x_dtype, stride, first, last, columns, out);
-  if (layout.form == Form::code_tiles) prepare_sections<1>(layout, count, first, last, out);
-  if (layout.form == Form::split_code_tiles) prepare_sections<2>(layout, count, first, last, out);
+  const bool shared = codes_in_tiles(layout.form) && layout.width < kTileRows;
+  const auto prepare =
+      shared ? (split ? prepare_shared_tiles<2> : prepare_shared_tiles<1>) : (split ? prepare_tiles<2> : prepare_tiles<1>);
+  prepare(layout, count, rows, x_dtype, stride, first, last, columns, out);
+  if (codes_in_tiles(layout.form)) prepare_sections(layout, count, first, last, out);
 }
 
 void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
@@ -263,8 +263,7 @@ void product(const Matrix& matrix, const Layout& layout, int64_t count, const vo
   if (layout.form == Form::tiles) return Tiles<1>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
   if (layout.form == Form::split_tiles)
     return Tiles<2>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
-  const auto multiply = is_split(layout.form) ? product_of_codes<2> : product_of_codes<1>;
-  multiply(matrix, layout, count, x, first, last, out, stride, panel);
+  product_of_codes(matrix, layout, count, x, first, last, out, stride, panel);
 }
 
 uint64_t read_bytes_sum(const void* data, int64_t bytes) { return avx512::read_bytes_sum(data, bytes); }

@@ -31,24 +31,51 @@ inline void code_input(const Layout& layout, const char* x, Dtype dtype, int64_t
   }
 }
 
-// Sums of the prepared x over sections, of 16 rows of x a vector: [rows of x, by 16][sections]. Of int8 only the lower halves
-// count, which come first in a tile.
+// A tile of pairs, a row of x in each of its columns, from 16 rows of x in 32 columns.
+inline void put_pairs(const char* rows, char* tile) {
+  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  for (int64_t pair = 0; pair < 16; ++pair) {
+    _mm512_store_si512(tile + pair * 64, _mm512_i32gather_epi32(lanes, rows + pair * 4, 4));
+  }
+}
+
+// Tiles whose columns are shared by sections or terms (Layout): of so few rows of x that there is one for 32 columns.
 template <int kTerms>
-void prepare_sections(const Layout& layout, int64_t count, int64_t first, int64_t last, char* input) {
+void prepare_shared_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
+                          int64_t last, int64_t columns, char* input) {
+  const int64_t section = section_columns(layout);
+  for (int64_t k = first; k < last; k += 64) {
+    alignas(64) char rows[2][kTileBytes] = {};
+    for (int64_t m = 0; m < count; ++m) {
+      __m512i terms[2][kTerms];
+      code_input<kTerms>(layout, x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, terms);
+      for (int64_t part = 0; part < 2 * kTerms; ++part) {
+        const int64_t half = part / kTerms, term = part % kTerms;
+        const int64_t place = (k + half * 32) / section % layout.pack * kTerms + term;
+        _mm512_store_si512(rows[half] + (place * layout.width + m) * 64, terms[half][term]);
+      }
+    }
+    for (int64_t half = 0; half < 2; ++half) put_pairs(rows[half], input + (k / 32 + half) * kTileBytes);
+  }
+}
+
+// Sums of the prepared x over packs of sections, in the columns of its tiles a vector: [rows of x, by 16][packs]. Of int8 only
+// the lower halves count, which come first in a tile.
+inline void prepare_sections(const Layout& layout, int64_t count, int64_t first, int64_t last, char* input) {
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  const int64_t section = section_columns(layout), tiles = section / 32 * kTerms;
+  const int64_t pack = pack_columns(layout), tiles = pack / 32 * layout.terms;
   for (int64_t block = 0; block < (count + kTileRows - 1) / kTileRows; ++block) {
-    const char* const x = input + block * (layout.columns / 32) * kTerms * kTileBytes;
-    char* const sums = input + sections_at(layout, count) + block * (layout.columns / section) * 64;
-    for (int64_t k = first; k < last; k += section) {
+    const char* const x = input + block * (layout.columns / 32) * layout.terms * kTileBytes;
+    char* const sums = input + sections_at(layout, count) + block * (layout.columns / pack) * 64;
+    for (int64_t k = first; k < last; k += pack) {
       Vector total = zero();
       for (int64_t tile = 0; tile < tiles; ++tile) {
-        const char* const pairs = x + (k / 32 * kTerms + tile) * kTileBytes;
+        const char* const pairs = x + (k / 32 * layout.terms + tile) * kTileBytes;
         for (int64_t i = 0; i < kTileBytes / layout.nibbles; i += 64) {
           total = _mm512_dpbf16_ps(total, (__m512bh)_mm512_load_si512(pairs + i), ones);
         }
       }
-      store(reinterpret_cast<float*>(sums + k / section * 64), total);
+      store(reinterpret_cast<float*>(sums + k / pack * 64), total);
     }
   }
 }

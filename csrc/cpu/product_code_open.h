@@ -48,14 +48,7 @@ template <int kSection>
   }
 }
 
-// The last 32 of a row.
-inline void open_last_codes(const char* p, char* tile) {
-  char codes[32] = {};
-  __builtin_memcpy(codes, p, 16);
-  open_codes<32>(codes, tile);
-}
-
-// Columns [k, end) of a strip.
+// Columns [k, end) of a strip of rows.
 struct Piece {
   int64_t row, k, end;
 };
@@ -63,14 +56,15 @@ struct Piece {
 // The order of the pieces of rows [first, last): all strips, then the next columns.
 struct Pieces {
   int64_t first, last, columns, most;
+  int64_t strip = kTileRows;  // rows of one
 
   int64_t end_of(int64_t k) const { return columns - k < most ? columns : k + most; }
-  int64_t rows_of(const Piece& piece) const { return last - piece.row < kTileRows ? last - piece.row : kTileRows; }
+  int64_t rows_of(const Piece& piece) const { return last - piece.row < strip ? last - piece.row : strip; }
   Piece begin() const { return {first, 0, end_of(0)}; }
 
   // Behind the last one comes the first of the rows that follow.
   Piece after(const Piece& piece) const {
-    if (piece.row + kTileRows < last) return {piece.row + kTileRows, piece.k, piece.end};
+    if (piece.row + strip < last) return {piece.row + strip, piece.k, piece.end};
     if (piece.end < columns) return {first, piece.end, end_of(piece.end)};
     return {last, 0, end_of(0)};
   }
@@ -81,105 +75,141 @@ inline int64_t scale_bytes(const Matrix& matrix, const Layout& layout, int64_t r
   return (row * groups_in(matrix, matrix.columns) + groups_in(matrix, column / layout.nibbles)) * 2;
 }
 
-// Opens codes, steps of kStep columns of one piece after the other, and asks for those of the piece behind.
-template <int kSection, int64_t kPieceColumns>
-struct Opener {
-  static constexpr int64_t kRowsToAsk = kTileRows * kStep / kPieceColumns;  // for, in each step
-  static constexpr int64_t kBytesToAsk = kPieceColumns / 2;                 // of each of them
+// Asks for the codes of one piece after the other, row by row, meanwhile another one is multiplied: of each row the codes, and
+// the lines in which its scales begin.
+template <int64_t kPieceColumns, int kBits>
+struct Asker {
+  static constexpr int64_t kRowBytes = kPieceColumns * kBits / 8;  // of a piece, where it is not the row's last one
 
   const Matrix& matrix;
   const Layout& layout;
   const Pieces& pieces;
   int64_t behind;  // the last row that may be asked for
 
+  // What is asked for: so many rows, and bytes of each.
+  Piece piece;
+  int64_t rows, bytes;
+  // Pointers lie apart, and with them what a row adds: two side by side GCC would add as a vector, and take apart again.
+  const char* codes;
+  int64_t codes_bytes = pieces.columns * kBits / 8;
+  const char* scales;
+  int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;
+  const char* minima;
+
+  Asker(const Matrix& matrix, const Layout& layout, const Pieces& pieces, int64_t behind)
+      : matrix(matrix), layout(layout), pieces(pieces), behind(behind) {
+    begin(pieces.begin());
+    next_piece();
+  }
+
+  void begin(const Piece& next) {
+    piece = next;
+    rows = behind - piece.row < pieces.strip ? behind - piece.row : pieces.strip;
+    bytes = (piece.end - piece.k) * kBits / 8;
+    codes = values_at(matrix, piece.row, 0) + piece.k * kBits / 8;
+    const int64_t at = scale_bytes(matrix, layout, piece.row, piece.k);
+    scales = static_cast<const char*>(matrix.scales) + at;
+    minima = static_cast<const char*>(matrix.minima) + at;
+  }
+
+  [[gnu::always_inline]] inline void ask_for_row() {
+    if (--rows < 0) return;
+    if (bytes == kRowBytes) {
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < kRowBytes; i += 64) ask_for(codes + i);
+    } else {
+      for (int64_t i = 0; i < bytes; i += 64) ask_for(codes + i);
+    }
+    ask_for(scales);
+    ask_for(minima);
+    codes += codes_bytes;
+    scales += scales_bytes;
+    minima += scales_bytes;
+  }
+
+  // Asks for the rest of the piece, which it returns, and goes on with the one behind, if it is not of rows that follow.
+  Piece next_piece() {
+    while (rows > 0) ask_for_row();
+    const Piece asked = piece;
+    if (asked.row < pieces.last) begin(pieces.after(asked));
+    return asked;
+  }
+};
+
+// What is opened in one turn: 16 rows, `stride` bytes apart.
+struct Codes {
+  const char* rows;
+  int64_t stride;
+  int64_t three_strides = 3 * stride;
+};
+
+// Rows [kRow, kRow + 8) of the kHalf-th 64 columns of a turn, to its panel.
+template <int kSection, int kHalf, int kRow>
+[[gnu::always_inline]] inline void open_rows(const Codes& codes, char* panel) {
+  const char* p = codes.rows + kRow * codes.stride + kHalf * 32;
+  char* const tiles = panel + kHalf * 2 * kTileBytes;
+#pragma GCC unroll 2
+  for (int r = kRow; r < kRow + 8; r += 4, p += 4 * codes.stride) {  // addresses of four rows without one more addition
+    open_codes<kSection>(p, tiles + r * 64);
+    open_codes<kSection>(p + codes.stride, tiles + (r + 1) * 64);
+    open_codes<kSection>(p + 2 * codes.stride, tiles + (r + 2) * 64);
+    open_codes<kSection>(p + codes.three_strides, tiles + (r + 3) * 64);
+  }
+}
+
+// Where the codes are that are opened: turns of kTurn columns of one piece after the other. Asks for those of the piece behind.
+template <int64_t kPieceColumns, int kTurn>
+struct Opener {
+  static constexpr int64_t kRowBytes = kTurn / 2;
+  static constexpr int64_t kRowsToAsk = kTileRows * 64 / kPieceColumns;  // for, with each 64 columns
+
+  const Matrix& matrix;
+  const Pieces& pieces;
+  Asker<kPieceColumns, 4> asker;
+  char* copies;  // of a turn that lacks rows or columns
+
   int64_t row_bytes = pieces.columns / 2;
-  int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;  // of a row
   // What is opened next.
   Piece piece = pieces.begin();
   int64_t k = 0, rows = pieces.rows_of(piece);
   const char* codes = values_at(matrix, piece.row, 0);
-  // What is asked for meanwhile: so many rows and bytes of each, with the lines in which their scales begin.
-  Piece asked;
-  int64_t asked_rows, asked_bytes;
-  const char *asked_codes, *asked_scales, *asked_minima;
 
-  Opener(const Matrix& matrix, const Layout& layout, const Pieces& pieces, int64_t behind)
-      : matrix(matrix), layout(layout), pieces(pieces), behind(behind) {
-    begin_to_ask(piece);
-    ask_for_rest();
-    begin_to_ask(pieces.after(piece));
+  Opener(const Matrix& matrix, const Layout& layout, const Pieces& pieces, int64_t behind, char* copies)
+      : matrix(matrix), pieces(pieces), asker(matrix, layout, pieces, behind), copies(copies) {}
+
+  // Of the next turn, which begins at column k. Behind the last one come turns of which nothing is wanted.
+  [[gnu::always_inline]] inline Codes begin() const {
+    if (__builtin_expect(rows == kTileRows && piece.end - k >= kTurn, 1)) return {codes, row_bytes};
+    copy();
+    return {copies, kRowBytes};
   }
 
-  void begin_to_ask(const Piece& next) {
-    asked = next;
-    asked_rows = behind - asked.row < kTileRows ? behind - asked.row : kTileRows;
-    asked_bytes = (asked.end - asked.k) / 2;
-    asked_codes = values_at(matrix, asked.row, 0) + asked.k / 2;
-    const int64_t at = scale_bytes(matrix, layout, asked.row, asked.k);
-    asked_scales = static_cast<const char*>(matrix.scales) + at;
-    asked_minima = static_cast<const char*>(matrix.minima) + at;
-  }
-
-  [[gnu::always_inline]] inline void ask_for_row() {
-    if (--asked_rows < 0) return;
-    if (asked_bytes == kBytesToAsk) {
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < kBytesToAsk; i += 64) ask_for(asked_codes + i);
-    } else {
-      for (int64_t i = 0; i < asked_bytes; i += 64) ask_for(asked_codes + i);
-    }
-    ask_for(asked_scales);
-    ask_for(asked_minima);
-    asked_codes += row_bytes;
-    asked_scales += scales_bytes;
-    asked_minima += scales_bytes;
-  }
-
-  void ask_for_rest() {
-    while (asked_rows > 0) ask_for_row();
-  }
-
-  // The next step's codes, where there is one more, into a panel of four tiles. Returns its first column.
-  [[gnu::always_inline]] inline int64_t open(char* panel) {
-    const int64_t column = k;
-    if (piece.row >= pieces.last) return column;
-    if (rows == kTileRows && piece.end - k >= kStep) {
-      const char* p = codes;
-      const int64_t stride = row_bytes;
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r, p += stride) {
-        open_codes<kSection>(p, panel + r * 64);
-        open_codes<kSection>(p + 32, panel + 2 * kTileBytes + r * 64);
-      }
-    } else {
-      open_some(panel);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRowsToAsk; ++r) ask_for_row();
-    codes += kStep / 2;
-    k += kStep;
-    if (k >= piece.end) next_piece();
-    return column;
-  }
-
-  // Fewer rows, or columns. What is not there keeps its place's old codes, of which x is zero or the results are not wanted.
-  [[gnu::noinline]] void open_some(char* panel) const {
+  // In the place of what is not there are zeros, of which x is zero or the results are not wanted.
+  [[gnu::noinline]] void copy() const {
+    __builtin_memset(copies, 0, kTileRows * kRowBytes);
+    const int64_t some = piece.end - k < kTurn ? (piece.end - k) / 2 : kRowBytes;
     for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t i = 0; i < kStep && k + i < piece.end; i += 64) {
-        const char* const p = codes + r * row_bytes + i / 2;
-        char* const tile = panel + i / 32 * kTileBytes + r * 64;
-        piece.end - k - i < 64 ? open_last_codes(p, tile) : open_codes<kSection>(p, tile);
-      }
+      __builtin_memcpy(copies + r * kRowBytes, codes + r * row_bytes, static_cast<size_t>(some));
     }
+  }
+
+  [[gnu::always_inline]] inline void ask() {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRowsToAsk; ++r) asker.ask_for_row();
+  }
+
+  [[gnu::always_inline]] inline void end() {
+    codes += kRowBytes;
+    k += kTurn;
+    if (__builtin_expect(k >= piece.end, 0)) next_piece();
   }
 
   [[gnu::noinline]] void next_piece() {
-    ask_for_rest();
-    piece = asked;
-    if (piece.row >= pieces.last) return;
+    piece = asker.next_piece();
     k = piece.k;
+    rows = 0;
+    if (piece.row >= pieces.last) return;
     rows = pieces.rows_of(piece);
     codes = values_at(matrix, piece.row, 0) + k / 2;
-    begin_to_ask(pieces.after(piece));
   }
 };

@@ -30,6 +30,10 @@ struct Layout {
   int64_t columns;  // with padding of zeros, a multiple of kStep; of codes in tiles, nibbles
   int64_t group;    // of the weight, in such columns
   int64_t nibbles;  // of a code in tiles, 1 or 2; else 1
+  int64_t terms;    // of each value of x, that are tiles of their own; else they lie in one
+  // Columns of a tile of x for codes, `width` for each section and term of few rows of x: those of `pack` sections lie beside
+  // each other, and where one section has its columns, tiles of others are zero.
+  int64_t pack, width;
 };
 
 constexpr int64_t kStep = 128;  // columns that are prepared and multiplied together
@@ -56,9 +60,18 @@ constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 constexpr int64_t kCodeRows = ZERO_INFERENCE_CODE_ROWS;
 static_assert(kCodeRows > 0 && kCodeRows % kTileRows == 0, "whole tiles of rows");
 
-// Of a thread's scratch for products with codes in tiles: two panels, sums, scales and offsets, and the totals of kCodeRows
-// rows.
-constexpr int64_t kCodeScratchBytes = (2 * 4 + 4 + 2) * kTileBytes + kCodeRows / kTileRows * 2 * kTileBytes;
+// Sections whose sums share a tile, at most, where rows of x are few. Others can be tried (benchmarks/cores_products.py
+// --flags): 1 or 2.
+#if !defined(ZERO_INFERENCE_CODE_PACK)
+#define ZERO_INFERENCE_CODE_PACK 4
+#endif
+constexpr int64_t kMostPack = ZERO_INFERENCE_CODE_PACK;
+static_assert(kMostPack == 1 || kMostPack == 2 || kMostPack == 4, "columns of a tile are shared out evenly");
+
+// Of a thread's scratch for products with codes in tiles: opened codes, sums, copied codes, scales and offsets, the totals of
+// kCodeRows rows, the groups of packs, and what brings it to the input's place in a page.
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kCodeScratchBytes = (8 + 4 + 2 + 2) * kTileBytes + kCodeRows / kTileRows * 2 * kTileBytes + 8 * 64;
 
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
@@ -99,9 +112,12 @@ static inline bool in_tiles(const Layout& layout) {
 // Columns of a section, where codes are multiplied in tiles: all of one group.
 static inline int64_t section_columns(const Layout& layout) { return layout.group % 64 == 0 ? 64 : 32; }
 
+// Columns whose sums share a tile.
+static inline int64_t pack_columns(const Layout& layout) { return section_columns(layout) * layout.pack; }
+
 // Bytes of the tiles of the prepared input, behind which the sums over sections begin.
 static inline int64_t sections_at(const Layout& layout, int64_t count) {
-  return round_up(count, kTileRows) * layout.columns * (is_split(layout.form) ? 4 : 2);
+  return round_up(count, kTileRows) * layout.columns * 2 * layout.terms;
 }
 
 // Where column `column` (a multiple of what a byte holds) of a row of values begins.
