@@ -55,7 +55,7 @@ inline void open_last_codes(const char* p, char* tile) {
   open_codes<32>(codes, tile);
 }
 
-// Columns [k, end) of a strip.
+// Columns [k, end) of a strip of rows.
 struct Piece {
   int64_t row, k, end;
 };
@@ -63,14 +63,15 @@ struct Piece {
 // The order of the pieces of rows [first, last): all strips, then the next columns.
 struct Pieces {
   int64_t first, last, columns, most;
+  int64_t strip = kTileRows;  // rows of one
 
   int64_t end_of(int64_t k) const { return columns - k < most ? columns : k + most; }
-  int64_t rows_of(const Piece& piece) const { return last - piece.row < kTileRows ? last - piece.row : kTileRows; }
+  int64_t rows_of(const Piece& piece) const { return last - piece.row < strip ? last - piece.row : strip; }
   Piece begin() const { return {first, 0, end_of(0)}; }
 
   // Behind the last one comes the first of the rows that follow.
   Piece after(const Piece& piece) const {
-    if (piece.row + kTileRows < last) return {piece.row + kTileRows, piece.k, piece.end};
+    if (piece.row + strip < last) return {piece.row + strip, piece.k, piece.end};
     if (piece.end < columns) return {first, piece.end, end_of(piece.end)};
     return {last, 0, end_of(0)};
   }
@@ -81,63 +82,81 @@ inline int64_t scale_bytes(const Matrix& matrix, const Layout& layout, int64_t r
   return (row * groups_in(matrix, matrix.columns) + groups_in(matrix, column / layout.nibbles)) * 2;
 }
 
-// Opens codes, steps of kStep columns of one piece after the other, and asks for those of the piece behind.
-template <int kSection, int64_t kPieceColumns>
-struct Opener {
-  static constexpr int64_t kRowsToAsk = kTileRows * kStep / kPieceColumns;  // for, in each step
-  static constexpr int64_t kBytesToAsk = kPieceColumns / 2;                 // of each of them
+// Asks for the codes of one piece after the other, row by row, meanwhile another one is multiplied: of each row the codes, and
+// the lines in which its scales begin.
+template <int64_t kPieceColumns, int kBits>
+struct Asker {
+  static constexpr int64_t kRowBytes = kPieceColumns * kBits / 8;  // of a piece, where it is not the row's last one
 
   const Matrix& matrix;
   const Layout& layout;
   const Pieces& pieces;
   int64_t behind;  // the last row that may be asked for
 
+  int64_t codes_bytes = pieces.columns * kBits / 8;              // of a row
+  int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;  // likewise
+  // What is asked for: so many rows, and bytes of each, before these places. Only `rows` changes from row to row: this is
+  // between vector operations, and compilers would move several pointers on with those.
+  Piece piece;
+  int64_t rows, bytes;
+  const char *codes_end, *scales_end, *minima_end;
+
+  Asker(const Matrix& matrix, const Layout& layout, const Pieces& pieces, int64_t behind)
+      : matrix(matrix), layout(layout), pieces(pieces), behind(behind) {
+    begin(pieces.begin());
+    next_piece();
+  }
+
+  void begin(const Piece& next) {
+    piece = next;
+    rows = behind - piece.row < pieces.strip ? behind - piece.row : pieces.strip;
+    bytes = (piece.end - piece.k) * kBits / 8;
+    codes_end = values_at(matrix, piece.row + rows, 0) + piece.k * kBits / 8;
+    const int64_t at = scale_bytes(matrix, layout, piece.row + rows, piece.k);
+    scales_end = static_cast<const char*>(matrix.scales) + at;
+    minima_end = static_cast<const char*>(matrix.minima) + at;
+  }
+
+  [[gnu::always_inline]] inline void ask_for_row() {
+    if (rows <= 0) return;
+    const char* const codes = codes_end - rows * codes_bytes;
+    const int64_t scales_at = rows-- * scales_bytes;
+    if (bytes == kRowBytes) {
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < kRowBytes; i += 64) ask_for(codes + i);
+    } else {
+      for (int64_t i = 0; i < bytes; i += 64) ask_for(codes + i);
+    }
+    ask_for(scales_end - scales_at);
+    ask_for(minima_end - scales_at);
+  }
+
+  // Asks for the rest of the piece, which it returns, and goes on with the one behind, if it is not of rows that follow.
+  Piece next_piece() {
+    while (rows > 0) ask_for_row();
+    const Piece asked = piece;
+    if (asked.row < pieces.last) begin(pieces.after(asked));
+    return asked;
+  }
+};
+
+// Opens codes, steps of kStep columns of one piece after the other, and asks for those of the piece behind.
+template <int kSection, int64_t kPieceColumns>
+struct Opener {
+  static constexpr int64_t kRowsToAsk = kTileRows * kStep / kPieceColumns;  // for, in each step
+
+  const Matrix& matrix;
+  const Pieces& pieces;
+  Asker<kPieceColumns, 4> asker;
+
   int64_t row_bytes = pieces.columns / 2;
-  int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;  // of a row
   // What is opened next.
   Piece piece = pieces.begin();
   int64_t k = 0, rows = pieces.rows_of(piece);
   const char* codes = values_at(matrix, piece.row, 0);
-  // What is asked for meanwhile: so many rows and bytes of each, with the lines in which their scales begin.
-  Piece asked;
-  int64_t asked_rows, asked_bytes;
-  const char *asked_codes, *asked_scales, *asked_minima;
 
   Opener(const Matrix& matrix, const Layout& layout, const Pieces& pieces, int64_t behind)
-      : matrix(matrix), layout(layout), pieces(pieces), behind(behind) {
-    begin_to_ask(piece);
-    ask_for_rest();
-    begin_to_ask(pieces.after(piece));
-  }
-
-  void begin_to_ask(const Piece& next) {
-    asked = next;
-    asked_rows = behind - asked.row < kTileRows ? behind - asked.row : kTileRows;
-    asked_bytes = (asked.end - asked.k) / 2;
-    asked_codes = values_at(matrix, asked.row, 0) + asked.k / 2;
-    const int64_t at = scale_bytes(matrix, layout, asked.row, asked.k);
-    asked_scales = static_cast<const char*>(matrix.scales) + at;
-    asked_minima = static_cast<const char*>(matrix.minima) + at;
-  }
-
-  [[gnu::always_inline]] inline void ask_for_row() {
-    if (--asked_rows < 0) return;
-    if (asked_bytes == kBytesToAsk) {
-#pragma GCC unroll 4
-      for (int64_t i = 0; i < kBytesToAsk; i += 64) ask_for(asked_codes + i);
-    } else {
-      for (int64_t i = 0; i < asked_bytes; i += 64) ask_for(asked_codes + i);
-    }
-    ask_for(asked_scales);
-    ask_for(asked_minima);
-    asked_codes += row_bytes;
-    asked_scales += scales_bytes;
-    asked_minima += scales_bytes;
-  }
-
-  void ask_for_rest() {
-    while (asked_rows > 0) ask_for_row();
-  }
+      : matrix(matrix), pieces(pieces), asker(matrix, layout, pieces, behind) {}
 
   // The next step's codes, where there is one more, into a panel of four tiles. Returns its first column.
   [[gnu::always_inline]] inline int64_t open(char* panel) {
@@ -155,7 +174,7 @@ struct Opener {
       open_some(panel);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRowsToAsk; ++r) ask_for_row();
+    for (int r = 0; r < kRowsToAsk; ++r) asker.ask_for_row();
     codes += kStep / 2;
     k += kStep;
     if (k >= piece.end) next_piece();
@@ -174,12 +193,10 @@ struct Opener {
   }
 
   [[gnu::noinline]] void next_piece() {
-    ask_for_rest();
-    piece = asked;
+    piece = asker.next_piece();
     if (piece.row >= pieces.last) return;
     k = piece.k;
     rows = pieces.rows_of(piece);
     codes = values_at(matrix, piece.row, 0) + k / 2;
-    begin_to_ask(pieces.after(piece));
   }
 };

@@ -18,14 +18,16 @@ enum class Form : int32_t {
   split_tiles,  // likewise, and each value in two bfloat16 terms
   code_tiles,   // tiles in the order of nibbles (product_code_open.h), and sums over sections of groups; products with codes,
                 // which are scaled afterwards
-  split_code_tiles  // split_tiles likewise
+  split_code_tiles,  // split_tiles likewise
+  restored_tiles     // tiles, and int4 in the order of nibbles; products with codes that are restored strip by strip
 };
 
 struct Layout {
   Form form;
   bool vectors;  // groups are whole vectors of codes; else codes are restored one by one
   // Order of the columns. int4 in vectors: so many are a block, in which those of low nibbles come before those of high ones.
-  // Plain in two terms: 32, with column i of a block beside i + 16. Else 0, as they are.
+  // Plain in two terms: 32, with column i of a block beside i + 16. int4 in restored_tiles: so many, 64 or 32, are in the order
+  // of product_code_open.h. Else 0, as they are.
   int64_t pairs;
   int64_t columns;  // with padding of zeros, a multiple of kStep; of codes in tiles, nibbles
   int64_t group;    // of the weight, in such columns
@@ -60,6 +62,18 @@ static_assert(kCodeRows > 0 && kCodeRows % kTileRows == 0, "whole tiles of rows"
 // rows.
 constexpr int64_t kCodeScratchBytes = (2 * 4 + 4 + 2) * kTileBytes + kCodeRows / kTileRows * 2 * kTileBytes;
 
+// Columns of a piece of up to 32 rows of x where codes are restored in tiles, whose tiles of x are then 16 KiB; half of them
+// for up to 64 rows. Others can be tried (benchmarks/cores_products.py --flags): 256 or 512.
+#if !defined(ZERO_INFERENCE_RESTORED_COLUMNS)
+#define ZERO_INFERENCE_RESTORED_COLUMNS 256
+#endif
+constexpr int64_t kRestoredColumns = ZERO_INFERENCE_RESTORED_COLUMNS;
+static_assert(kRestoredColumns == 256 || kRestoredColumns == 512, "a vector holds the scales of 512 columns in groups of 32");
+
+// Of a thread's scratch for them: two panels, scales and minima, and the totals of kCodeRows rows and 64 rows of x.
+constexpr int64_t kRestoredPanels = (kCodeRows + kPanelRows - 1) / kPanelRows;  // of a row-block
+constexpr int64_t kRestoredScratchBytes = (16 + 4 + kRestoredPanels * 8) * kTileBytes;
+
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // Whole groups in so many columns. A division takes up to 18 cycles, and a row is visited every 256 columns; sizes are powers
@@ -93,7 +107,13 @@ static inline bool is_split(Form form) {
 static inline bool codes_in_tiles(Form form) { return form == Form::code_tiles || form == Form::split_code_tiles; }
 
 static inline bool in_tiles(const Layout& layout) {
-  return layout.form == Form::tiles || layout.form == Form::split_tiles || codes_in_tiles(layout.form);
+  return layout.form == Form::tiles || layout.form == Form::split_tiles || layout.form == Form::restored_tiles ||
+         codes_in_tiles(layout.form);
+}
+
+// Whether columns are in the order in which nibbles are opened.
+static inline bool in_nibble_order(const Layout& layout) {
+  return codes_in_tiles(layout.form) || (layout.form == Form::restored_tiles && layout.pairs != 0);
 }
 
 // Columns of a section, where codes are multiplied in tiles: all of one group.
