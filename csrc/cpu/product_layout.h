@@ -68,11 +68,11 @@ constexpr int64_t kCodeScratchBytes = (2 * 4 + 4 + 2) * kTileBytes + kCodeRows /
 #define ZERO_INFERENCE_RESTORED_COLUMNS 256
 #endif
 constexpr int64_t kRestoredColumns = ZERO_INFERENCE_RESTORED_COLUMNS;
-static_assert(kRestoredColumns == 256 || kRestoredColumns == 512, "a vector holds the scales of 512 columns in groups of 32");
+static_assert(kRestoredColumns == 256 || kRestoredColumns == 512, "scales are converted for 512 columns");
 
-// Of a thread's scratch for them: two panels, scales and minima, and the totals of kCodeRows rows and 64 rows of x.
-constexpr int64_t kRestoredPanels = (kCodeRows + kPanelRows - 1) / kPanelRows;  // of a row-block
-constexpr int64_t kRestoredScratchBytes = (16 + 4 + kRestoredPanels * 8) * kTileBytes;
+// Of a thread's scratch for them: two panels, and of each strip of kCodeRows rows scales, minima, and totals with 64 rows of x.
+constexpr int64_t kRestoredStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
+constexpr int64_t kRestoredScratchBytes = (16 + kRestoredStrips * (4 + 8)) * kTileBytes;
 
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 

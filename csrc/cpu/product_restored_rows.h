@@ -4,8 +4,8 @@
 // five bits count, of which the fifth then makes no difference: so four nibbles in a word need only be rotated. The columns
 // have the order of codes in tiles of nibbles (product_code_open.h). int8 has no table, and its columns' own order.
 
-constexpr int64_t kBlockStride = 2 * kPanelRows * 64;  // of the blocks of a panel
-constexpr int64_t kMinimaAt = kPanelRows * kLanes;     // behind the scales
+constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                 // of the blocks of a panel
+constexpr int64_t kMinimaAt = kRestoredStrips * kPanelRows * kLanes;  // behind the scales
 
 // Codes of kBits in groups of whole steps, of sections of 64 columns, or of blocks of 32: so many tables, or scales, a step.
 template <int kBits, int kTables>

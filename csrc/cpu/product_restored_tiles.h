@@ -22,12 +22,14 @@ struct RestoredScratch {
   // Of a step, by blocks of 32 columns. Two panels take turns, and as they lie the addresses of one never agree with those of
   // the other in the last 12 bits (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
-  float scales[kPanelRows][kLanes];  // of a strip's rows in the groups of a piece, or in its blocks of 32 columns
-  float minima[kPanelRows][kLanes];
-  char totals[kRestoredPanels][2][kSumsBytes];  // [strip][pair of tiles of x]
+  // Of each row in the groups of kScalesColumns, or in their blocks of 32: they are converted for several pieces.
+  float scales[kRestoredStrips][kPanelRows][kLanes];
+  float minima[kRestoredStrips][kPanelRows][kLanes];
+  char totals[kRestoredStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
 };
 static_assert(sizeof(RestoredScratch) == kRestoredScratchBytes, "csrc/cpu/product.cpp says how much there is");
 
+constexpr int64_t kScalesColumns = 32 * kLanes;
 constexpr int64_t kRestoredTokens = 2 * 2 * kTileRows;  // rows of x
 
 // A fourth of the products of multiply_block, with sums in tiles 0 to 3.
@@ -84,6 +86,8 @@ struct RestoredPass {
         pieces{first, last, matrix.columns, kPieceColumns, kPanelRows},
         input(input) {}
 
+  int64_t strip_of(const Piece& piece) const { return (piece.row - pieces.first) / kPanelRows; }
+
   // Of 16 blocks of 32 columns from a column on, in which group they lie, counted from the first.
   __m512i groups_from(int64_t column) const {
     const int64_t before = matrix.group - left_in_group(matrix, column);
@@ -97,6 +101,7 @@ struct RestoredPass {
     const char* scales = static_cast<const char*>(matrix.scales) + at;
     const char* minima = static_cast<const char*>(matrix.minima) + at;
     const __m512i groups_of_blocks = groups_from(piece.k);
+    float* const to = scratch.scales[strip_of(piece)][0];
     for (int64_t r = 0; r < pieces.rows_of(piece); ++r, scales += groups * 2, minima += groups * 2) {
       Vector scale = left >= kLanes ? from_brain(scales) : from_part<Dtype::bfloat16>(scales, left);
       Vector minimum = left >= kLanes ? from_brain(minima) : from_part<Dtype::bfloat16>(minima, left);
@@ -104,20 +109,22 @@ struct RestoredPass {
         scale = _mm512_permutexvar_ps(groups_of_blocks, scale);
         minimum = _mm512_permutexvar_ps(groups_of_blocks, minimum);
       }
-      store(scratch.scales[r], scale);
-      store(scratch.minima[r], minimum);
+      store(to + r * kLanes, scale);
+      store(to + r * kLanes + kMinimaAt, minimum);
     }
   }
 
-  Rows<kBits, kTables> rows_at(const Piece& step, int64_t first_column, int panel) const {
+  Rows<kBits, kTables> rows_at(const Piece& step, int panel) const {
+    const float* const scales = scratch.scales[strip_of(step)][0];
+    const int64_t first_column = step.k / kScalesColumns * kScalesColumns;
     Rows<kBits, kTables> rows = {
         values_at(matrix, step.row, 0) + step.k * kBits / 8, matrix.columns * kBits / 8, {}, scratch.panels[0][panel]};
     if constexpr (Parts::kScaleOfBlock) {
-      rows.scales[0] = scratch.scales[0] + (step.k - first_column) / 32;
+      rows.scales[0] = scales + (step.k - first_column) / 32;
     } else {
       for (int i = 0; i < kTables; ++i) {
         const int64_t group = groups_in(matrix, step.k + i * (kStep / kTables)) - groups_in(matrix, first_column);
-        rows.scales[i] = scratch.scales[0] + group;
+        rows.scales[i] = scales + group;
       }
     }
     return rows;
@@ -164,8 +171,8 @@ struct RestoredPass {
 
   Restored restored(const Piece& step, int64_t first_column, int panel) const {
     const Begin begin = step.k == 0 ? Begin::zero : step.k == first_column || kPairs == 2 ? Begin::load : Begin::keep;
-    return {scratch.panels[0][panel], input + step.k / 32 * kTileBytes,
-            scratch.totals[(step.row - pieces.first) / kPanelRows][0], begin, step.end - step.k <= kStep || kPairs == 2};
+    return {scratch.panels[0][panel], input + step.k / 32 * kTileBytes, scratch.totals[strip_of(step)][0], begin,
+            step.end - step.k <= kStep || kPairs == 2};
   }
 
   // Rows from `behind` on are not asked for.
@@ -175,7 +182,7 @@ struct RestoredPass {
     int64_t first_column = 0;     // of its piece
     int panel = 0;
     convert(step);
-    restore(step, rows_at(step, 0, panel));
+    restore(step, rows_at(step, panel));
     while (step.row < pieces.last) {
       const Restored now = restored(step, first_column, panel);
       panel = 1 - panel;
@@ -183,10 +190,10 @@ struct RestoredPass {
       if (step.k >= step.end) {
         step = asker.next_piece();
         first_column = step.k;
-        if (step.row < pieces.last) convert(step);
+        if (step.row < pieces.last && step.k % kScalesColumns == 0) convert(step);
       }
       const bool there = step.row < pieces.last;
-      const Rows<kBits, kTables> rows = there ? rows_at(step, first_column, panel) : Rows<kBits, kTables>{};
+      const Rows<kBits, kTables> rows = there ? rows_at(step, panel) : Rows<kBits, kTables>{};
       if (there && pieces.rows_of(step) == kPanelRows && step.end - step.k >= kStep) {
         multiply<true>(now, rows, asker);
       } else {
