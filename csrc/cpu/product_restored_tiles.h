@@ -32,21 +32,22 @@ static_assert(sizeof(RestoredScratch) == kRestoredScratchBytes, "csrc/cpu/produc
 constexpr int64_t kScalesColumns = 32 * kLanes;
 constexpr int64_t kRestoredTokens = 2 * 2 * kTileRows;  // rows of x
 
-// A fourth of the products of multiply_block, with sums in tiles 0 to 3.
+// A fourth of the products of multiply_block, with sums in tiles 0 to 3; `second`: with two tiles of rows.
 template <int kInputTiles, int kPart>
-inline void multiply_part(const char* rows, const char* x, int64_t x_stride) {
+inline void multiply_part(bool second, const char* rows, const char* x, int64_t x_stride) {
   if constexpr (kPart == 0) {
     tile_load<6>(x);
     tile_load<4>(rows);
     tile_multiply<0, 4, 6>();
   } else if constexpr (kPart == 1) {
+    if (!second) return;
     tile_load<5>(rows + kTileBytes);
     tile_multiply<2, 5, 6>();
   } else if constexpr (kInputTiles == 2 && kPart == 2) {
     tile_load<7>(x + x_stride);
     tile_multiply<1, 4, 7>();
   } else if constexpr (kInputTiles == 2) {
-    tile_multiply<3, 5, 7>();
+    if (second) tile_multiply<3, 5, 7>();
   }
 }
 
@@ -55,7 +56,7 @@ struct Restored {
   const char *panel, *x;
   char* totals;
   Begin begin;
-  bool ends;
+  bool ends, second;  // of its tiles of rows
 };
 
 // At most kCodeRows rows of the weight times up to four tiles of x.
@@ -63,7 +64,6 @@ template <int kInputTiles, int kBits, int kTables>
 struct RestoredPass {
   static constexpr int kPairs = (kInputTiles + 1) / 2;  // of tiles of x
   static constexpr int64_t kPieceColumns = kRestoredColumns / kPairs;
-  static constexpr int kRowsInPart = kPanelRows / (16 * kPairs);  // of a block's four
   static constexpr int kAsksInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
 
   using Asking = Asker<kPieceColumns, kBits>;
@@ -130,49 +130,54 @@ struct RestoredPass {
     return rows;
   }
 
-  // A part of block `block` of a pair of tiles of x, and, where there is a step to restore, rows of that.
-  template <int kTiles, int kPart, bool kRestores>
-  [[gnu::always_inline]] inline void advance(const char* block, const char* x, Rows<kBits, kTables>& rows,
+  // A part of block `block` of a pair of tiles of x, and its share of kRows rows that are restored meanwhile.
+  template <int kTiles, int kPart, int kRows>
+  [[gnu::always_inline]] inline void advance(bool second, const char* block, const char* x, Rows<kBits, kTables>& rows,
                                              Asking& asker) const {
-    multiply_part<kTiles, kPart>(block, x, input_stride);
-    if constexpr (kRestores) {
+    constexpr int kRowsInBlock = kRows / (kStep / 32 * kPairs);
+    multiply_part<kTiles, kPart>(second, block, x, input_stride);
+    if constexpr (kRows > 0) {
 #pragma GCC unroll 2
-      for (int r = 0; r < kRowsInPart; ++r) rows.next(kStep);
+      for (int r = kRowsInBlock * kPart / 4; r < kRowsInBlock * (kPart + 1) / 4; ++r) rows.next(kStep);
       if constexpr (kPart * kAsksInBlock % 4 == 0) asker.ask_for_row();
     }
   }
 
-  template <int kPair, bool kRestores>
+  template <int kPair, int kRows>
   [[gnu::always_inline]] inline void multiply(const Restored& step, Rows<kBits, kTables>& rows, Asking& asker) const {
     constexpr int kTiles = kInputTiles - 2 * kPair >= 2 ? 2 : 1;
     char* const totals = step.totals + kPair * kSumsBytes;
     const char* block = step.panel;
     const char* x = step.x + 2 * kPair * input_stride;
-    begin_sums<2, kTiles>(step.begin, totals);
+    step.second ? begin_sums<2, kTiles>(step.begin, totals) : begin_sums<1, kTiles>(step.begin, totals);
     for (int i = 0; i < kStep / 32; ++i, block += kBlockStride, x += kTileBytes) {
-      advance<kTiles, 0, kRestores>(block, x, rows, asker);
-      advance<kTiles, 1, kRestores>(block, x, rows, asker);
-      advance<kTiles, 2, kRestores>(block, x, rows, asker);
-      advance<kTiles, 3, kRestores>(block, x, rows, asker);
+      advance<kTiles, 0, kRows>(step.second, block, x, rows, asker);
+      advance<kTiles, 1, kRows>(step.second, block, x, rows, asker);
+      advance<kTiles, 2, kRows>(step.second, block, x, rows, asker);
+      advance<kTiles, 3, kRows>(step.second, block, x, rows, asker);
     }
-    if (step.ends) store_sums<2, kTiles>(totals);
+    if (step.ends) step.second ? store_sums<2, kTiles>(totals) : store_sums<1, kTiles>(totals);
   }
 
-  template <bool kRestores>
+  template <int kRows>
   [[gnu::noinline]] void multiply(const Restored& step, Rows<kBits, kTables> rows, Asking& asker) const {
-    multiply<0, kRestores>(step, rows, asker);
-    if constexpr (kPairs == 2) multiply<1, kRestores>(step, rows, asker);
+    multiply<0, kRows>(step, rows, asker);
+    if constexpr (kPairs == 2) multiply<1, kRows>(step, rows, asker);
   }
 
-  // Fewer rows, or columns, or nothing to multiply yet.
+  // Rows that fill no tile, or fewer columns, or nothing to multiply yet.
   [[gnu::noinline]] void restore(const Piece& step, Rows<kBits, kTables> rows) const {
     for (int64_t r = 0; r < pieces.rows_of(step); ++r) rows.next(step.end - step.k);
   }
 
   Restored restored(const Piece& step, int64_t first_column, int panel) const {
     const Begin begin = step.k == 0 ? Begin::zero : step.k == first_column || kPairs == 2 ? Begin::load : Begin::keep;
-    return {scratch.panels[0][panel], input + step.k / 32 * kTileBytes, scratch.totals[strip_of(step)][0], begin,
-            step.end - step.k <= kStep || kPairs == 2};
+    return {scratch.panels[0][panel],
+            input + step.k / 32 * kTileBytes,
+            scratch.totals[strip_of(step)][0],
+            begin,
+            step.end - step.k <= kStep || kPairs == 2,
+            pieces.rows_of(step) > kTileRows};
   }
 
   // Rows from `behind` on are not asked for.
@@ -194,10 +199,13 @@ struct RestoredPass {
       }
       const bool there = step.row < pieces.last;
       const Rows<kBits, kTables> rows = there ? rows_at(step, panel) : Rows<kBits, kTables>{};
-      if (there && pieces.rows_of(step) == kPanelRows && step.end - step.k >= kStep) {
-        multiply<true>(now, rows, asker);
+      const int64_t whole = there && step.end - step.k >= kStep ? pieces.rows_of(step) : 0;
+      if (whole == kPanelRows) {
+        multiply<kPanelRows>(now, rows, asker);
+      } else if (whole == kTileRows) {
+        multiply<kTileRows>(now, rows, asker);
       } else {
-        multiply<false>(now, rows, asker);
+        multiply<0>(now, rows, asker);
         if (there) restore(step, rows);
       }
     }
