@@ -73,7 +73,8 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     return layout;
   }
   if (layout.form == Form::restored_tiles) {
-    layout.pairs = matrix.bits == 4 ? section_columns(layout) : 0;
+    const bool sections = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
+    layout.pairs = matrix.bits == 8 ? 0 : sections ? 64 : 32;
     return layout;
   }
   if (matrix.bits == 0) {

@@ -214,7 +214,7 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
         __m512i terms[2][kTerms] = {};
         if (m + i < count) {
           const char* const row = x + (m + i) * stride * bytes_of(x_dtype);
-          if (in_nibble_order(layout)) {
+          if (nibble_order(layout) != 0) {
             code_input<kTerms>(layout, row, x_dtype, k, columns, terms);
           } else {
             brain_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);

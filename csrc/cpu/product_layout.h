@@ -111,13 +111,14 @@ static inline bool in_tiles(const Layout& layout) {
          codes_in_tiles(layout.form);
 }
 
-// Whether columns are in the order in which nibbles are opened.
-static inline bool in_nibble_order(const Layout& layout) {
-  return codes_in_tiles(layout.form) || (layout.form == Form::restored_tiles && layout.pairs != 0);
-}
-
 // Columns of a section, where codes are multiplied in tiles: all of one group.
 static inline int64_t section_columns(const Layout& layout) { return layout.group % 64 == 0 ? 64 : 32; }
+
+// So many columns, 64 or 32, are in the order in which nibbles are opened; 0: they are not.
+static inline int64_t nibble_order(const Layout& layout) {
+  if (codes_in_tiles(layout.form)) return section_columns(layout);
+  return layout.form == Form::restored_tiles ? layout.pairs : 0;
+}
 
 // Bytes of the tiles of the prepared input, behind which the sums over sections begin.
 static inline int64_t sections_at(const Layout& layout, int64_t count) {

@@ -7,12 +7,12 @@
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                 // of the blocks of a panel
 constexpr int64_t kMinimaAt = kRestoredStrips * kPanelRows * kLanes;  // behind the scales
 
-// Codes of kBits in groups of whole steps, of sections of 64 columns, or of blocks of 32: so many tables, or scales, a step.
+// Codes of kBits with so many tables, or scales, a step of 128 columns: 1 in groups of whole steps, 2 in groups of 64, and 4,
+// one for each block of 32 columns, in others.
 template <int kBits, int kTables>
 struct Codes {
   static constexpr int kUnit = kBits == 4 && kTables < 4 ? 64 : 32;  // columns that are restored together
   static constexpr int kUnits = kStep / kUnit;
-  static constexpr bool kScaleOfBlock = kTables == 4;  // scales are there for each block of 32 columns
 
   struct Group {
     __m512i table;          // of int4
@@ -62,10 +62,8 @@ struct Rows {
 
   const char* codes;  // of the row
   int64_t codes_bytes;
-  const float* scales[Parts::kScaleOfBlock ? 1 : kTables];
+  const float* scales;
   char* panel;
-
-  const float* scale_of(int table) const { return Parts::kScaleOfBlock ? scales[0] + table : scales[table]; }
 
   // Columns up to `columns`, in units; with zeros behind them.
   [[gnu::always_inline]] inline void next(int64_t columns) {
@@ -74,15 +72,14 @@ struct Rows {
     for (int unit = 0; unit < Parts::kUnits; ++unit) {
       char* const out = panel + unit * (Parts::kUnit / 32) * kBlockStride;
       if (unit * Parts::kUnit < columns) {
-        if (unit * kTables % Parts::kUnits == 0) group = Parts::group_at(scale_of(unit * kTables / Parts::kUnits));
+        if (unit * kTables % Parts::kUnits == 0) group = Parts::group_at(scales + unit * kTables / Parts::kUnits);
         Parts::restore(codes + unit * Parts::kUnit * kBits / 8, group, out);
       } else {
         for (int i = 0; i < Parts::kUnit / 32; ++i) _mm512_store_si512(out + i * kBlockStride, _mm512_setzero_si512());
       }
     }
     codes += codes_bytes;
-#pragma GCC unroll 2
-    for (const float*& scale : scales) scale += kLanes;
+    scales += kLanes;
     panel += 64;
   }
 };

@@ -11,18 +11,18 @@
 // each step.
 //
 // Estimate, not measured: 512 bytes of int4, 64 columns of 16 rows in groups of 64, times up to 32 rows of x, take
-//   64 permutations and 32 operations of tables and 8 of scales that only one port does     104 cycles
-//   32 rotations, 32 other operations of tables and 8 of scales for the other port           72 cycles
-//   140 loads, two a cycle: 16 codes, 32 scales and minima, 64 for four tiles, 16 prefetches, 12 to convert scales  70 cycles
-//   40 stores, one a cycle                                                                   40 cycles
-//   4 tile products                                                                          64 cycles
+//   32 look-ups of two operations, 32 operations of tables and 4 of scales that only one port does         100 cycles
+//   32 rotations, 32 other operations of tables and 4 of scales for the other port                         68 cycles
+//   132 loads, two a cycle: 16 codes, 32 scales and minima, 64 for four tiles, 16 prefetches, 4 to convert  66 cycles
+//   36 stores, one a cycle                                                                                  36 cycles
+//   4 tile products                                                                                         64 cycles
 // and half a tile of sums is loaded and stored, 4 tiles in a piece of 4096 bytes.
 
 struct RestoredScratch {
   // Of a step, by blocks of 32 columns. Two panels take turns, and as they lie the addresses of one never agree with those of
   // the other in the last 12 bits (kTermStride).
   char panels[kStep / 32][2][kPanelRows * 64];
-  // Of each row in the groups of kScalesColumns, or in their blocks of 32: they are converted for several pieces.
+  // Of each row in the groups of kScalesColumns, or for each 32 of them: they are converted for several pieces.
   float scales[kRestoredStrips][kPanelRows][kLanes];
   float minima[kRestoredStrips][kPanelRows][kLanes];
   char totals[kRestoredStrips][2][kSumsBytes];  // [strip][pair of tiles of x]
@@ -67,7 +67,6 @@ struct RestoredPass {
   static constexpr int kAsksInBlock = kPanelRows * kStep / kPieceColumns / (4 * kPairs);
 
   using Asking = Asker<kPieceColumns, kBits>;
-  using Parts = Codes<kBits, kTables>;
 
   const Matrix& matrix;
   const Layout& layout;
@@ -105,7 +104,7 @@ struct RestoredPass {
     for (int64_t r = 0; r < pieces.rows_of(piece); ++r, scales += groups * 2, minima += groups * 2) {
       Vector scale = left >= kLanes ? from_brain(scales) : from_part<Dtype::bfloat16>(scales, left);
       Vector minimum = left >= kLanes ? from_brain(minima) : from_part<Dtype::bfloat16>(minima, left);
-      if constexpr (Parts::kScaleOfBlock) {
+      if (kTables == 4 && matrix.group != 32) {
         scale = _mm512_permutexvar_ps(groups_of_blocks, scale);
         minimum = _mm512_permutexvar_ps(groups_of_blocks, minimum);
       }
@@ -115,19 +114,11 @@ struct RestoredPass {
   }
 
   Rows<kBits, kTables> rows_at(const Piece& step, int panel) const {
-    const float* const scales = scratch.scales[strip_of(step)][0];
-    const int64_t first_column = step.k / kScalesColumns * kScalesColumns;
-    Rows<kBits, kTables> rows = {
-        values_at(matrix, step.row, 0) + step.k * kBits / 8, matrix.columns * kBits / 8, {}, scratch.panels[0][panel]};
-    if constexpr (Parts::kScaleOfBlock) {
-      rows.scales[0] = scales + (step.k - first_column) / 32;
-    } else {
-      for (int i = 0; i < kTables; ++i) {
-        const int64_t group = groups_in(matrix, step.k + i * (kStep / kTables)) - groups_in(matrix, first_column);
-        rows.scales[i] = scales + group;
-      }
-    }
-    return rows;
+    const int64_t first = step.k / kScalesColumns * kScalesColumns;
+    const int64_t scale =
+        kTables > 1 ? (step.k - first) / (kStep / kTables) : groups_in(matrix, step.k) - groups_in(matrix, first);
+    return {values_at(matrix, step.row, 0) + step.k * kBits / 8, matrix.columns * kBits / 8,
+            scratch.scales[strip_of(step)][0] + scale, scratch.panels[0][panel]};
   }
 
   // A part of block `block` of a pair of tiles of x, and its share of kRows rows that are restored meanwhile.
@@ -217,7 +208,7 @@ void multiply_restored(const Matrix& matrix, const Layout& layout, RestoredScrat
                        const char* input, int64_t behind) {
   if (matrix.bits == 8) return RestoredPass<kInputTiles, 8, 4>(matrix, layout, scratch, first, last, input).run(behind);
   if (layout.pairs == 32) return RestoredPass<kInputTiles, 4, 4>(matrix, layout, scratch, first, last, input).run(behind);
-  if (matrix.group % kStep != 0) {
+  if (matrix.group == 64) {
     return RestoredPass<kInputTiles, 4, 2>(matrix, layout, scratch, first, last, input).run(behind);
   }
   RestoredPass<kInputTiles, 4, 1>(matrix, layout, scratch, first, last, input).run(behind);
