@@ -74,7 +74,7 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
         return False
     if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
-        return True
+        return count <= 8 or dtype == torch.float16  # for more rows of x bfloat16 is restored
     groups = matrix.group in (32, 64, 128, 256)
     return instructions in ("avx512", "amx") and matrix.bits == 4 and groups and count <= 4
 
@@ -183,7 +183,7 @@ def test_unaligned_weights(instructions, use):
                 place[1:] = part.view(torch.uint8).view(-1)
             for field, place in zip(("values", "scales", "minima"), moved):
                 setattr(matrix, field, place.data_ptr() + 1)
-            for count in (1, 4, 19):
+            for count in (1, 4, 8, 19, 35):
                 check(matrix, restored, an_input(count, 320, dtype), name)
 
 
@@ -226,7 +226,7 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
             )
             for field, part in zip(("values", "scales", "minima"), kept):
                 setattr(matrix, field, at_the_end(part))
-            for count in (1, 2, 4, 6):
+            for count in (1, 2, 4, 6, 9, 33):
                 x = an_input(count, columns, dtype)
                 moved = torch.frombuffer((ctypes.c_char * x.nbytes).from_address(at_the_end(x)), dtype=dtype)
                 check(matrix, restored, moved.view(count, columns), name)
@@ -245,6 +245,36 @@ def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions,
             torch.testing.assert_close(out.double(), rows.double() @ matrix.exact.T, rtol=0, atol=1e-7)
         else:
             assert torch.equal(out, (rows @ restored.float().T))
+
+
+# Of columns: pieces have 128, 256 or 512, of which these are no multiples, and the last two fill no step of 128. Groups of 96 and
+# 192 are of blocks of 32 and of 64 columns, as those of 32 and of 64 are.
+@pytest.mark.parametrize(
+    "group_size, columns", [(32, 544), (64, 448), (128, 640), (256, 768), (512, 1024), (96, 672), (192, 960)]
+)
+@pytest.mark.parametrize("instructions", ["amx", EMULATED])
+def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use):
+    """More rows of x than 8, one to four tiles of them and more than that; ranges with whole strips of 32 rows and with parts."""
+    name = use(instructions)
+    for bits in (8, 4):
+        matrix, kept, restored = quantized(a_weight(163, columns, torch.bfloat16), bits, group_size)
+        for count in (9, 16, 17, 32, 33, 48, 49, 64, 65, 100):
+            rows = (0, None) if count in (9, 32, 49) else (130, 163) if count % 2 else (3, 67)
+            check(matrix, restored, an_input(count, columns, torch.bfloat16), name, rows)
+
+
+@pytest.mark.parametrize("bits, group_size", [(4, 32), (4, 64), (4, 128), (8, 32), (8, 256)])
+@pytest.mark.parametrize("instructions", ["amx", EMULATED])
+def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use):
+    name = use(instructions)
+    columns = group_size * (11 if group_size < 256 else 3)
+    matrix, kept, restored = quantized(a_weight(67, columns, torch.bfloat16), bits, group_size)
+    for count in (9, 40):
+        for rows in torch.eye(columns).split(count):
+            if len(rows) > 8:
+                out = torch.full((len(rows), 67), float("nan"))
+                products.multiply_rows(matrix, rows.bfloat16(), 0, 67, out, name)
+                assert torch.equal(out, rows @ restored.float().T)
 
 
 @pytest.mark.parametrize("instructions", SETS)

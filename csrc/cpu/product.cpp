@@ -22,6 +22,13 @@ constexpr int64_t kRowsForTiles = 5;
 #define ZERO_INFERENCE_ROWS_FOR_SPLIT_CODE_TILES 2
 #endif
 
+// From so many on the codes of bfloat16 scales are restored strip by strip, so that sums stay in their tiles: those of each
+// group need not be stored and scaled. Estimated, not measured yet. Others can be tried (benchmarks/cores_products.py --flags);
+// 1000 keeps to the codes themselves.
+#if !defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
+#define ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES 9
+#endif
+
 // Whether groups fill vectors of bfloat16: then one look-up serves whole groups.
 bool groups_fill(const Matrix& matrix) {
   return matrix.bits == 8 ? matrix.group % 32 == 0 : matrix.group == 32 || matrix.group % 64 == 0;
@@ -29,6 +36,11 @@ bool groups_fill(const Matrix& matrix) {
 
 // Whether the codes themselves are multiplied in tiles. Not in large groups, as below.
 bool codes_for_tiles(const Matrix& matrix) { return matrix.bits != 0 && matrix.group % 32 == 0 && matrix.group <= 256; }
+
+// Whether codes can be restored strip by strip (product_restored_tiles.h).
+bool codes_in_strips(const Matrix& matrix) {
+  return matrix.bits != 0 && matrix.dtype == Dtype::bfloat16 && matrix.group % 32 == 0;
+}
 
 // Whether few rows of x are multiplied with the codes themselves, so that what they stand for is not rounded. Not in large
 // groups: of their 16 values each is there often, and the sum over its errors of rounding, which a device has, is not: with
@@ -41,11 +53,11 @@ bool codes_themselves(const Matrix& matrix) {
 Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   if (instructions < Instructions::avx512 || matrix.dtype == Dtype::float32) return Form::float32;
   const bool brain = matrix.dtype == Dtype::bfloat16;
+  const bool amx = instructions == Instructions::amx;
+  if (amx && count >= ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES && codes_in_strips(matrix)) return Form::restored_tiles;
   const int64_t rows = brain ? ZERO_INFERENCE_ROWS_FOR_CODE_TILES : ZERO_INFERENCE_ROWS_FOR_SPLIT_CODE_TILES;
-  if (instructions == Instructions::amx && count >= rows && codes_for_tiles(matrix)) {
-    return brain ? Form::code_tiles : Form::split_code_tiles;
-  }
-  if (instructions == Instructions::amx && count >= kRowsForTiles) return brain ? Form::tiles : Form::split_tiles;
+  if (amx && count >= rows && codes_for_tiles(matrix)) return brain ? Form::code_tiles : Form::split_code_tiles;
+  if (amx && count >= kRowsForTiles) return brain ? Form::tiles : Form::split_tiles;
   if (count < kRowsForTiles && codes_themselves(matrix)) {
     return brain ? Form::codes : Form::split_codes;
   }
@@ -71,6 +83,11 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     share_columns(layout, count);
     const int64_t pack = pack_columns(layout);
     layout.columns = round_up(matrix.columns * layout.nibbles, pack > kStep ? pack : kStep);
+    return layout;
+  }
+  if (layout.form == Form::restored_tiles) {
+    const bool sections = matrix.group == 64 || matrix.group % kStep == 0;  // of 64 columns; else each 32 have their scale
+    layout.pairs = matrix.bits == 8 ? 0 : sections ? 64 : 32;
     return layout;
   }
   if (matrix.bits == 0) {
@@ -115,6 +132,7 @@ int64_t input_step(const Matrix& matrix, Instructions) {
 size_t scratch_bytes(const Matrix& matrix, int64_t count, Instructions instructions) {
   const Layout layout = layout_of(matrix, count, instructions);
   if (codes_in_tiles(layout.form)) return static_cast<size_t>(kCodeScratchBytes + kPageBytes);
+  if (layout.form == Form::restored_tiles) return static_cast<size_t>(kRestoredScratchBytes);
   // two panels, and sums in pairs of two tiles; or 4 rows, and of each row of x and the weight a vector
   if (in_tiles(layout)) return static_cast<size_t>(2 * kPanelBytes + (count + 31) / 32 * 4 * kTileBytes);
   return static_cast<size_t>(4 * (kBlockBytes + kRowGap) + count * 4 * 64);

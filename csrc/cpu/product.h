@@ -8,8 +8,8 @@
 // processor has instructions for that, and never to less than float16's for the others. What a code stands for is rounded to
 // the dtype of its scale, as a device does that restores the weight; but in groups of up to 256, codes are multiplied as they
 // are, and not rounded, where that is faster: int4 for up to 4 rows of x with avx512 (product_codes.h), and where groups are
-// multiples of 32, int8 and int4 in tiles (product_code_tiles.h). These functions know no threads:
-// the caller gives each of its threads ranges of rows of W.
+// multiples of 32, int8 and int4 in tiles (product_code_tiles.h), with scales in bfloat16 for up to 8 rows of x. These
+// functions know no threads: the caller gives each of its threads ranges of rows of W.
 
 #pragma once
 

@@ -213,7 +213,7 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
         __m512i terms[2][kTerms] = {};
         if (m + i < count) {
           const char* const row = x + (m + i) * stride * bytes_of(x_dtype);
-          if (codes_in_tiles(layout.form)) {
+          if (nibble_order(layout) != 0) {
             code_input<kTerms>(layout, row, x_dtype, k, columns, terms);
           } else {
             brain_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);
@@ -234,6 +234,10 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
 #include "product_code_scaling.h"
 
 #include "product_code_tiles.h"
+
+#include "product_restored_rows.h"
+
+#include "product_restored_tiles.h"
 
 }  // namespace
 
@@ -263,6 +267,9 @@ void product(const Matrix& matrix, const Layout& layout, int64_t count, const vo
   if (layout.form == Form::tiles) return Tiles<1>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
   if (layout.form == Form::split_tiles)
     return Tiles<2>{matrix, layout, count, x, panel, sums}.product(first, last, out, stride);
+  if (layout.form == Form::restored_tiles) {
+    return product_of_restored(matrix, layout, count, x, first, last, out, stride, panel);
+  }
   product_of_codes(matrix, layout, count, x, first, last, out, stride, panel);
 }
 

@@ -10,7 +10,7 @@ inline void code_input(const Layout& layout, const char* x, Dtype dtype, int64_t
     split_pairs(one, two, even[0], odd[0]);
     to_brain<kTerms>(even[0], _mm512_mul_ps(even[0], broadcast(16)), terms[0]);
     to_brain<kTerms>(odd[0], _mm512_mul_ps(odd[0], broadcast(16)), terms[1]);
-  } else if (section_columns(layout) == 32) {
+  } else if (nibble_order(layout) == 32) {
     const __m512i low = _mm512_setr_epi32(0x40000, 0xc0008, 0x140010, 0x1c0018, 0x50001, 0xd0009, 0x150011, 0x1d0019, 0x60002,
                                           0xe000a, 0x160012, 0x1e001a, 0x70003, 0xf000b, 0x170013, 0x1f001b);
     for (int half = 0; half < 2; ++half) {

@@ -18,14 +18,16 @@ enum class Form : int32_t {
   split_tiles,  // likewise, and each value in two bfloat16 terms
   code_tiles,   // tiles in the order of nibbles (product_code_open.h), and sums over sections of groups; products with codes,
                 // which are scaled afterwards
-  split_code_tiles  // split_tiles likewise
+  split_code_tiles,  // split_tiles likewise
+  restored_tiles     // tiles, and int4 in the order of nibbles; products with codes that are restored strip by strip
 };
 
 struct Layout {
   Form form;
   bool vectors;  // groups are whole vectors of codes; else codes are restored one by one
   // Order of the columns. int4 in vectors: so many are a block, in which those of low nibbles come before those of high ones.
-  // Plain in two terms: 32, with column i of a block beside i + 16. Else 0, as they are.
+  // Plain in two terms: 32, with column i of a block beside i + 16. int4 in restored_tiles: so many, 64 or 32, are in the order
+  // of product_code_open.h. Else 0, as they are.
   int64_t pairs;
   int64_t columns;  // with padding of zeros, a multiple of kStep; of codes in tiles, nibbles
   int64_t group;    // of the weight, in such columns
@@ -73,6 +75,18 @@ static_assert(kMostPack == 1 || kMostPack == 2 || kMostPack == 4, "columns of a 
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kCodeScratchBytes = (8 + 4 + 2 + 2) * kTileBytes + kCodeRows / kTileRows * 2 * kTileBytes + 8 * 64;
 
+// Columns of a piece of up to 32 rows of x where codes are restored in tiles, whose tiles of x are then 16 KiB; half of them
+// for up to 64 rows. Others can be tried (benchmarks/cores_products.py --flags): 256 or 512.
+#if !defined(ZERO_INFERENCE_RESTORED_COLUMNS)
+#define ZERO_INFERENCE_RESTORED_COLUMNS 256
+#endif
+constexpr int64_t kRestoredColumns = ZERO_INFERENCE_RESTORED_COLUMNS;
+static_assert(kRestoredColumns == 256 || kRestoredColumns == 512, "scales are converted for 512 columns");
+
+// Of a thread's scratch for them: two panels, and of each strip of kCodeRows rows scales, minima, and totals with 64 rows of x.
+constexpr int64_t kRestoredStrips = (kCodeRows + kPanelRows - 1) / kPanelRows;
+constexpr int64_t kRestoredScratchBytes = (16 + kRestoredStrips * (4 + 8)) * kTileBytes;
+
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // Whole groups in so many columns. A division takes up to 18 cycles, and a row is visited every 256 columns; sizes are powers
@@ -106,7 +120,8 @@ static inline bool is_split(Form form) {
 static inline bool codes_in_tiles(Form form) { return form == Form::code_tiles || form == Form::split_code_tiles; }
 
 static inline bool in_tiles(const Layout& layout) {
-  return layout.form == Form::tiles || layout.form == Form::split_tiles || codes_in_tiles(layout.form);
+  return layout.form == Form::tiles || layout.form == Form::split_tiles || layout.form == Form::restored_tiles ||
+         codes_in_tiles(layout.form);
 }
 
 // Columns of a section, where codes are multiplied in tiles: all of one group.
@@ -114,6 +129,12 @@ static inline int64_t section_columns(const Layout& layout) { return layout.grou
 
 // Columns whose sums share a tile.
 static inline int64_t pack_columns(const Layout& layout) { return section_columns(layout) * layout.pack; }
+
+// So many columns, 64 or 32, are in the order in which nibbles are opened; 0: they are not.
+static inline int64_t nibble_order(const Layout& layout) {
+  if (codes_in_tiles(layout.form)) return section_columns(layout);
+  return layout.form == Form::restored_tiles ? layout.pairs : 0;
+}
 
 // Bytes of the tiles of the prepared input, behind which the sums over sections begin.
 static inline int64_t sections_at(const Layout& layout, int64_t count) {

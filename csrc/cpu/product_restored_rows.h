@@ -1,0 +1,85 @@
+// How codes are restored as bfloat16, into panels of 32 rows. Included by product_amx.cpp behind product_wide.h.
+//
+// int4: the 16 values of a group, as bfloat16, are a table of 16 words, which is there twice. Of an index into it only the low
+// five bits count, of which the fifth then makes no difference: so four nibbles in a word need only be rotated. The columns
+// have the order of codes in tiles of nibbles (product_code_open.h). int8 has no table, and its columns' own order.
+
+constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                 // of the blocks of a panel
+constexpr int64_t kMinimaAt = kRestoredStrips * kPanelRows * kLanes;  // behind the scales
+
+// RowCodes of kBits with so many tables, or scales, a step of 128 columns: 1 in groups of whole steps, 2 in groups of 64, and
+// 4, one for each block of 32 columns, in others.
+template <int kBits, int kTables>
+struct RowCodes {
+  static constexpr int kUnit = kBits == 4 && kTables < 4 ? 64 : 32;  // columns that are restored together
+  static constexpr int kUnits = kStep / kUnit;
+
+  struct Group {
+    __m512i table;          // of int4
+    Vector scale, minimum;  // of int8
+  };
+
+  [[gnu::always_inline]] static inline Group group_at(const float* scale) {
+    Group group;
+    if constexpr (kBits == 4) {
+      const Vector values = value_of<1>(code_vector(), broadcast(scale[0]), broadcast(scale[kMinimaAt]));
+      to_brain<1>(values, values, &group.table);
+    } else {
+      group.scale = broadcast(scale[0]);
+      group.minimum = broadcast(scale[kMinimaAt]);
+    }
+    return group;
+  }
+
+  [[gnu::always_inline]] static inline void look_up_words(__m512i words, __m512i counts, __m512i table, char* out) {
+    _mm512_store_si512(out, _mm512_permutexvar_epi16(_mm512_rorv_epi32(words, counts), table));
+  }
+
+  // A unit of a row, to one or two blocks.
+  [[gnu::always_inline]] static inline void restore(const char* p, const Group& group, char* out) {
+    if constexpr (kBits == 8) {
+      const uint8_t* const codes = reinterpret_cast<const uint8_t*>(p);
+      __m512i values;
+      to_brain<1>(value_of<1>(_mm512_cvtepi32_ps(bytes(codes)), group.scale, group.minimum),
+                  value_of<1>(_mm512_cvtepi32_ps(bytes(codes + 16)), group.scale, group.minimum), &values);
+      _mm512_store_si512(out, values);
+    } else if constexpr (kUnit == 32) {
+      const __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+      look_up_words(words, _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12), group.table, out);
+    } else {
+      const __m512i words = _mm512_broadcast_i64x4(load_32_bytes(p));
+      look_up_words(words, _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4), group.table, out);
+      look_up_words(words, _mm512_setr_epi32(8, 8, 8, 8, 8, 8, 8, 8, 12, 12, 12, 12, 12, 12, 12, 12), group.table,
+                    out + kBlockStride);
+    }
+  }
+};
+
+// What is restored next: rows of a step.
+template <int kBits, int kTables>
+struct Rows {
+  using Parts = RowCodes<kBits, kTables>;
+
+  const char* codes;  // of the row
+  int64_t codes_bytes;
+  const float* scales;
+  char* panel;
+
+  // Columns up to `columns`, in units; with zeros behind them.
+  [[gnu::always_inline]] inline void next(int64_t columns) {
+    typename Parts::Group group;
+#pragma GCC unroll 4
+    for (int unit = 0; unit < Parts::kUnits; ++unit) {
+      char* const out = panel + unit * (Parts::kUnit / 32) * kBlockStride;
+      if (unit * Parts::kUnit < columns) {
+        if (unit * kTables % Parts::kUnits == 0) group = Parts::group_at(scales + unit * kTables / Parts::kUnits);
+        Parts::restore(codes + unit * Parts::kUnit * kBits / 8, group, out);
+      } else {
+        for (int i = 0; i < Parts::kUnit / 32; ++i) _mm512_store_si512(out + i * kBlockStride, _mm512_setzero_si512());
+      }
+    }
+    codes += codes_bytes;
+    scales += kLanes;
+    panel += 64;
+  }
+};
