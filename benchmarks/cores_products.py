@@ -1,7 +1,8 @@
 """How fast the host's cores multiply weights where they lie in host memory, against what they can read.
 
     python benchmarks/cores_products.py [--formats bf16 fp16 int8 int4] [--rows 1 2 4 8 16 32 64] [--instructions avx512 amx]
-        [--threads N] [--set-gb 4] [--seconds 0.2] [--peer] [--busy-link] [--flags "-DZERO_INFERENCE_PREFETCH=3"] [--json FILE]
+        [--shape 8192x8192] [--threads N] [--set-gb 4] [--seconds 0.2] [--peer] [--busy-link] [--flags "-DZERO_INFERENCE_PREFETCH=3"]
+        [--json FILE]
 
 All weights of a set are multiplied one behind the other, over and over, by threads pinned to a core each; the set is larger than the
 caches. A figure is GB/s (1e9 bytes) of the weights as stored, scales and minima included. "read" is a loop that only adds up the
@@ -32,7 +33,7 @@ import torch
 from zero_inference.cores.library import declared, find_or_build
 from zero_inference.cores.matrix import DTYPES, INSTRUCTIONS, Matrix
 
-ROWS, COLUMNS, GROUP = 8192, 8192, 64  # of every weight
+GROUP = 64
 FORMATS = {"bf16": (torch.bfloat16, 0), "fp16": (torch.float16, 0), "fp32": (torch.float32, 0)}
 FORMATS |= {"int8": (torch.bfloat16, 8), "int4": (torch.bfloat16, 4)}
 FORMATS |= {"int8-fp16": (torch.float16, 8), "int4-fp16": (torch.float16, 4)}
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp16", "int8", "int4"], choices=FORMATS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of the input")
     parser.add_argument("--instructions", nargs="+", choices=INSTRUCTIONS, help="default: the best two that are here")
+    parser.add_argument("--shape", type=shape_of, default=(8192, 8192), metavar="ROWSxCOLUMNS", help="of every weight")
     parser.add_argument("--threads", type=int, help="default: one for each CPU of this process but one")
     parser.add_argument("--set-gb", type=float, default=4.0, help="weights of a format, in 1e9 bytes")
     parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
@@ -70,7 +72,10 @@ def main() -> int:
     best = args.library.zero_inference_best_instructions()
     args.instructions = args.instructions or list(INSTRUCTIONS[max(0, best - 1) : best + 1])
     torch.set_num_threads(args.threads)
-    print(f"{processor()}, {args.threads} threads, {ROWS} x {COLUMNS} weights, groups of {GROUP}", flush=True)
+    print(
+        f"{processor()}, {args.threads} threads, {args.shape[0]} x {args.shape[1]} weights, groups of {GROUP}",
+        flush=True,
+    )
     print(f"{'what':<22}{'instructions':<14}{'rows':>5}{'GB/s':>9}{'link GB/s':>11}", flush=True)
     with busy_link() if args.busy_link else contextlib.nullcontext(None) as link:
         rows = list(measure_all(args, link))
@@ -78,6 +83,12 @@ def main() -> int:
         found = {"processor": processor(), "torch": torch.__version__, "arguments": given(args)}
         args.json.write_text(json.dumps(found | {"figures": [asdict(row) for row in rows]}, indent=1) + "\n")
     return 0
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """Rows and columns of "8192x8192"."""
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
 
 
 def given(args: argparse.Namespace) -> dict:
@@ -105,7 +116,7 @@ def measure_all(args: argparse.Namespace, link: Link | None) -> Iterator[Row]:
         return row
 
     for name in args.formats:
-        weights = fill(memory, name)
+        weights = fill(memory, name, *args.shape)
         if name == args.formats[0]:
             for instructions in args.instructions:
                 yield figure("read", instructions, 0, lambda: read_rate(args, memory, instructions))
@@ -117,12 +128,12 @@ def measure_all(args: argparse.Namespace, link: Link | None) -> Iterator[Row]:
                 yield figure(f"{name} torch", "", rows, lambda: PEERS[name](args, memory, rows))
 
 
-def fill(memory: torch.Tensor, name: str) -> ctypes.Array:
+def fill(memory: torch.Tensor, name: str, height: int, width: int) -> ctypes.Array:
     """Weights of a format one behind the other in `memory`: copies of one block of random values for all."""
     dtype, bits = FORMATS[name]
-    code_bytes = ROWS * COLUMNS * bits // 8
-    scales = ROWS * COLUMNS // GROUP
-    size = code_bytes + 2 * scales * dtype.itemsize if bits else ROWS * COLUMNS * dtype.itemsize
+    code_bytes = height * width * bits // 8
+    scales = height * width // GROUP
+    size = code_bytes + 2 * scales * dtype.itemsize if bits else height * width * dtype.itemsize
     block = torch.empty(size, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     if bits:
@@ -130,7 +141,7 @@ def fill(memory: torch.Tensor, name: str) -> ctypes.Array:
         block[code_bytes:].view(dtype).copy_(torch.rand(2 * scales, generator=generator) * 0.01)
     else:
         block.view(dtype).copy_(
-            torch.randn(1 << 20, generator=generator).mul_(0.02).repeat((ROWS * COLUMNS >> 20) + 1)[: ROWS * COLUMNS]
+            torch.randn(1 << 20, generator=generator).mul_(0.02).repeat((height * width >> 20) + 1)[: height * width]
         )
     number = len(memory) // size
     if number == 0:
@@ -141,15 +152,15 @@ def fill(memory: torch.Tensor, name: str) -> ctypes.Array:
         at = memory.data_ptr() + index * size
         if bits:
             minima = at + code_bytes + scales * dtype.itemsize
-            matrices[index] = Matrix(at, at + code_bytes, minima, ROWS, COLUMNS, GROUP, bits, DTYPES[dtype])
+            matrices[index] = Matrix(at, at + code_bytes, minima, height, width, GROUP, bits, DTYPES[dtype])
         else:
-            matrices[index] = Matrix(at, None, None, ROWS, COLUMNS, 0, 0, DTYPES[dtype])
+            matrices[index] = Matrix(at, None, None, height, width, 0, 0, DTYPES[dtype])
     return matrices
 
 
 def product_rate(args: argparse.Namespace, weights: ctypes.Array, name: str, instructions: str, rows: int) -> float:
     """GB/s of stored bytes."""
-    x = torch.randn(rows, COLUMNS).to(FORMATS[name][0])
+    x = torch.randn(rows, args.shape[1]).to(FORMATS[name][0])
     done = ctypes.c_int64()
     taken = args.library.zero_inference_measure_products(
         weights,
@@ -184,17 +195,18 @@ def rate(done: int, taken: float, instructions: str) -> float:
 
 def torch_bfloat16(args: argparse.Namespace, memory: torch.Tensor, rows: int) -> float:
     """GB/s of F.linear over a set of bfloat16 weights."""
-    size = ROWS * COLUMNS * 2
-    weights = [memory[at : at + size].view(torch.bfloat16).view(ROWS, COLUMNS) for at in starts(memory, size)]
-    x = torch.randn(rows, COLUMNS).bfloat16()
+    height, width = args.shape
+    size = height * width * 2
+    weights = [memory[at : at + size].view(torch.bfloat16).view(height, width) for at in starts(memory, size)]
+    x = torch.randn(rows, args.shape[1]).bfloat16()
     return torch_rate(args, len(weights), size, lambda index: torch.nn.functional.linear(x, weights[index]))
 
 
 def torch_int4(args: argparse.Namespace, memory: torch.Tensor, rows: int) -> float:
     """GB/s of torch's product with int4 groups, in its own packed form, scales and zeros included."""
-    codes = torch.randint(0, 16, (ROWS, COLUMNS), dtype=torch.int32)
+    codes = torch.randint(0, 16, args.shape, dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
-    scales = torch.rand(COLUMNS // GROUP, ROWS, 2).bfloat16()
+    scales = torch.rand(args.shape[1] // GROUP, args.shape[0], 2).bfloat16()
     size, more = packed.numel(), scales.numel() * 2
     sets = []
     for at in starts(memory, size + more):
@@ -203,7 +215,7 @@ def torch_int4(args: argparse.Namespace, memory: torch.Tensor, rows: int) -> flo
         sets.append(
             (memory[at : at + size].view(packed.shape), memory[at + size : at + size + more].view(torch.bfloat16))
         )
-    x = torch.randn(rows, COLUMNS).bfloat16()
+    x = torch.randn(rows, args.shape[1]).bfloat16()
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
     return torch_rate(
         args,

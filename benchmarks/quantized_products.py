@@ -1,6 +1,7 @@
 """Products of a few tokens with codes on a CUDA device: how fast beside what else there is, and what every launch gives.
 
-    python benchmarks/quantized_products.py [--save FILE] [--dtype float16] [--sweep]    (exit code 2 without device or kernel)
+    python benchmarks/quantized_products.py [--save FILE] [--dtype float16] [--sweep]
+        [--shapes 5120x5120 ...] [--tokens 1 ...] [--bits 4 ...]    (exit code 2 without device or kernel)
 
 Microseconds are those of one product among many that follow each other in a CUDA graph, median of replays; each takes another of as
 many weights as the L2 cache cannot hold. GB/s are 10^9 stored bytes of the weight (codes, scales, minima) a second, the share is
@@ -14,7 +15,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,11 +38,20 @@ COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)
 FIELDS = ("rows", "columns", "bits", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """Rows and columns of "5120x13824"."""
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--save", type=Path, metavar="FILE", help="write every measurement, tab-separated")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--sweep", action="store_true", help="time every launch of the fused operator")
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS", help="of weights")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--bits", type=int, nargs="+", choices=(4, 8), default=(4, 8))
     args = parser.parse_args()
     import torch
 
@@ -56,9 +66,9 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}, groups of {GROUP_SIZE}")
     print(f"a copy inside the device: {copy:.0f} GB/s\n")
     rows = []
-    for (height, width), bits in itertools.product(SHAPES, (4, 8)):
+    for (height, width), bits in itertools.product(args.shapes, args.bits):
         weights = Weights(height, width, bits, dtype)
-        timed = sweep(weights) if args.sweep else compare(weights)
+        timed = (sweep if args.sweep else compare)(weights, args.tokens)
         for tokens, what, launch, us in timed:
             rate = weights.stored_bytes / us / 1e3
             rows.append((height, width, bits, tokens, what, launch, f"{us:.2f}", f"{rate:.0f}", f"{rate / copy:.3f}"))
@@ -134,13 +144,13 @@ class Weights:
         return functional.linear(x, self.workspace)
 
 
-def compare(weights: Weights) -> list[tuple[int, str, str, float]]:
+def compare(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str, float]]:
     """(tokens, what, launch, microseconds) of the fused operator, twice, and of what it stands beside."""
     import torch
     from torch.nn import functional
 
     timed = []
-    for tokens in TOKENS:
+    for tokens in counts:
         x = weights.input(tokens)
         ways: list[tuple[str, Callable, list]] = [
             ("fused", lambda packed, x=x: weights.fused(x, packed), weights.packed),
@@ -155,14 +165,14 @@ def compare(weights: Weights) -> list[tuple[int, str, str, float]]:
     return timed
 
 
-def sweep(weights: Weights) -> list[tuple[int, str, str, float]]:
+def sweep(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str, float]]:
     """(tokens, "fused", launch, microseconds) of the launch that the table chooses and of all that fit the device."""
     import torch
 
     clusters = torch.cuda.get_device_capability()[0] >= 9
     launches = [launch for launch in itertools.product(COLUMN_WARPS, SPLITS, CHUNK_STEPS) if clusters or launch[1] == 1]
     timed = []
-    for tokens in TOKENS:
+    for tokens in counts:
         x = weights.input(tokens)
         timed.append((tokens, "fused", "table", microseconds(lambda p, x=x: weights.fused(x, p), weights.packed)))
         for launch in launches:
@@ -212,7 +222,7 @@ def copy_gb_per_s() -> float:
 
 def show(weights: Weights, timed: list, copy: float) -> None:
     print(f"{weights.rows} x {weights.columns}, int{weights.bits}, {weights.stored_bytes / 1e6:.1f} MB")
-    for tokens in TOKENS:
+    for tokens in dict.fromkeys(count for count, *_ in timed):
         of = {what: us for count, what, _, us in timed if count == tokens}
         share = weights.stored_bytes / of["fused"] / 1e3 / copy
         print(
@@ -222,7 +232,7 @@ def show(weights: Weights, timed: list, copy: float) -> None:
 
 def show_best(weights: Weights, timed: list, copy: float) -> None:
     print(f"{weights.rows} x {weights.columns}, int{weights.bits} (column warps x splits x steps of a chunk)")
-    for tokens in TOKENS:
+    for tokens in dict.fromkeys(count for count, *_ in timed):
         of = sorted((us, launch) for count, _, launch, us in timed if count == tokens)
         table = next(us for us, launch in of if launch == "table")
         share = weights.stored_bytes / of[0][0] / 1e3 / copy

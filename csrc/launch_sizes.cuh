@@ -204,10 +204,10 @@ constexpr int kProductTokens = 32;  // the most of one call
 // the accumulators of eight tokens.
 constexpr int product_blocks(int token_tiles) { return token_tiles == 1 ? 3 : 2; }
 
-// Of a block's eight warps, those that share rows and split columns. A block reads all its tokens' columns out of the L2 cache,
-// 2 * tokens bytes a column where a row of int4 is about 0.56 bytes: as many rows as keep that below half of the weight's
-// bytes. Sets the order of sums.
-constexpr int product_column_warps(int64_t tokens) { return tokens <= 4 ? 8 : tokens <= 8 ? 4 : tokens <= 16 ? 2 : 1; }
+// Of a block's eight warps, those that share rows and split columns. Two rather than eight with one token take 15% off the
+// products of a layer of Llama-2-13B in int4 (105 us for 123), two rather than four with eight tokens 24% (131 for 172; 17 to
+// 32 tokens were not swept; h200-cores/quantized_products_sweep.tsv). Sets the order of sums.
+constexpr int product_column_warps(int64_t tokens) { return tokens <= 16 ? 2 : 1; }
 
 // A warp's steps between two barriers, at which the block's next tokens and scales have to be there: four where three blocks
 // still fit a processor's 227 KB, else two, which is the fewest that bring those in time through the ring of stages.

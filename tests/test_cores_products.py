@@ -69,12 +69,17 @@ def an_input(count: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) + 0.5).to(dtype)
 
 
+def restored_from(bits: int) -> int:
+    """Rows of x from which on codes with bfloat16 scales are restored in tiles (csrc/cpu/product.cpp)."""
+    return 9 if bits == 8 else 17
+
+
 def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
     """Whether the kernels take codes as they are, not what they stand for (csrc/cpu/product.cpp)."""
     if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
         return False
     if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
-        return count <= 8 or dtype == torch.float16  # for more rows of x bfloat16 is restored
+        return count < restored_from(matrix.bits) or dtype == torch.float16
     groups = matrix.group in (32, 64, 128, 256)
     return instructions in ("avx512", "amx") and matrix.bits == 4 and groups and count <= 4
 
@@ -269,9 +274,9 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
     name = use(instructions)
     columns = group_size * (11 if group_size < 256 else 3)
     matrix, kept, restored = quantized(a_weight(67, columns, torch.bfloat16), bits, group_size)
-    for count in (9, 40):
+    for count in (restored_from(bits), 40):
         for rows in torch.eye(columns).split(count):
-            if len(rows) > 8:
+            if len(rows) >= restored_from(bits):
                 out = torch.full((len(rows), 67), float("nan"))
                 products.multiply_rows(matrix, rows.bfloat16(), 0, 67, out, name)
                 assert torch.equal(out, rows @ restored.float().T)

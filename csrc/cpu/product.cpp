@@ -11,10 +11,9 @@ namespace {
 // From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
 // once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
-// And with codes themselves, which took as long for one row of x as for 16 before few rows shared a tile. Measured on H200
-// hosts beside a busy link, in GB/s, without tiles and with them: int4 with bfloat16 scales 78 to 104 for one row of x, 36 to
-// 49 and then 49 for four; with float16 scales 68 and then 44 for one, 22 and then 43 for four. Two and three rows were not
-// measured both ways. Others can be tried (benchmarks/cores_products.py --flags); 1000 restores the codes instead.
+// And with codes themselves. One row of x is faster in vectors: 10.5 GB/s a core from the L2 cache, in tiles 8.2; two rows are
+// as fast in tiles as one in vectors. Others can be tried (benchmarks/cores_products.py --flags); 1000 restores the codes
+// instead.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_CODE_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_CODE_TILES 2
 #endif
@@ -23,10 +22,13 @@ constexpr int64_t kRowsForTiles = 5;
 #endif
 
 // From so many on the codes of bfloat16 scales are restored strip by strip, so that sums stay in their tiles: those of each
-// group need not be stored and scaled. Estimated, not measured yet. Others can be tried (benchmarks/cores_products.py --flags);
-// 1000 keeps to the codes themselves.
+// group need not be stored and scaled. With int4 that gains from two tiles of x on, with int8, whose codes fill two tiles
+// each, at once. Others can be tried (benchmarks/cores_products.py --flags); 1000 keeps to the codes themselves.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
-#define ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES 9
+#define ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES 17
+#endif
+#if !defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_BYTES)
+#define ZERO_INFERENCE_ROWS_FOR_RESTORED_BYTES 9
 #endif
 
 // Whether groups fill vectors of bfloat16: then one look-up serves whole groups.
@@ -54,9 +56,11 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   if (instructions < Instructions::avx512 || matrix.dtype == Dtype::float32) return Form::float32;
   const bool brain = matrix.dtype == Dtype::bfloat16;
   const bool amx = instructions == Instructions::amx;
-  if (amx && count >= ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES && codes_in_strips(matrix)) return Form::restored_tiles;
+  const int64_t restored = matrix.bits == 8 ? ZERO_INFERENCE_ROWS_FOR_RESTORED_BYTES : ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
+  const bool codes = codes_for_tiles(matrix);
+  if (amx && codes_in_strips(matrix) && count >= (codes ? restored : kRowsForTiles)) return Form::restored_tiles;
   const int64_t rows = brain ? ZERO_INFERENCE_ROWS_FOR_CODE_TILES : ZERO_INFERENCE_ROWS_FOR_SPLIT_CODE_TILES;
-  if (amx && count >= rows && codes_for_tiles(matrix)) return brain ? Form::code_tiles : Form::split_code_tiles;
+  if (amx && count >= rows && codes) return brain ? Form::code_tiles : Form::split_code_tiles;
   if (amx && count >= kRowsForTiles) return brain ? Form::tiles : Form::split_tiles;
   if (count < kRowsForTiles && codes_themselves(matrix)) {
     return brain ? Form::codes : Form::split_codes;

@@ -96,10 +96,11 @@ def lay_out(
     end = 0  # of what lies in the buffer so far
     for name, parameter in own:
         if all(parameter is not other for _, other in packed):
+            end = end if parameter.dim() == 1 else _aligned(end)  # biases that follow each other are one
             piece = Piece(end, tuple(parameter.shape), parameter.dtype)
-            end += _aligned(piece.nbytes)
+            end += -(-piece.nbytes // VECTOR) * VECTOR
             layout.parameters.append(StoredParameter(name, piece))
-    layout.plain_bytes = workspace = end
+    layout.plain_bytes = workspace = end = _aligned(end)
     kinds: list[list[Piece]] = [[], [], []]
     for kind, pieces in enumerate(kinds):
         for _, parameter in packed:
