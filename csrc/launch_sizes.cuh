@@ -206,7 +206,7 @@ constexpr int product_blocks(int token_tiles) { return token_tiles == 1 ? 3 : 2;
 
 // Of a block's eight warps, those that share rows and split columns. Two rather than eight with one token take 15% off the
 // products of a layer of Llama-2-13B in int4 (105 us for 123), two rather than four with eight tokens 24% (131 for 172; 17 to
-// 32 tokens were not swept; h200-cores/quantized_products_sweep.tsv). Sets the order of sums.
+// 32 tokens were not swept; h200-graphs/quantized_products_sweep.tsv). Sets the order of sums.
 constexpr int product_column_warps(int64_t tokens) { return tokens <= 16 ? 2 : 1; }
 
 // A warp's steps between two barriers, at which the block's next tokens and scales have to be there: four where three blocks
