@@ -107,7 +107,7 @@ def test_what_the_link_waited_is_work_that_it_gets():
 def test_the_division_is_corrected_once_by_passes_that_follow_each_other():
     use = LinkUse(4, 0.56, 0.04, 0.2, 0.0, 0, 0)
     asked = []
-    timeline = SimpleNamespace(link_use=lambda: asked.append(1) or use)
+    timeline = SimpleNamespace(link_use=lambda first: asked.append(first) or use, forward=7)
     cores = SimpleNamespace(busy_s=time.perf_counter)  # always at work
     plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
     team = SimpleNamespace(plan=plan, cores=cores, of_first_rank=lambda value: value)
@@ -116,6 +116,6 @@ def test_the_division_is_corrected_once_by_passes_that_follow_each_other():
     for few in [True] * (LAST_PASS - 1) + [False] + [True] * (LAST_PASS - 1):
         assert balance.of(placed, few) is placed
     corrected = balance.of(placed, True)
-    assert corrected.computed < placed.computed and asked == [1]
+    assert corrected.computed < placed.computed and asked == [7]
     for _ in range(2 * LAST_PASS):
         assert balance.of(corrected, True) is corrected

@@ -578,8 +578,8 @@ def test_idle_time_goes_to_who_caused_it():
             Copy(0, 10, free and Moment(free), freed_by, Moment(start), Moment(end), timeline.forward, first)
         )
 
-    def use():
-        found = timeline.link_use()
+    def use(first=1):
+        found = timeline.link_use(first)
         return [found.busy_s, found.slot_wait_s, found.step_start_s, found.host_late_s, found.copied_bytes]
 
     copy(0, 10)
@@ -591,6 +591,11 @@ def test_idle_time_goes_to_who_caused_it():
     # the cores multiply the first blocks of a step, from 105 to 125, then the device one that freed a slot
     copy(130, 140, free=130, begun=125, pass_start=105)
     assert use() == pytest.approx([0.030, 0.015, 0.045, 0.040, 40])
+    timeline.forward = 2  # and from there on alone
+    copy(150, 160)
+    assert timeline.link_use(2) is None
+    copy(160, 180)
+    assert use(2) == pytest.approx([0.020, 0, 0, 0, 10])
 
 
 def test_a_pass_begins_with_its_first_block_wherever_that_is_computed():

@@ -33,6 +33,7 @@ class Balance:
         self.team, self.timeline = team, timeline
         self.passes, self.done = 0, False
         self.start = 0.0, 0.0
+        self.first = 1  # call of the model that is looked at
 
     def begin_again(self) -> None:
         """Passes so far are not like those to come."""
@@ -46,10 +47,10 @@ class Balance:
         self.passes += 1
         now = time.perf_counter(), self.team.cores.busy_s()
         if self.passes == FIRST_PASS:
-            self.start = now
+            self.start, self.first = now, self.timeline.forward
         if self.passes != LAST_PASS:
             return residency
-        use = self.timeline.link_use()  # waits for the device, once in a run
+        use = self.timeline.link_use(self.first)  # waits for the device, once in a run
         passed_s, busy_s = (after - before for after, before in zip(now, self.start))
         surplus = UNKNOWN if use is None else surplus_bytes(self.team.plan, use, busy_s / passed_s)
         surplus = self.team.of_first_rank(surplus)

@@ -124,9 +124,9 @@ class Timeline:
             return
         self.spans[-1].end = self.streams.recorded(self.streams.current())
 
-    def link_use(self) -> LinkUse | None:
-        """What the link did in the decode steps; None before the second one."""
-        decode = [copy for copy in self.copies if copy.forward >= 1]
+    def link_use(self, first: int = 1) -> LinkUse | None:
+        """What the link did in the decode steps from call `first` of the model on; None before the second copy there."""
+        decode = [copy for copy in self.copies if copy.forward >= first]
         if len(decode) < 2:
             return None
         self.streams.synchronize()
