@@ -162,7 +162,7 @@ class CoresUse:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """Whether decode steps are one CUDA graph, and how one step compared that was computed both ways; null where none was."""
+    """Whether decode steps are CUDA graphs, and how one step compared that was computed in both ways; null where none was."""
 
     unused_because: str | None = key("", "why it is not used; null if it is")
     difference: float | None = key(

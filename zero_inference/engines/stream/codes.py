@@ -152,7 +152,7 @@ class Linears:
         bits, group_size = self.scheme.bits, self.scheme.group_size
         out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, sum(rows), bias)
         by_name = dict(zip(in_memory, out.view(*x.shape[:-1], -1).split(rows, -1)))
-        return [by_name[name] for name in names]
+        return [by_name[name].contiguous() for name in names]
 
     def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         module, (codes, scales, minima, *_) = self.block.get_submodule(name), self.packed_now(weight_of(name))

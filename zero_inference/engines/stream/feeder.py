@@ -18,7 +18,7 @@ from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.expert_blocks import ExpertBlock
 from zero_inference.engines.stream.forwards import chosen_of, replace_forward, tokens_of
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.ring import BlockRing
+from zero_inference.engines.stream.ring import Between, BlockRing
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
@@ -26,8 +26,6 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
-
-Between = Callable[[Callable[[], Any]], Any]
 
 
 class BlockFeeder:
@@ -69,7 +67,8 @@ class BlockFeeder:
         self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
         self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self.packed: dict[tuple[int, int | None], dict[str, tuple[torch.Tensor, ...]]] = {}
-        self.tokens = 0  # of this pass
+        self.tokens, self.has_begun = 0, False  # of this pass; before the model was called
+        self.recorded: tuple[int, bool | None] = 0, None  # tokens, and whether few, of the pass that graphs repeat
         self.codes: dict[int, BlockCodes] = {}  # by block
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.slots: dict[int, int | None] = {}  # by block: where it lies in this pass
@@ -96,6 +95,7 @@ class BlockFeeder:
         if self.ring is not None:
             self.ring.close()
         self.core_blocks.clear()
+        self.codes.clear()
         self.views.clear()
         self.packed.clear()
         self.store.close()
@@ -173,8 +173,9 @@ class BlockFeeder:
             )
 
     def _pass_begins(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self.timeline.is_paused:  # a pass that is recorded is like the one before
+        if not (self.timeline.is_paused or self.has_begun):  # a pass that is recorded is like the one before
             self.begin_pass(tokens_of(args, kwargs))
+        self.has_begun = False
 
     def begin_pass(self, tokens: int) -> None:
         """A pass of so many tokens begins: by a call of the model, or by a graph of one."""
@@ -195,14 +196,16 @@ class BlockFeeder:
         self.ring.follow(of_few if self.few else of_many, of_few if self.few else self.after_many)
 
     def fix_places(self) -> None:
-        """Let each block come into the same slot in all passes of few tokens, as graphs of them need it."""
+        """Let each block come into the same slot in all passes like the one before, as graphs of them need it."""
+        self.recorded = self.tokens, self.few
         if self.ring is not None:
-            self.ring.keep_places(self.residency.fetched)
+            self.ring.keep_places()
 
     def begin_again(self) -> None:
-        """A pass begins that does what the one before did."""
+        """Such a pass begins, whatever was before it."""
+        self.tokens, self.few = self.recorded
         if self.ring is not None:
-            self.ring.follow(self.residency.fetched, self.residency.fetched)
+            self.ring.follow_again()
 
     def _before(self, index: int):
         layout, resident = self.layouts[index], index in self.store.resident

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ def cuda_graphs(step: Step, feeder: BlockFeeder) -> Recording:
     """
     recorder = _Recorder()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # the memory of graphs is not taken from there
     with feeder.compute.entered(), recorder.between_graphs(feeder):
         recorder.begin()
         try:
@@ -63,13 +64,41 @@ def cuda_graphs(step: Step, feeder: BlockFeeder) -> Recording:
 
 
 def repeated_call(step: Step, feeder: BlockFeeder) -> Recording:
-    """What stands for graphs on a CPU: the same step, called again."""
-    output = step()
+    """What stands for graphs on a CPU: the same step, called again, with blocks in the same slots."""
+    recorder = _Calls()
+    with recorder.between_calls(feeder):
+        output = step()
 
     def repeat() -> None:
-        output.copy_(step())
+        recorder.place = 0
+        with recorder.between_calls(feeder):
+            output.copy_(step())
 
-    return Recording(output, repeat, 1)
+    return Recording(output, repeat, len(recorder.found) + 1)
+
+
+class _Calls:
+    """What the ring answered in the first call of a step, and has to answer in all others."""
+
+    def __init__(self) -> None:
+        self.found: list[int | None] = []
+        self.place = 0
+
+    @contextlib.contextmanager
+    def between_calls(self, feeder: BlockFeeder) -> Iterator[None]:
+        def between(call: Callable[[], Any]) -> Any:
+            slot = call()
+            if self.place == len(self.found):
+                self.found.append(slot)
+            _as_before(slot, self.found[self.place])
+            self.place += 1
+            return slot
+
+        feeder.between = between
+        try:
+            yield
+        finally:
+            feeder.between = None
 
 
 class _Recorder:
@@ -96,14 +125,19 @@ class _Recorder:
 
     def abandon(self) -> None:
         """After an error. PyTorch, before 2.12, goes on to take a recording to be under way, whose `empty_cache` fails then."""
-        if self.graph is not None:
-            with contextlib.suppress(RuntimeError):  # it is invalid
+        device, ended = torch.cuda.current_device(), self.graph is None
+        with contextlib.suppress(RuntimeError):  # it is invalid
+            if self.graph is not None:
                 self.graph.capture_end()
+                ended = True
         with contextlib.suppress(RuntimeError):  # it was ended
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+        if not ended:
+            with contextlib.suppress(RuntimeError):  # else its part of the pool is never given back
+                torch._C._cuda_releasePool(device, self.pool)
 
     @contextlib.contextmanager
-    def between_graphs(self, feeder: BlockFeeder):
+    def between_graphs(self, feeder: BlockFeeder) -> Iterator[None]:
         """Within it what the feeder asks of its ring stands between two graphs."""
 
         def between(call: Callable[[], Any]) -> Any:

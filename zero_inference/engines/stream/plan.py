@@ -26,7 +26,7 @@ class StreamPlan(EnginePlan):
         scheme: None where weights keep 16 bits.
         cores: how the host's cores take part; None if they do not.
         cores_stay_out: why they do not, in a few words; None if they do, or if nothing is in host memory.
-        no_graph: why decode steps are not one CUDA graph, in a few words; None if they may be.
+        no_graph: why decode steps are not CUDA graphs, in a few words; None if they may be.
     """
 
     residency: Residency

@@ -140,7 +140,7 @@ class Residency:
         """The same with about `nbytes` less for the cores, of blocks that are no experts, evenly spaced."""
         others = sorted(self.computed - set(self.expert_blocks))
         dropped = self._spread_evenly(others, nbytes / max(1, self.nbytes_of(others)))
-        return replace(self, computed=self.computed - dropped)
+        return replace(self, computed=self.computed - dropped) if dropped else self
 
     def with_budget_used(self) -> Residency:
         """The same with fetched blocks on the device, evenly spaced, where single experts leave room for them."""

@@ -8,7 +8,7 @@ computation behind the event of the copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+Between = Callable[[Callable[[], Any]], Any]  # does what it is given, which is the ring's, between two parts of a pass
 
 
 @dataclass
@@ -79,11 +82,15 @@ class BlockRing:
         self.streams.synchronize()
         self._send_for_all()
 
-    def keep_places(self, order: Sequence[int]) -> None:
-        """From now on each block of `order` comes into the same slot, whenever this order is followed."""
-        slots = _slots_in_turn(len(order), len(self.slots))
-        self.placed = tuple(order)
-        self.places = {block: index % slots for index, block in enumerate(order)}
+    def keep_places(self) -> None:
+        """From now on each block of the pass under way, or just ended, comes into the same slot, whenever its order is followed."""
+        self.placed = self.following
+        slots = _slots_in_turn(len(self.placed), len(self.slots))
+        self.places = {block: index % slots for index, block in enumerate(self.placed)}
+
+    def follow_again(self) -> None:
+        """A pass begins whose blocks have places."""
+        self.follow(self.placed, self.placed)
 
     def follow(self, order: Sequence[int], then: Sequence[int]) -> None:
         """A pass begins: it will call `order`, and the passes behind it `then`. What is on its way and will be used stays."""
@@ -101,7 +108,8 @@ class BlockRing:
                 self.order = self.next_order
             self.early.clear()
         else:
-            self._drop(all_but=set(order[: len(self.slots)]))
+            ahead = len(set(self.places.values())) if order == self.placed else len(self.slots)
+            self._drop(all_but=set(order[:ahead]))
             self.order, self.next_order, self.position = order, then, 0
             self.early = {fetch.block for fetch in self.pending}
         self._send_for_all()

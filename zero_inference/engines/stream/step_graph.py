@@ -24,7 +24,7 @@ from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_ste
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import Record, Recording
 from zero_inference.engines.stream.streams import DeviceStreams
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.records.schema import DecodeGraph
 
@@ -127,6 +127,8 @@ class StepGraph:
             self.feeder.begin_pass(call["input_ids"].numel())
             if self.placed is self.feeder.residency:
                 return self._repeat(call)
+            self.feeder.has_begun = True
+            self.report(DecodeGraph("weights were placed anew behind the last step of a graph", tried=True))
         if self.placed is not self.feeder.residency:  # another block is fetched, or one less
             self._forget()
             self.placed, self.usual_steps, self.tried = self.feeder.residency, 0, False
@@ -158,7 +160,7 @@ class StepGraph:
                 self.recording = self.record(step, self.feeder)
             self.inputs = inputs
         except Exception as error:  # whatever the model's code does that a graph cannot hold
-            self._give_up(f"a graph could not be recorded ({(str(error).strip().splitlines() or [''])[0][:200]})")
+            self._give_up(f"a graph could not be recorded ({_first_line(error)})")
 
     def _repeat(self, call: dict[str, Any]) -> CausalLMOutputWithPast:
         assert self.inputs is not None and self.recording is not None
@@ -171,19 +173,23 @@ class StepGraph:
         return CausalLMOutputWithPast(logits=self.recording.output, past_key_values=cache)
 
     def _trial(self, call: dict[str, Any]) -> Any:
-        """One step all ways; what the model itself computes is what counts."""
+        """A step as a graph, launched with a mask, which is compared, and launched as usual, which counts."""
         cache, place = call["past_key_values"], call["past_key_values"].get_seq_length()
-
         streams = self.feeder.timeline.streams
-        for _ in range(2):  # the first time takes longer
-            self.feeder.begin_again()
-            graph_s, output = _timed(lambda: self._repeat(call), streams)
+        try:
+            for _ in range(2):  # the first time takes longer
+                self.feeder.begin_again()
+                graph_s, output = _timed(lambda: self._repeat(call), streams)
+                cache.advance(-1)
+            of_graph = [output.logits[:, -1].clone(), *cache.at(place)]
+            output = self.own(**call | {"attention_mask": visible_positions(call, self.dtype)})
+            launched = [output.logits[:, -1].clone(), *cache.at(place)]
+            differences = [_difference(one, other) for one, other in zip(of_graph, launched)]
             cache.advance(-1)
-        of_graph = [output.logits[:, -1].clone(), *cache.at(place)]
-        output = self.own(**call | {"attention_mask": visible_positions(call, self.dtype)})
-        launched = [output.logits[:, -1].clone(), *cache.at(place)]
-        differences = [_difference(one, other) for one, other in zip(of_graph, launched)]
-        cache.advance(-1)
+        except (torch.OutOfMemoryError, RunError) as error:
+            cache.advance(place - cache.get_seq_length())
+            self._give_up(f"it could not be tried ({_first_line(error)})")
+            return self.own(**call)
         usual_s, output = _timed(lambda: self.own(**call), streams)
         difference = float(torch.stack(differences).max())  # NaN, if one of them is
         if not difference <= MOST_DIFFERENCE[self.dtype]:
@@ -210,6 +216,10 @@ class StepGraph:
     def _forget(self) -> None:
         """Let go of the graph and its memory, which what its calls bring is a part of."""
         self.inputs = self.recording = self.recorded_calls = None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
