@@ -149,6 +149,48 @@ def test_a_step_behind_a_prefill_is_not_recorded(checkpoints, steps):
     loaded.close()
 
 
+@pytest.mark.parametrize("share", ["0.5", "1"])
+def test_a_trial_right_behind_a_prefill(share, checkpoints, steps):
+    """The last step of a generation is recorded, and tried in the next one, where the pass before was a prefill."""
+    folder, gen_len = checkpoints("llama"), step_graph.USUAL_STEPS + 2
+    placed = {"gpu_memory": 0, "cpu_compute": share, "ring_depth": 3, "decode_graph": "on", "gen_len": gen_len}
+    loaded, spec, ranks = load(folder, **placed)
+    found = generate(loaded, spec, ranks, gen_len, loops=4)
+    used = loaded.facts["stream"]["decode_graph"]
+    loaded.close()
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
+    assert used.unused_because is None and steps["recorded"] == 1 and steps["repeated"] > 2
+
+
+def test_more_sequences_than_the_cores_expect(checkpoints, steps):
+    """Such steps fetch all that is in host memory, and their graphs have to."""
+    folder, ids = checkpoints("llama"), random_ids(0, BATCH + 1, PROMPT, VOCAB)
+    placed = {"gpu_memory": 0, "cpu_compute": "0.5", "ring_depth": 3, "decode_graph": "on"}
+    loaded, spec, _ = load(folder, gen_len=LONG, **placed)
+    for _ in range(2):
+        cache = DeviceKVCache(spec.config, PROMPT + LONG)
+        found = loaded.model.generate(
+            ids.to(loaded.device), past_key_values=cache, max_new_tokens=LONG, do_sample=False
+        )
+        assert torch.equal(found[:, PROMPT:].cpu(), plain_ids(folder, ids, LONG))
+    assert loaded.facts["stream"]["decode_graph"].unused_because is None and steps["repeated"] > LONG
+    loaded.close()
+
+
+def test_without_memory_for_a_trial_the_run_goes_on(checkpoints, monkeypatch):
+    def exhausted(call, dtype):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(step_graph, "visible_positions", exhausted)
+    folder = checkpoints("llama")
+    loaded, spec, ranks = recorded(folder)
+    found = generate(loaded, spec, ranks, LONG)
+    used = loaded.facts["stream"]["decode_graph"]
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    assert used.tried and used.unused_because == "it could not be tried (CUDA out of memory.)"
+    loaded.close()
+
+
 def test_padded_prompts(checkpoints, steps):
     folder = checkpoints("llama")
     ids, mask = random_ids(0, BATCH, PROMPT, VOCAB), torch.ones(BATCH, PROMPT, dtype=torch.int64)
