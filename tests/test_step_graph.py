@@ -291,7 +291,8 @@ def test_a_model_that_waits_for_the_device(checkpoints):
     assert (reason or "").startswith("a graph could not be recorded") == (loaded.device.type == "cuda")
     loaded.close()
     if loaded.device.type == "cuda":
-        torch.cuda.empty_cache()  # an allocator that still recorded would refuse
+        torch.cuda.empty_cache()  # an allocator that still recorded would refuse,
+        torch.rand(1, device=loaded.device)  # and a generator, too
 
 
 @pytest.mark.parametrize("frozen", ["place", "positions", "mask", "ids"])
