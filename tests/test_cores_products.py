@@ -252,14 +252,13 @@ def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions,
             assert torch.equal(out, (rows @ restored.float().T))
 
 
-# Of columns: pieces have 128, 256 or 512, of which these are no multiples, and the last two fill no step of 128. Groups of 96 and
-# 192 are of blocks of 32 and of 64 columns, as those of 32 and of 64 are.
+# Of columns: pieces have 128, 256 or 512, of which most of these are no multiples, and some fill no step of 128.
 @pytest.mark.parametrize(
     "group_size, columns", [(32, 544), (64, 448), (128, 640), (256, 768), (512, 1024), (96, 672), (192, 960)]
 )
 @pytest.mark.parametrize("instructions", ["amx", EMULATED])
 def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use):
-    """More rows of x than 8, one to four tiles of them and more than that; ranges with whole strips of 32 rows and with parts."""
+    """More rows of x than 8, which int4 takes as codes up to 16: one to four tiles of x and more; ranges with whole strips and parts."""
     name = use(instructions)
     for bits in (8, 4):
         matrix, kept, restored = quantized(a_weight(163, columns, torch.bfloat16), bits, group_size)

@@ -11,7 +11,7 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kLeastRows = 16;  // what the kernels of every instruction set work on at once
+constexpr int64_t kLeastRows = 16;  // a strip of most kernels
 constexpr int64_t kMostRows = 256;  // of a part, for which there is memory
 // Each thread begins with a run of rows of its own, which memory gives faster than scattered ones. The rest is shared out in
 // small parts, so that all end together.

@@ -27,7 +27,8 @@ enum class Activation : int32_t {
   identity = 6
 };
 
-// Products of one input; all of one form (`same_input`), and of as many rows where they are combined. Filled by Python.
+// Products of one input; all of the same bits, group, dtype and columns, and of as many rows where they are combined. Filled by
+// Python.
 struct Stage {
   Matrix matrices[kMostProducts];
   const void* biases[kMostProducts];  // [rows] of `bias_dtype`, or null

@@ -11,9 +11,9 @@ namespace {
 // From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
 // once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
-// And with codes themselves. One row of x is faster in vectors: 10.5 GB/s a core from the L2 cache, in tiles 8.2; two rows are
-// as fast in tiles as one in vectors. Others can be tried (benchmarks/cores_products.py --flags); 1000 restores the codes
-// instead.
+// And with codes themselves. With bfloat16 scales one row of x is faster in vectors: 10.5 GB/s a core from the L2 cache, in
+// tiles 8.2; two rows are as fast in tiles as one in vectors. One row with float16 scales was not measured both ways. Others
+// can be tried (benchmarks/cores_products.py --flags); 1000 restores the codes instead.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_CODE_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_CODE_TILES 2
 #endif
@@ -22,8 +22,9 @@ constexpr int64_t kRowsForTiles = 5;
 #endif
 
 // From so many on the codes of bfloat16 scales are restored strip by strip, so that sums stay in their tiles: those of each
-// group need not be stored and scaled. With int4 that gains from two tiles of x on, with int8, whose codes fill two tiles
-// each, at once. Others can be tried (benchmarks/cores_products.py --flags); 1000 keeps to the codes themselves.
+// group need not be stored and scaled. With int4 and 32 rows that gains 15% from the L2 cache and nothing that shows from
+// memory, with int8, whose codes fill two tiles each, a third. Others can be tried (benchmarks/cores_products.py --flags);
+// 1000 keeps to the codes themselves.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES 17
 #endif
@@ -85,8 +86,7 @@ Layout layout_of(const Matrix& matrix, int64_t count, Instructions instructions)
     layout.nibbles = matrix.bits / 4;
     layout.group = matrix.group * layout.nibbles;
     share_columns(layout, count);
-    const int64_t pack = pack_columns(layout);
-    layout.columns = round_up(matrix.columns * layout.nibbles, pack > kStep ? pack : kStep);
+    layout.columns = round_up(matrix.columns * layout.nibbles, 2 * kStep);  // whole packs, and as much for fewer rows of x
     return layout;
   }
   if (layout.form == Form::restored_tiles) {
@@ -118,14 +118,6 @@ size_t input_bytes(const Matrix& matrix, int64_t count, Instructions instruction
   const int64_t sums =
       codes_in_tiles(layout.form) ? round_up(count, kTileRows) * 4 * (layout.columns / pack_columns(layout)) : 0;
   return static_cast<size_t>(sections_at(layout, count) + sums);
-}
-
-bool same_input(const Matrix& one, const Matrix& other, int64_t count, Instructions instructions) {
-  const Layout a = layout_of(one, count, instructions);
-  const Layout b = layout_of(other, count, instructions);
-  if (one.columns != other.columns || a.form != b.form || a.pairs != b.pairs) return false;
-  if (codes_in_tiles(a.form)) return a.nibbles == b.nibbles && section_columns(a) == section_columns(b);
-  return (a.form != Form::codes && a.form != Form::split_codes) || a.group == b.group;
 }
 
 int64_t input_step(const Matrix& matrix, Instructions) {

@@ -8,8 +8,8 @@
 // processor has instructions for that, and never to less than float16's for the others. What a code stands for is rounded to
 // the dtype of its scale, as a device does that restores the weight; but in groups of up to 256, codes are multiplied as they
 // are, and not rounded, where that is faster: int4 for up to 4 rows of x with avx512 (product_codes.h), and where groups are
-// multiples of 32, int8 and int4 in tiles (product_code_tiles.h), with scales in bfloat16 for up to 8 rows of x. These
-// functions know no threads: the caller gives each of its threads ranges of rows of W.
+// multiples of 32, int8 and int4 in tiles (product_code_tiles.h), with scales in bfloat16 for up to 16 rows of x (int8: 8).
+// These functions know no threads: the caller gives each of its threads ranges of rows of W.
 
 #pragma once
 
@@ -38,9 +38,6 @@ struct Matrix {
 
 // Bytes (a multiple of 64) that the prepared input of `count` rows takes for products with `matrix`.
 size_t input_bytes(const Matrix& matrix, int64_t count, Instructions instructions);
-
-// Whether one prepared input serves both.
-bool same_input(const Matrix& one, const Matrix& other, int64_t count, Instructions instructions);
 
 // Columns that one call of prepare_input begins at a multiple of (the last part ends where the columns do).
 int64_t input_step(const Matrix& matrix, Instructions instructions);

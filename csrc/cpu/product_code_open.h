@@ -10,7 +10,8 @@
 // Of 64 nibbles the first vector has the first nibbles of all 16 words and then the second ones, the second vector the third
 // and the fourth ones. Of 32, where groups are not multiples of 64, one vector has the first to the fourth ones of 8 words.
 //
-// Rows are taken in strips of 16. All strips are multiplied with one piece of x, which stays in L1, before the next is begun.
+// Rows are taken in strips of 16, or of 32 where codes are restored. All strips are multiplied with one piece of x, which stays
+// in L1, before the next is begun.
 
 // Columns of a piece with one tile of x in one term, whose tiles are 16 KiB; fewer with more. Others can be tried
 // (benchmarks/cores_products.py --flags): 256 or 512.

@@ -18,7 +18,7 @@ enum class Form : int32_t {
   split_tiles,  // likewise, and each value in two bfloat16 terms
   code_tiles,   // tiles in the order of nibbles (product_code_open.h), and sums over sections of groups; products with codes,
                 // which are scaled afterwards
-  split_code_tiles,  // split_tiles likewise
+  split_code_tiles,  // code_tiles likewise, and each value in two terms
   restored_tiles     // tiles, and int4 in the order of nibbles; products with codes that are restored strip by strip
 };
 
