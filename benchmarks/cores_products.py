@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.common.shapes import shape_of
 from zero_inference.cores.library import declared, find_or_build
 from zero_inference.cores.matrix import DTYPES, INSTRUCTIONS, Matrix
 
@@ -83,12 +84,6 @@ def main() -> int:
         found = {"processor": processor(), "torch": torch.__version__, "arguments": given(args)}
         args.json.write_text(json.dumps(found | {"figures": [asdict(row) for row in rows]}, indent=1) + "\n")
     return 0
-
-
-def shape_of(text: str) -> tuple[int, int]:
-    """Rows and columns of "8192x8192"."""
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
 
 
 def given(args: argparse.Namespace) -> dict:

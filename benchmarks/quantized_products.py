@@ -20,6 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.common.shapes import shape_of  # noqa: E402
+
 SHAPES = (  # rows, columns: Llama 13B, then 70B
     (5120, 5120),
     (13824, 5120),
@@ -36,12 +38,6 @@ LAUNCHES = 24  # of a graph, at least
 REPLAYS = 5
 COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)
 FIELDS = ("rows", "columns", "bits", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
-
-
-def shape_of(text: str) -> tuple[int, int]:
-    """Rows and columns of "5120x13824"."""
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
 
 
 def main() -> int:

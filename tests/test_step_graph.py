@@ -31,6 +31,15 @@ def recorded(folder, **options):
     return load(folder, gpu_memory=ALL, decode_graph="on", gen_len=LONG, **options)
 
 
+def used_with_right_ids(folder) -> DecodeGraph:
+    """What came of the graph of a run that gave the ids of plain transformers."""
+    loaded, spec, ranks = recorded(folder)
+    found = generate(loaded, spec, ranks, LONG)
+    loaded.close()
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    return loaded.facts["stream"]["decode_graph"]
+
+
 @pytest.fixture
 def steps(monkeypatch):
     """Counts what the recorded step is asked to do."""
@@ -182,13 +191,8 @@ def test_without_memory_for_a_trial_the_run_goes_on(checkpoints, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
     monkeypatch.setattr(step_graph, "visible_positions", exhausted)
-    folder = checkpoints("llama")
-    loaded, spec, ranks = recorded(folder)
-    found = generate(loaded, spec, ranks, LONG)
-    used = loaded.facts["stream"]["decode_graph"]
-    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    used = used_with_right_ids(checkpoints("llama"))
     assert used.tried and used.unused_because == "it could not be tried (CUDA out of memory.)"
-    loaded.close()
 
 
 def test_padded_prompts(checkpoints, steps):
@@ -307,13 +311,8 @@ def test_a_step_that_keeps_what_should_change_is_found_out(frozen, checkpoints, 
         self.filled += 1
 
     monkeypatch.setattr(StepInputs, "fill", fill_some)
-    folder = checkpoints("llama")
-    loaded, spec, ranks = recorded(folder)
-    found = generate(loaded, spec, ranks, LONG)
-    used = loaded.facts["stream"]["decode_graph"]
-    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), LONG))
+    used = used_with_right_ids(checkpoints("llama"))
     assert used.unused_because.startswith("a graph's results differ by") and used.difference > found_out
-    loaded.close()
 
 
 def test_where_it_is_not_possible(checkpoints, tmp_path):

@@ -46,8 +46,8 @@ def modules_from_codes(
     scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
     config: Any,
-) -> tuple[list[FromCodes], SameInput]:
-    """Linear modules where the device has a kernel for them, and modules of experts; and what makes the products of the former.
+) -> BlockCodes:
+    """Linear modules where the device has a kernel for them, and modules of experts.
 
     Args:
         places: everywhere that the block can lie: by a weight's name its parts there, for those that are quantized.
@@ -77,7 +77,7 @@ def modules_from_codes(
                 partial(_times, like, scheme, partial(packed_now, own)) for like, own in zip((first, last), weights)
             ]
             found.append(FromCodes(module, weights, most, experts_forward(experts, times[0], times[1])))
-    return found, linears.same_input
+    return BlockCodes(found, linears.same_input)
 
 
 def weight_of(name: str) -> str:
@@ -93,7 +93,7 @@ class BlockCodes:
     """
 
     def __init__(self, found: Sequence[FromCodes] = (), same_input: SameInput | None = None):
-        self.same_input = same_input
+        self.found, self.same_input = found, same_input
         self.most_tokens = {weight: each.most_tokens for each in found for weight in each.weights}
         self.called: set[str] = set()
 
@@ -127,7 +127,8 @@ class Linears:
     def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
         self.block, self.scheme, self.packed_now = block, scheme, packed_now
         self.same_input = SameInput()
-        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...]] = {}  # by names and place
+        self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # of names, in memory
+        self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # by names and place
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """What module `name` computes."""
@@ -143,8 +144,8 @@ class Linears:
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        in_memory = sorted(names, key=lambda name: self.packed_now(weight_of(name))[0].data_ptr())
-        packed = self._packed(tuple(in_memory))
+        in_memory = self._in_memory(names)
+        packed = self._packed(in_memory)
         if packed is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
             return [self._product(name, x) for name in names]
         codes, scales, minima, bias = packed
@@ -159,18 +160,22 @@ class Linears:
         bits, group_size = self.scheme.bits, self.scheme.group_size
         return linear_groups(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
 
+    def _in_memory(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """In the order in which their weights lie, which is that of all places."""
+        if names not in self.orders:
+            self.orders[names] = tuple(sorted(names, key=lambda name: self.packed_now(weight_of(name))[0].data_ptr()))
+        return self.orders[names]
+
     def _packed(self, names: tuple[str, ...]) -> tuple[torch.Tensor, ...] | None:
         """Codes, scales, minima and biases of all, where they lie now; None where they do not follow each other."""
-        parts = [self.packed_now(weight_of(name))[:3] for name in names]
-        key = names, parts[0][0].data_ptr()
+        key = names, self.packed_now(weight_of(names[0]))[0].data_ptr()
         if key not in self.joined:
+            parts = [self.packed_now(weight_of(name))[:3] for name in names]
             biases = [self.block.get_submodule(name).bias for name in names]
             if biases[0] is None:
                 biases = [no_bias(parts[0][1].device, parts[0][1].dtype)]
             joined = [_in_a_row(tensors) for tensors in (*zip(*parts), biases)]
-            if any(each is None for each in joined):
-                return None
-            self.joined[key] = tuple(joined)
+            self.joined[key] = None if any(each is None for each in joined) else tuple(joined)
         return self.joined[key]
 
 

@@ -144,14 +144,12 @@ class BlockFeeder:
         if not self.scheme or not self.layouts[index].workspace_bytes:
             return
         places = [packed for (block, _), packed in self.packed.items() if block == index]
-        found, same_input = modules_from_codes(
-            module, places, self.scheme, partial(self._packed_now, index), self.config
-        )
-        self.codes[index] = BlockCodes(found, same_input)
-        for each in found:
-            self.replaced.append(each.module)
-            applies = partial(self._does_without, index, each.weights[0])
-            replace_forward(each.module, each.forward, applies, partial(self.codes[index].saw, each))
+        packed_now = partial(self._packed_now, index)
+        self.codes[index] = modules_from_codes(module, places, self.scheme, packed_now, self.config)
+        for found in self.codes[index].found:
+            self.replaced.append(found.module)
+            applies = partial(self._does_without, index, found.weights[0])
+            replace_forward(found.module, found.forward, applies, partial(self.codes[index].saw, found))
 
     def _packed_now(self, index: int, weight: str) -> tuple[torch.Tensor, ...]:
         """Codes, scales and minima of a weight, and its place in the workspace, where the block lies in this pass."""

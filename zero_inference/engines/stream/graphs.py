@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zero_inference.engines.stream.feeder import BlockFeeder
+from zero_inference.engines.stream.ring import Between
 from zero_inference.errors import RunError
 
 Step = Callable[[], torch.Tensor]
 
 
+@dataclass(frozen=True)
 class Recording:
     """A step that can be repeated.
 
@@ -29,8 +32,9 @@ class Recording:
         graphs: that it is made of.
     """
 
-    def __init__(self, output: torch.Tensor, repeat: Callable[[], None], graphs: int):
-        self.output, self.repeat, self.graphs = output, repeat, graphs
+    output: torch.Tensor
+    repeat: Callable[[], None]
+    graphs: int
 
 
 Record = Callable[[Step, BlockFeeder], Recording]
@@ -45,7 +49,7 @@ def cuda_graphs(step: Step, feeder: BlockFeeder) -> Recording:
     recorder = _Recorder()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # the memory of graphs is not taken from there
-    with feeder.compute.entered(), recorder.between_graphs(feeder):
+    with feeder.compute.entered(), _asking(feeder, recorder.between):
         recorder.begin()
         try:
             output = step()
@@ -66,12 +70,12 @@ def cuda_graphs(step: Step, feeder: BlockFeeder) -> Recording:
 def repeated_call(step: Step, feeder: BlockFeeder) -> Recording:
     """What stands for graphs on a CPU: the same step, called again, with blocks in the same slots."""
     recorder = _Calls()
-    with recorder.between_calls(feeder):
+    with _asking(feeder, recorder.between):
         output = step()
 
     def repeat() -> None:
         recorder.place = 0
-        with recorder.between_calls(feeder):
+        with _asking(feeder, recorder.between):
             output.copy_(step())
 
     return Recording(output, repeat, len(recorder.found) + 1)
@@ -84,21 +88,13 @@ class _Calls:
         self.found: list[int | None] = []
         self.place = 0
 
-    @contextlib.contextmanager
-    def between_calls(self, feeder: BlockFeeder) -> Iterator[None]:
-        def between(call: Callable[[], Any]) -> Any:
-            slot = call()
-            if self.place == len(self.found):
-                self.found.append(slot)
-            _as_before(slot, self.found[self.place])
-            self.place += 1
-            return slot
-
-        feeder.between = between
-        try:
-            yield
-        finally:
-            feeder.between = None
+    def between(self, call: Callable[[], Any]) -> Any:
+        slot = call()
+        if self.place == len(self.found):
+            self.found.append(slot)
+        _as_before(slot, self.found[self.place])
+        self.place += 1
+        return slot
 
 
 class _Recorder:
@@ -136,22 +132,22 @@ class _Recorder:
             with contextlib.suppress(RuntimeError):  # else its part of the pool is never given back
                 torch._C._cuda_releasePool(device, self.pool)
 
-    @contextlib.contextmanager
-    def between_graphs(self, feeder: BlockFeeder) -> Iterator[None]:
-        """Within it what the feeder asks of its ring stands between two graphs."""
+    def between(self, call: Callable[[], Any]) -> Any:
+        self.end()
+        found = call()
+        self.parts.append(lambda: _as_before(call(), found))
+        self.begin()
+        return found
 
-        def between(call: Callable[[], Any]) -> Any:
-            self.end()
-            found = call()
-            self.parts.append(lambda: _as_before(call(), found))
-            self.begin()
-            return found
 
-        feeder.between = between
-        try:
-            yield
-        finally:
-            feeder.between = None
+@contextlib.contextmanager
+def _asking(feeder: BlockFeeder, between: Between) -> Iterator[None]:
+    """Within it what the feeder asks of its ring is done by `between`."""
+    feeder.between = between
+    try:
+        yield
+    finally:
+        feeder.between = None
 
 
 def _as_before(slot: int | None, recorded: int | None) -> None:

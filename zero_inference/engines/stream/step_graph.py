@@ -2,9 +2,9 @@
 
 With few sequences a step's kernels take the device a few milliseconds, and Python several times that to launch one by one; a graph is
 launched at once. It is recorded in the first generation and repeats the same kernels on the same memory. So a block that is fetched
-has to come into the same slot each time. And what changes from step to
-step lies in tensors: ids, positions, the cache's next place, and a mask over all positions that the cache has room for. Whether
-the graph does what the model does is tried before it is used: one step both ways, in logits, keys and values.
+has to come into the same slot each time, and what changes from step to step lies in tensors: ids, positions, the cache's next place, and a
+mask over all positions that the cache has room for. Whether the graph does what the model does is tried before it is used: one step
+both as a graph and launched, in logits, keys and values.
 """
 
 from __future__ import annotations
