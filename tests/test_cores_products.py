@@ -21,6 +21,8 @@ COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65)
 # Of the result's norm, whatever the dtype: codes count as the values that are restored elsewhere, and sums are float32. Tiles hold
 # 16 bits of a float16 number's 11, and leave out 2^-16 of a product.
 ERROR = 1e-5
+# Where x becomes fixed-point numbers, of the dtype of x: float16 has 11 bits, of which small numbers beside a great one keep fewer.
+FIXED_ERROR = {torch.float16: 3e-5, torch.bfloat16: 2e-5}
 # Where codes are multiplied as they are, what they stand for is not rounded to the dtype of the scale, as it is elsewhere:
 # the difference between those two.
 UNROUNDED = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -69,9 +71,7 @@ def an_input(count: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) + 0.5).to(dtype)
 
 
-def restored_from(bits: int) -> int:
-    """Rows of x from which on codes with bfloat16 scales are restored in tiles (csrc/cpu/product.cpp)."""
-    return 9 if bits == 8 else 17
+RESTORED_FROM = 17  # rows of x, from which on codes with bfloat16 scales are restored in tiles (csrc/cpu/product.cpp)
 
 
 def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
@@ -79,9 +79,9 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
         return False
     if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
-        return count < restored_from(matrix.bits) or dtype == torch.float16
+        return count < RESTORED_FROM or dtype == torch.float16
     groups = matrix.group in (32, 64, 128, 256)
-    return instructions in ("avx512", "amx") and matrix.bits == 4 and groups and count <= 4
+    return instructions in ("avx512", "amx") and groups and count <= 4
 
 
 def quantized(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix, tuple, torch.Tensor]:
@@ -104,7 +104,7 @@ def check(
     products.multiply_rows(matrix, x, first, last, out[:, : last - first], instructions, threads)
     values = {ERROR: restored}
     if multiplies_codes(matrix, restored.dtype, len(x), instructions):
-        values = {ERROR: matrix.exact, UNROUNDED[restored.dtype]: restored}
+        values = {FIXED_ERROR[x.dtype]: matrix.exact, UNROUNDED[restored.dtype]: restored}
     for most, weight in values.items():
         expected = products.linear_reference(x, weight[first:last])
         error = float((out[:, : last - first] - expected).norm() / expected.norm())
@@ -273,9 +273,9 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
     name = use(instructions)
     columns = group_size * (11 if group_size < 256 else 3)
     matrix, kept, restored = quantized(a_weight(67, columns, torch.bfloat16), bits, group_size)
-    for count in (restored_from(bits), 40):
+    for count in (RESTORED_FROM, 40):
         for rows in torch.eye(columns).split(count):
-            if len(rows) >= restored_from(bits):
+            if len(rows) >= RESTORED_FROM:
                 out = torch.full((len(rows), 67), float("nan"))
                 products.multiply_rows(matrix, rows.bfloat16(), 0, 67, out, name)
                 assert torch.equal(out, rows @ restored.float().T)

@@ -45,10 +45,10 @@ Instructions find_best() {
   const bool vectors = bit(c, 12) && bit(c, 27) && bit(c, 28) && bit(c, 29);  // FMA, OSXSAVE, AVX, F16C
   if (!vectors || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return Instructions::portable;
   const uint64_t saved = saved_by_system();
-  if ((saved & kVectors) != kVectors || !bit(b, 5)) return Instructions::portable;  // AVX2
-  const bool wide = bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);           // AVX512 F, DQ, BW, VL
-  const bool tiles = bit(d, 22) && bit(d, 24);                                      // AMX-BF16, AMX-TILE
-  const bool bfloat16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5);       // AVX512-BF16
+  if ((saved & kVectors) != kVectors || !bit(b, 5)) return Instructions::portable;       // AVX2
+  const bool wide = bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31) && bit(c, 11);  // AVX512 F, DQ, BW, VL, VNNI
+  const bool tiles = bit(d, 22) && bit(d, 24) && bit(d, 25);                             // AMX-BF16, AMX-TILE, AMX-INT8
+  const bool bfloat16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && bit(a, 5);            // AVX512-BF16
   if (!wide || !bfloat16 || (saved & kVectors512) != kVectors512) return Instructions::avx2;
 #if defined(ZERO_INFERENCE_EMULATED_TILES)
   return Instructions::amx;

@@ -7,8 +7,8 @@
 // Sums are kept in float32. x is multiplied in the precision of the weight: rounded to bfloat16 for a bfloat16 weight where the
 // processor has instructions for that, and never to less than float16's for the others. What a code stands for is rounded to
 // the dtype of its scale, as a device does that restores the weight; but in groups of up to 256, codes are multiplied as they
-// are, and not rounded, where that is faster: int4 for up to 4 rows of x with avx512 (product_codes.h), and where groups are
-// multiples of 32, int8 and int4 in tiles (product_code_tiles.h), with scales in bfloat16 for up to 16 rows of x (int8: 8).
+// are with x in fixed-point numbers of 16 bits (product_fixed_input.h), where that is faster: for up to 4 rows of x with
+// avx512, and where groups are multiples of 32 in tiles, with scales in bfloat16 for up to 16 rows of x.
 // These functions know no threads: the caller gives each of its threads ranges of rows of W.
 
 #pragma once
@@ -20,8 +20,8 @@ namespace zero_inference::cpu {
 
 enum class Dtype : int32_t { float32 = 0, float16 = 1, bfloat16 = 2 };
 
-// In ascending order; a processor that has one has those before it. avx512 is F, BW, DQ, VL and BF16 (Cooper Lake, Sapphire
-// Rapids, Zen 4 and later): one without BF16 counts as avx2. amx is avx512 and tiles of bfloat16.
+// In ascending order; a processor that has one has those before it. avx512 is F, BW, DQ, VL, VNNI and BF16 (Cooper Lake,
+// Sapphire Rapids, Zen 4 and later): one without BF16 counts as avx2. amx is avx512 and tiles of bfloat16 and bytes.
 enum class Instructions : int32_t { portable = 0, avx2 = 1, avx512 = 2, amx = 3 };
 
 // The best that this processor and its operating system have. Asks the system for the use of AMX where that takes a call.

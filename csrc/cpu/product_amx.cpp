@@ -1,4 +1,5 @@
-// Products in the tiles of AMX, which multiply 16 rows of the weight, restored as bfloat16, with 16 rows of x at once.
+// Products in the tiles of AMX, which multiply 16 rows of the weight with 16 rows of x at once: here restored as bfloat16, in
+// product_fixed_tiles.h as the codes' integers.
 //
 // A panel of 32 rows of the weight is restored a block of columns at a time, in tiles of 16 rows and 32 columns. x was prepared
 // in tiles of 16 pairs of columns, of each of 16 rows of x one pair; missing rows are zeros. Two tiles of the weight and two of
@@ -11,7 +12,7 @@
 
 #include "target.h"
 
-ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
 
 #include "product_layout.h"
 
@@ -23,9 +24,9 @@ namespace {
 
 #include "product_tiles.h"
 
-#include "product_code_open.h"
+#include "product_strips.h"
 
-#include "product_code_input.h"
+#include "product_fixed_input.h"
 
 constexpr int64_t kTermBytes = kPanelRows * 64;  // of a panel's rows in one block of 32 columns
 // Between them lie those of the other panel, so that while one is written and one read their addresses never agree in the last
@@ -201,6 +202,38 @@ struct Tiles {
   }
 };
 
+// x for 64 codes of int4 that are restored, in the order of nibbles (product_restored_rows.h): of two blocks of 32 columns.
+inline void restored_input(const char* x, Dtype dtype, int64_t k, int64_t columns, int64_t order, __m512i (*blocks)[1]) {
+  Vector one, two, even[2], odd[2];
+  if (order == 32) {
+    const __m512i low = _mm512_setr_epi32(0x40000, 0xc0008, 0x140010, 0x1c0018, 0x50001, 0xd0009, 0x150011, 0x1d0019, 0x60002,
+                                          0xe000a, 0x160012, 0x1e001a, 0x70003, 0xf000b, 0x170013, 0x1f001b);
+    for (int block = 0; block < 2; ++block) {
+      two_vectors(x, dtype, k + block * 32, columns, one, two);
+      to_brain<1>(one, two, blocks[block]);
+      blocks[block][0] = _mm512_permutexvar_epi16(low, blocks[block][0]);
+    }
+    return;
+  }
+  Vector place[4];  // in a word
+  for (int block = 0; block < 2; ++block) {
+    two_vectors(x, dtype, k + block * 32, columns, one, two);
+    split_pairs(one, two, even[block], odd[block]);
+  }
+  split_pairs(even[0], even[1], place[0], place[2]);
+  split_pairs(odd[0], odd[1], place[1], place[3]);
+  to_brain<1>(place[0], place[1], blocks[0]);
+  to_brain<1>(place[2], place[3], blocks[1]);
+}
+
+// A tile of pairs, a row of x in each of its columns, from 16 rows of x in 32 columns.
+inline void put_pairs(const char* rows, char* tile) {
+  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  for (int64_t pair = 0; pair < 16; ++pair) {
+    _mm512_store_si512(tile + pair * 64, _mm512_i32gather_epi32(lanes, rows + pair * 4, 4));
+  }
+}
+
 // Tiles [first, last) in columns of the prepared input, of x with `columns` columns.
 template <int kTerms>
 void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
@@ -213,8 +246,12 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
         __m512i terms[2][kTerms] = {};
         if (m + i < count) {
           const char* const row = x + (m + i) * stride * bytes_of(x_dtype);
-          if (nibble_order(layout) != 0) {
-            code_input<kTerms>(layout, row, x_dtype, k, columns, terms);
+          if constexpr (kTerms == 1) {
+            if (layout.form == Form::restored_tiles && layout.pairs != 0) {
+              restored_input(row, x_dtype, k, columns, layout.pairs, terms);
+            } else {
+              brain_input<1>(row, x_dtype, k, columns, layout.pairs, terms);
+            }
           } else {
             brain_input<kTerms>(row, x_dtype, k, columns, layout.pairs, terms);
           }
@@ -231,9 +268,7 @@ void prepare_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_d
   }
 }
 
-#include "product_code_scaling.h"
-
-#include "product_code_tiles.h"
+#include "product_fixed_tiles.h"
 
 #include "product_restored_rows.h"
 
@@ -248,14 +283,11 @@ void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_d
   }
   const char* const rows = static_cast<const char*>(x);
   char* const out = static_cast<char*>(input);
-  const bool split = is_split(layout.form);
-  last = last == columns ? layout.columns : last * layout.nibbles;
-  first *= layout.nibbles;
-  const bool shared = codes_in_tiles(layout.form) && layout.width < kTileRows;
-  const auto prepare =
-      shared ? (split ? prepare_shared_tiles<2> : prepare_shared_tiles<1>) : (split ? prepare_tiles<2> : prepare_tiles<1>);
+  last = last == columns ? layout.columns : last;
+  const auto prepare = layout.form == Form::fixed_tiles   ? (layout.bits == 4 ? prepare_fixed_tiles<4> : prepare_fixed_tiles<8>)
+                       : layout.form == Form::split_tiles ? prepare_tiles<2>
+                                                          : prepare_tiles<1>;
   prepare(layout, count, rows, x_dtype, stride, first, last, columns, out);
-  if (codes_in_tiles(layout.form)) prepare_sections(layout, count, first, last, out);
 }
 
 void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
@@ -270,7 +302,7 @@ void product(const Matrix& matrix, const Layout& layout, int64_t count, const vo
   if (layout.form == Form::restored_tiles) {
     return product_of_restored(matrix, layout, count, x, first, last, out, stride, panel);
   }
-  product_of_codes(matrix, layout, count, x, first, last, out, stride, panel);
+  product_of_fixed(matrix, layout, count, x, first, last, out, stride, panel);
 }
 
 uint64_t read_bytes_sum(const void* data, int64_t bytes) { return avx512::read_bytes_sum(data, bytes); }

@@ -6,7 +6,7 @@
 
 #include "target.h"
 
-ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+ZI_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
 
 #include "product_layout.h"
 
@@ -18,7 +18,9 @@ namespace {
 
 #include "product_direct.h"
 
-#include "product_codes.h"
+#include "product_fixed_input.h"
+
+#include "product_fixed_vectors.h"
 
 // Products of bfloat16 pairs. What a code stands for is rounded to bfloat16, as a device does that has the weight so.
 struct Bfloat16 {
@@ -87,16 +89,15 @@ void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_d
                    int64_t last, int64_t columns, void* input) {
   const auto prepare = layout.form == Form::float32    ? prepare_float32
                        : layout.form == Form::bfloat16 ? prepare_bfloat16
-                       : layout.form == Form::codes    ? prepare_codes<1>
-                                                       : prepare_codes<2>;
+                       : layout.bits == 4              ? prepare_fixed<4>
+                                                       : prepare_fixed<8>;
   prepare(layout, count, static_cast<const char*>(x), x_dtype, stride, first, last, columns, static_cast<char*>(input));
 }
 
 void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
              float* out, int64_t stride, void* scratch) {
   const char* const x = static_cast<const char*>(input);
-  if (layout.form == Form::codes) return product_of_codes<1>(matrix, layout, count, x, first, last, out, stride);
-  if (layout.form == Form::split_codes) return product_of_codes<2>(matrix, layout, count, x, first, last, out, stride);
+  if (layout.form == Form::fixed) return product_of_fixed(matrix, layout, count, x, first, last, out, stride);
   const auto multiply_rows = layout.form == Form::float32 ? product_float32 : product_bfloat16;
   multiply_rows(matrix, layout, count, x, first, last, out, stride, static_cast<char*>(scratch));
 }

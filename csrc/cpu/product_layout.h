@@ -10,16 +10,13 @@
 namespace zero_inference::cpu {
 
 enum class Form : int32_t {
-  float32,      // [count][columns]; products in float32
-  codes,        // [count][columns] in bfloat16, and sums over groups; products with int4 codes, which are scaled afterwards
-  split_codes,  // likewise, and each value in two bfloat16 terms, which hold 16 bits: for float16, that has 11
-  bfloat16,     // [count][columns]; products of bfloat16 pairs, summed up in float32
-  tiles,        // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
-  split_tiles,  // likewise, and each value in two bfloat16 terms
-  code_tiles,   // tiles in the order of nibbles (product_code_open.h), and sums over sections of groups; products with codes,
-                // which are scaled afterwards
-  split_code_tiles,  // code_tiles likewise, and each value in two terms
-  restored_tiles     // tiles, and int4 in the order of nibbles; products with codes that are restored strip by strip
+  float32,        // [count][columns]; products in float32
+  fixed,          // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h)
+  bfloat16,       // [count][columns]; products of bfloat16 pairs, summed up in float32
+  tiles,          // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
+  split_tiles,    // likewise, and each value in two bfloat16 terms
+  fixed_tiles,    // tiles of fixed-point numbers, their steps, and sums over sections (product_fixed_tiles.h)
+  restored_tiles  // tiles, and int4 in the order of nibbles; products with codes that are restored strip by strip
 };
 
 struct Layout {
@@ -29,13 +26,15 @@ struct Layout {
   // Plain in two terms: 32, with column i of a block beside i + 16. int4 in restored_tiles: so many, 64 or 32, are in the order
   // of product_code_open.h. Else 0, as they are.
   int64_t pairs;
-  int64_t columns;  // with padding of zeros, a multiple of kStep; of codes in tiles, nibbles
-  int64_t group;    // of the weight, in such columns
-  int64_t nibbles;  // of a code in tiles, 1 or 2; else 1
-  int64_t terms;    // of each value of x, that are tiles of their own; else they lie in one
-  // Columns of a tile of x for codes, `width` for each section and term of few rows of x: those of `pack` sections lie beside
-  // each other, and where one section has its columns, tiles of others are zero.
-  int64_t pack, width;
+  int64_t columns;  // with padding of zeros, a multiple of kStep
+  int64_t bits;     // of the weight's codes
+  int64_t group;    // of the weight
+  // Fixed-point x: sections of 64 columns, 1 or 2.
+  int64_t sections;
+  // In tiles: `inputs` tiles for 64 columns and as many rows of x as there is room for. One has the terms beside each other,
+  // and the sections of `pack` blocks of 64 columns, each in columns of its own, where tiles of others are zero; of two, each
+  // has a term. A section and a term have `width` columns, one for each row of x.
+  int64_t inputs, pack, width;
 };
 
 constexpr int64_t kStep = 128;  // columns that are prepared and multiplied together
@@ -62,18 +61,10 @@ constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 constexpr int64_t kCodeRows = ZERO_INFERENCE_CODE_ROWS;
 static_assert(kCodeRows > 0 && kCodeRows % kTileRows == 0, "whole tiles of rows");
 
-// Sections whose sums share a tile, at most, where rows of x are few. Others can be tried (benchmarks/cores_products.py
-// --flags): 1 or 2.
-#if !defined(ZERO_INFERENCE_CODE_PACK)
-#define ZERO_INFERENCE_CODE_PACK 4
-#endif
-constexpr int64_t kMostPack = ZERO_INFERENCE_CODE_PACK;
-static_assert(kMostPack == 1 || kMostPack == 2 || kMostPack == 4, "columns of a tile are shared out evenly");
-
-// Of a thread's scratch for products with codes in tiles: opened codes, sums, copied codes, scales and offsets, the totals of
-// kCodeRows rows, the groups of packs, and what brings it to the input's place in a page.
+// Of a thread's scratch for fixed-point products in tiles: opened codes, sums, copied codes, scales and minima, the totals of
+// kCodeRows rows, the groups of sections, and what brings it to the input's place in a page.
 constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kCodeScratchBytes = (8 + 4 + 2 + 2) * kTileBytes + kCodeRows / kTileRows * 2 * kTileBytes + 8 * 64;
+constexpr int64_t kFixedScratchBytes = (4 + 4 + 4 + 2) * kTileBytes + kCodeRows / kTileRows * kTileBytes + 8 * 64;
 
 // Columns of a piece of up to 32 rows of x where codes are restored in tiles, whose tiles of x are then 16 KiB; half of them
 // for up to 64 rows. Others can be tried (benchmarks/cores_products.py --flags): 256 or 512.
@@ -103,42 +94,26 @@ static inline int64_t left_in_group(const Matrix& matrix, int64_t column) {
 
 static inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
-// Bytes of the sums over groups in a row of the prepared input for products with codes.
-static inline int64_t sums_bytes(const Layout& layout) { return round_up(layout.columns / layout.group + 1, 16) * 4; }
-
 // Bytes of a row of the prepared input where that is not tiles.
 static inline int64_t input_stride(const Layout& layout) {
-  const int64_t value = layout.form == Form::float32 || layout.form == Form::split_codes ? 4 : 2;
-  const bool codes = layout.form == Form::codes || layout.form == Form::split_codes;
-  return layout.columns * value + (codes ? sums_bytes(layout) + layout.columns / 128 * 64 : 0) + kRowGap;
+  if (layout.form != Form::fixed) return layout.columns * (layout.form == Form::float32 ? 4 : 2) + kRowGap;
+  const int64_t sums = round_up(layout.columns / layout.group + 1, 16) * 4;
+  return layout.columns * 2 + layout.columns * layout.bits / 8 + sums + kRowGap;
 }
-
-static inline bool is_split(Form form) {
-  return form == Form::split_codes || form == Form::split_tiles || form == Form::split_code_tiles;
-}
-
-static inline bool codes_in_tiles(Form form) { return form == Form::code_tiles || form == Form::split_code_tiles; }
 
 static inline bool in_tiles(const Layout& layout) {
   return layout.form == Form::tiles || layout.form == Form::split_tiles || layout.form == Form::restored_tiles ||
-         codes_in_tiles(layout.form);
+         layout.form == Form::fixed_tiles;
 }
 
-// Columns of a section, where codes are multiplied in tiles: all of one group.
-static inline int64_t section_columns(const Layout& layout) { return layout.group % 64 == 0 ? 64 : 32; }
+// Rows of x that are multiplied together by fixed-point products in tiles.
+static inline int64_t tokens_at_once(const Layout& layout) { return layout.width; }
 
-// Columns whose sums share a tile.
-static inline int64_t pack_columns(const Layout& layout) { return section_columns(layout) * layout.pack; }
+// Bytes of their prepared input: tiles, and behind them for each pack its steps and sums, a vector each.
+static inline int64_t fixed_tile_bytes(const Layout& layout) { return layout.columns / 64 * layout.inputs * kTileBytes; }
 
-// So many columns, 64 or 32, are in the order in which nibbles are opened; 0: they are not.
-static inline int64_t nibble_order(const Layout& layout) {
-  if (codes_in_tiles(layout.form)) return section_columns(layout);
-  return layout.form == Form::restored_tiles ? layout.pairs : 0;
-}
-
-// Bytes of the tiles of the prepared input, behind which the sums over sections begin.
-static inline int64_t sections_at(const Layout& layout, int64_t count) {
-  return round_up(count, kTileRows) * layout.columns * 2 * layout.terms;
+static inline int64_t fixed_input_bytes(const Layout& layout) {
+  return fixed_tile_bytes(layout) + layout.columns / (64 * layout.pack) * 128;
 }
 
 // Where column `column` (a multiple of what a byte holds) of a row of values begins.

@@ -1,8 +1,10 @@
 // How codes are restored as bfloat16, into panels of 32 rows. Included by product_amx.cpp behind product_wide.h.
 //
 // int4: the 16 values of a group, as bfloat16, are a table of 16 words, which is there twice. Of an index into it only the low
-// five bits count, of which the fifth then makes no difference: so four nibbles in a word need only be rotated. The columns
-// have the order of codes in tiles of nibbles (product_code_open.h). int8 has no table, and its columns' own order.
+// five bits count, of which the fifth then makes no difference: so four nibbles in a word need only be rotated, each to its
+// place in one of four copies of the word. Of 64 nibbles the first vector has the first nibbles of all 16 words and then the
+// second ones, the second vector the third and the fourth ones. Of 32, where groups are not multiples of 64, one vector has the
+// first to the fourth ones of 8 words. x is prepared in this order. int8 has no table, and its columns' own order.
 
 constexpr int64_t kBlockStride = 2 * kPanelRows * 64;                 // of the blocks of a panel
 constexpr int64_t kMinimaAt = kRestoredStrips * kPanelRows * kLanes;  // behind the scales

@@ -1,5 +1,5 @@
 // Products with codes restored as bfloat16, in tiles. Included by product_amx.cpp behind product_restored_rows.h, and
-// product_code_open.h, with whose strips and pieces it goes through a weight.
+// product_strips.h, with whose strips and pieces it goes through a weight.
 //
 // What a code stands for, code * scale + minimum, is rounded to bfloat16 as a device rounds it. So all groups are added up in
 // one tile, and sums are stored once a piece, where products with codes themselves store and scale the sums of each group.
@@ -95,7 +95,7 @@ struct RestoredPass {
   }
 
   void convert(const Piece& piece) const {
-    const int64_t at = scale_bytes(matrix, layout, piece.row, piece.k);
+    const int64_t at = scale_bytes(matrix, piece.row, piece.k);
     const int64_t left = groups - groups_in(matrix, piece.k);
     const char* scales = static_cast<const char*>(matrix.scales) + at;
     const char* minima = static_cast<const char*>(matrix.minima) + at;
@@ -173,7 +173,7 @@ struct RestoredPass {
 
   // Rows from `behind` on are not asked for.
   [[gnu::noinline]] void run(int64_t behind) const {
-    Asking asker(matrix, layout, pieces, behind);
+    Asking asker(matrix, pieces, behind);
     Piece step = pieces.begin();  // of which columns [k, k + kStep) are in a panel
     int64_t first_column = 0;     // of its piece
     int panel = 0;

@@ -34,10 +34,10 @@ inline void tile_zero() {
   __asm__ volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// 16 rows of 64 bytes one behind the other. The compiler does not know what is read: "memory" keeps stores before it.
+// 16 rows of 64 bytes, `stride` bytes apart. The compiler does not know what is read: "memory" keeps stores before it.
 template <int kTile>
-inline void tile_load(const char* p) {
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(static_cast<int64_t>(64)), "i"(kTile) : "memory");
+inline void tile_load(const char* p, int64_t stride = 64) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
 }
 
 template <int kTile>
@@ -50,6 +50,12 @@ inline void tile_store(char* p) {
 template <int kSums, int kRowTile, int kPairs>
 inline void tile_multiply() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRowTile), "i"(kPairs));
+}
+
+// sums[i][j] += sum over p and b < 4 of rows[i][4p + b] * x[p][4j + b] in integers; rows without a sign, x with one.
+template <int kSums, int kRowTile, int kX>
+inline void tile_multiply_bytes() {
+  __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRowTile), "i"(kX));
 }
 
 #else
@@ -72,9 +78,9 @@ inline void tile_zero() {
 }
 
 template <int kTile>
-inline void tile_load(const char* p) {
+inline void tile_load(const char* p, int64_t stride = 64) {
   if (!configured) __builtin_trap();
-  __builtin_memcpy(tiles[kTile].bytes, p, 1024);
+  for (int64_t row = 0; row < 16; ++row) __builtin_memcpy(tiles[kTile].bytes + row * 64, p + row * stride, 64);
 }
 
 template <int kTile>
@@ -98,6 +104,21 @@ inline void tile_multiply() {
       for (int p = 0; p < 16; ++p) {
         total += brain_at(tiles[kRowTile], i, 2 * p) * brain_at(tiles[kPairs], p, 2 * j);
         total += brain_at(tiles[kRowTile], i, 2 * p + 1) * brain_at(tiles[kPairs], p, 2 * j + 1);
+      }
+      __builtin_memcpy(tiles[kSums].bytes + i * 64 + j * 4, &total, 4);
+    }
+  }
+}
+
+template <int kSums, int kRowTile, int kX>
+inline void tile_multiply_bytes() {
+  for (int i = 0; i < 16; ++i) {
+    for (int j = 0; j < 16; ++j) {
+      int32_t total;
+      __builtin_memcpy(&total, tiles[kSums].bytes + i * 64 + j * 4, 4);
+      for (int k = 0; k < 64; ++k) {
+        const int code = static_cast<uint8_t>(tiles[kRowTile].bytes[i * 64 + k]);
+        total += code * static_cast<int8_t>(tiles[kX].bytes[k / 4 * 64 + j * 4 + k % 4]);
       }
       __builtin_memcpy(tiles[kSums].bytes + i * 64 + j * 4, &total, 4);
     }

@@ -120,7 +120,7 @@ class _Recorder:
         self.graphs += 1
 
     def abandon(self) -> None:
-        """After an error. PyTorch, before 2.12, goes on to take a recording to be under way, whose `empty_cache` fails then."""
+        """After an error. PyTorch, before 2.12, goes on to take a recording to be under way: `empty_cache` and random numbers fail then."""
         device, ended = torch.cuda.current_device(), self.graph is None
         with contextlib.suppress(RuntimeError):  # it is invalid
             if self.graph is not None:
@@ -131,6 +131,8 @@ class _Recorder:
         if not ended:
             with contextlib.suppress(RuntimeError):  # else its part of the pool is never given back
                 torch._C._cuda_releasePool(device, self.pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())  # a copy is not in a recording
 
     def between(self, call: Callable[[], Any]) -> Any:
         self.end()

@@ -1,0 +1,85 @@
+// x as fixed-point numbers, for products with codes in integers. Included by product_avx512.cpp and product_amx.cpp behind
+// product_wide.h.
+//
+//   y = sum_s step[s] * (scale[s] * sum_k code[k] * n[k] + minimum[s] * sum_k n[k]), with x[k] = step[s] * n[k] for k in
+//   section s
+//
+// A section is 64 columns, or 32 where groups are no multiples of 64: all of one group. Its numbers n have 16 bits, of which
+// the upper byte h and the lower one l, n = 256 * h + l, are both signed, and its step is a power of two. So a bfloat16 number
+// is kept exactly if it is at least a 128th of the section's greatest, a float16 number if it is at least a 16th; of smaller
+// ones up to 2^-16 of the greatest is lost, which rounding that one to bfloat16 or float16 may have lost many times over.
+// Sums of products are exact. Integers take a third of the time of bfloat16 here: Sapphire Rapids begins a vector's products of
+// bytes in each half cycle, as far as was seen, those of bfloat16 in each second or third one, and its tiles take as many
+// products of bytes in one instruction as two have of bfloat16 (benchmarks/results/h200-graphs/instructions.txt).
+//
+// An infinity or NaN makes its section's step NaN, and so the results.
+
+constexpr int64_t kBlockColumns = 64;
+
+// 64 columns of a row of x: `terms` are h and l, for int4 those of even columns before those of odd ones, as codes are opened.
+struct FixedBlock {
+  alignas(64) char terms[2][64];
+  float steps[2];  // of its sections
+  float sums[2];   // of its sections' values
+};
+
+// The power of two that 16 bits of numbers up to `most` are counted in, and its inverse.
+inline void find_step(__m512i magnitudes, float& step, float& inverse) {
+  constexpr float kOver = 32768.0f / 32639;  // 127 * 256 + 127 is the greatest number
+  const uint32_t most = _mm512_reduce_max_epu32(magnitudes);
+  float value;
+  __builtin_memcpy(&value, &most, 4);
+  value *= kOver;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint32_t exponent = bits >> 23;
+  const uint32_t from = exponent < 15 ? 15 : exponent;  // below, all are zero
+  const uint32_t step_bits = exponent == 255 ? 0x7fc00000u : (from - 14) << 23, inverse_bits = (268 - from) << 23;
+  __builtin_memcpy(&step, &step_bits, 4);
+  __builtin_memcpy(&inverse, &inverse_bits, 4);
+}
+
+inline __m512i magnitude(Vector value) { return _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff)); }
+
+template <int kBits>
+inline void put_bytes(__m512i one, __m512i two, int part, char* terms) {
+  if constexpr (kBits == 8) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(terms + part * 32), _mm512_cvtepi32_epi8(one));
+    _mm_store_si128(reinterpret_cast<__m128i*>(terms + part * 32 + 16), _mm512_cvtepi32_epi8(two));
+  } else {
+    Vector even, odd;
+    split_pairs(_mm512_castsi512_ps(one), _mm512_castsi512_ps(two), even, odd);
+    _mm_store_si128(reinterpret_cast<__m128i*>(terms + part * 16), _mm512_cvtepi32_epi8(_mm512_castps_si512(even)));
+    _mm_store_si128(reinterpret_cast<__m128i*>(terms + 32 + part * 16), _mm512_cvtepi32_epi8(_mm512_castps_si512(odd)));
+  }
+}
+
+// Columns [k, k + 64), zeros from `columns` on.
+template <int kBits>
+inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t k, int64_t columns, FixedBlock& block) {
+  Vector values[2][2];
+  __m512i most[2];
+  for (int part = 0; part < 2; ++part) {
+    two_vectors(x, dtype, k + part * 32, columns, values[part][0], values[part][1]);
+    most[part] = _mm512_max_epu32(magnitude(values[part][0]), magnitude(values[part][1]));
+  }
+  if (layout.sections == 1) most[0] = most[1] = _mm512_max_epu32(most[0], most[1]);
+  int sums[2];
+  float inverse[2];
+  for (int part = 0; part < 2; ++part) {
+    find_step(most[part], block.steps[part], inverse[part]);
+    __m512i numbers[2], upper[2], lower[2];
+    for (int i = 0; i < 2; ++i) {
+      numbers[i] = _mm512_cvtps_epi32(_mm512_mul_ps(values[part][i], broadcast(inverse[part])));
+      upper[i] = _mm512_srai_epi32(_mm512_add_epi32(numbers[i], _mm512_set1_epi32(128)), 8);
+      lower[i] = _mm512_sub_epi32(numbers[i], _mm512_slli_epi32(upper[i], 8));
+    }
+    put_bytes<kBits>(upper[0], upper[1], part, block.terms[0]);
+    put_bytes<kBits>(lower[0], lower[1], part, block.terms[1]);
+    sums[part] = _mm512_reduce_add_epi32(_mm512_add_epi32(numbers[0], numbers[1]));
+  }
+  if (layout.sections == 1) sums[0] += sums[1];
+  for (int section = 0; section < layout.sections; ++section) {
+    block.sums[section] = static_cast<float>(sums[section]) * block.steps[section];
+  }
+}

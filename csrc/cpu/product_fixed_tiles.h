@@ -1,0 +1,397 @@
+// Products of codes with fixed-point x (product_fixed_input.h), in tiles of bytes. Included by product_amx.cpp behind
+// product_tiles.h and product_strips.h.
+//
+// A tile has 16 rows of the weight in 64 columns, one of x as many columns of up to 16 rows and terms: four columns of each in
+// each of its rows. Their product is a tile of sums, exact in integers, which are scaled in float32 and added to totals. A
+// turn, 128 or 256 columns, takes four stages: codes are opened into a panel, multiplied in tiles, the sums are stored, and
+// scaled. A stage waits long for the one before (a tile product takes 52 cycles, and a load of what was just stored waits for
+// the store), so each turn does the stages for different turns, and nothing waits for what was just issued. Codes of int8 are
+// not opened, but multiplied where they lie.
+//
+// Scaling takes the most. With up to 8 rows of x their terms lie beside each other in one tile, with up to 4 two blocks of 64
+// columns share it, and with up to 2 four: x of the first block lies in the first columns of its tile, x of the next one in
+// the columns behind, and the others are zero, so that the products of all add to one tile. A vector of scales then has those
+// of several groups, and the totals' shares are added at the end. So it is for the two sections of a block, where groups are no
+// multiples of 64. With more rows of x each term has a tile, and integers are put together before they are scaled.
+//
+// The totals of a strip of 16 rows stay in registers for a piece of its columns.
+//
+// Estimate: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 2, 4, 8, 16 rows of x
+//   vector operations, two a cycle   112, 160, 192, 256: 64 to open; 4 for each row of sums, 6 where they are put together or
+//   shared loads, two a cycle               150, 190, 210, 260 stores, one a cycle               40,  48,  64,  96 tile
+//   products, one in 16 cycles    2,   2,   2,   4
+
+// Where things lie in a thread's scratch. What is read next to each other is in the same part of a page as the input's tiles
+// that belong to it, and is written again a turn later: a load whose address has the last 12 bits of a store before it waits.
+struct FixedScratch {
+  char panel[4 * kTileBytes];           // opened codes of 256 columns
+  char sums[4 * kTileBytes];            // of a turn
+  char copies[4 * kTileBytes];          // of codes that do not fill a turn
+  float factors[2][kTileRows][kLanes];  // scales and minima of a strip's rows in the groups of a piece
+  float totals[kCodeRows / kTileRows][kTileRows][kLanes];
+  int32_t groups[8][kLanes];  // of a piece's packs: which group scales which column
+};
+static_assert(sizeof(FixedScratch) == kFixedScratchBytes, "csrc/cpu/product.cpp says how much there is");
+
+// At the same place of a page as the input.
+inline FixedScratch& scratch_beside(const char* input, char* memory) {
+  return *reinterpret_cast<FixedScratch*>(memory + ((input - memory) & (kPageBytes - 1)));
+}
+
+// 64 codes of int4 as bytes: those of even columns, then those of odd ones.
+inline void open_row(const char* p, char* row) {
+  const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
+  const __m512i codes = _mm512_srlv_epi32(_mm512_broadcast_i64x4(load_32_bytes(p)), shifts);
+  _mm512_store_si512(row, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+}
+
+// A turn's codes: 16 rows, `stride` bytes apart.
+struct Codes {
+  const char* rows;
+  int64_t stride;
+};
+
+// Where the codes are that come next: turns of kTurn columns of one piece after the other. Asks for those of the piece behind.
+template <int kBits, int kTurn>
+struct Opener {
+  static constexpr int64_t kTurnBytes = kTurn * kBits / 8;                   // of a row
+  static constexpr int64_t kRowsToAsk = kTileRows * 64 / kMostPieceColumns;  // for, with each 64 columns
+
+  const Matrix& matrix;
+  const Pieces& pieces;
+  Asker<kMostPieceColumns, kBits> asker;
+  char* copies;  // of a turn that lacks rows or columns
+
+  int64_t row_bytes = pieces.columns * kBits / 8;
+  // What comes next.
+  Piece piece = pieces.begin();
+  int64_t k = 0, rows = pieces.rows_of(piece);
+  const char* codes = values_at(matrix, piece.row, 0);
+
+  Opener(const Matrix& matrix, const Pieces& pieces, int64_t behind, char* copies)
+      : matrix(matrix), pieces(pieces), asker(matrix, pieces, behind), copies(copies) {}
+
+  // Of the next turn, which begins at column k. Behind the last one come turns of which nothing is wanted.
+  [[gnu::always_inline]] inline Codes begin() const {
+    if (__builtin_expect(rows == kTileRows && piece.end - k >= kTurn, 1)) return {codes, row_bytes};
+    copy();
+    return {copies, kTurnBytes};
+  }
+
+  // In the place of what is not there are zeros, of which x is zero or the results are not wanted.
+  [[gnu::noinline]] void copy() const {
+    __builtin_memset(copies, 0, kTileRows * kTurnBytes);
+    const int64_t some = piece.end - k < kTurn ? (piece.end - k) * kBits / 8 : kTurnBytes;
+    for (int64_t r = 0; r < rows; ++r) {
+      __builtin_memcpy(copies + r * kTurnBytes, codes + r * row_bytes, static_cast<size_t>(some));
+    }
+  }
+
+  [[gnu::always_inline]] inline void ask() {
+#pragma GCC unroll 4
+    for (int64_t r = 0; r < kRowsToAsk; ++r) asker.ask_for_row();
+  }
+
+  [[gnu::always_inline]] inline void end() {
+    codes += kTurnBytes;
+    k += kTurn;
+    if (__builtin_expect(k >= piece.end, 0)) next_piece();
+  }
+
+  [[gnu::noinline]] void next_piece() {
+    piece = asker.next_piece();
+    k = piece.k;
+    rows = 0;
+    if (piece.row >= pieces.last) return;
+    rows = pieces.rows_of(piece);
+    codes = values_at(matrix, piece.row, 0) + k * kBits / 8;
+  }
+};
+
+// What is multiplied in one turn, and what is opened into the panel behind that.
+struct Turn {
+  Codes codes;
+  char* panel;
+  const char* x;
+};
+
+// The panel that is multiplied next and its tiles of x, and those of the panel behind.
+struct Flight {
+  char* panel;
+  const char *x, *next_x;
+};
+
+// What is added next: its scales, and how many columns of their group are left, or which groups its columns belong to; and the
+// steps and sums of x.
+struct Scaling {
+  const float* at;
+  int64_t left;
+  const int32_t* groups;
+  const char* x_factors;
+};
+
+// At most kCodeRows rows of the weight times the rows of x that are multiplied together.
+template <int kBits, int kSections, int kInputs, int kPack>
+struct FixedPass {
+  static constexpr int kBlocks = kPack == 4 ? 4 : 2;  // of 64 columns, of a turn
+  static constexpr int kTurn = kBlocks * 64;
+  static constexpr int kPacks = kBlocks / kPack;  // of a turn, of which each has kInputs tiles of sums
+  static constexpr int kPanels = kBits == 8 ? 0 : 256 / kTurn;
+  static constexpr bool kShared = kPack * kSections > 1;  // columns have scales of their own
+  static_assert(kPacks * kInputs <= 4, "tiles 0 to 3 are sums");
+
+  using Totals = Vector[kTileRows];
+  using Opening = Opener<kBits, kTurn>;
+
+  const Matrix& matrix;
+  FixedScratch& scratch;
+  Pieces pieces;
+  const char* input;      // tiles of x
+  const char* x_factors;  // of packs
+  int64_t groups = groups_in(matrix, matrix.columns);
+
+  FixedPass(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last, const char* input)
+      : matrix(matrix),
+        scratch(scratch),
+        pieces{first, last, matrix.columns, kMostPieceColumns},
+        input(input),
+        x_factors(input + fixed_tile_bytes(layout)) {}
+
+  // Scales and minima of a piece.
+  template <Dtype kDtype>
+  void convert(const Piece& piece) const {
+    const int64_t at = scale_bytes(matrix, piece.row, piece.k), left = groups - groups_in(matrix, piece.k);
+    const char* scales = static_cast<const char*>(matrix.scales) + at;
+    const char* minima = static_cast<const char*>(matrix.minima) + at;
+    for (int64_t r = 0; r < pieces.rows_of(piece); ++r, scales += groups * 2, minima += groups * 2) {
+      store(scratch.factors[0][r], left >= kLanes ? from<kDtype>(scales) : from_part<kDtype>(scales, left));
+      store(scratch.factors[1][r], left >= kLanes ? from<kDtype>(minima) : from_part<kDtype>(minima, left));
+    }
+  }
+
+  [[gnu::noinline]] void convert(const Piece& piece) const {
+    matrix.dtype == Dtype::float16 ? convert<Dtype::float16>(piece) : convert<Dtype::bfloat16>(piece);
+  }
+
+  // Which of the piece's groups scale the columns of its packs' sums.
+  [[gnu::noinline]] void find_groups(const Piece& piece) const {
+    constexpr int kParts = kPack * kSections, kWidth = kLanes / kParts, kColumns = 64 / kSections;
+    int64_t left = left_in_group(matrix, piece.k);
+    int32_t group = 0;
+    for (int64_t i = 0; i < kMostPieceColumns / kColumns; ++i) {
+      for (int64_t lane = 0; lane < kWidth; ++lane) scratch.groups[i / kParts][i % kParts * kWidth + lane] = group;
+      left -= kColumns;
+      if (left > 0) continue;
+      ++group;
+      left = matrix.group;
+    }
+  }
+
+  // Sums in scratch are scaled and added, and those in the pack's tiles take their place.
+  template <int kIndex>
+  [[gnu::always_inline]] inline void finish(Scaling& scaling, Totals& totals) const {
+    char* const sums = scratch.sums + kIndex * kInputs * kTileBytes;
+    const Vector step = load(reinterpret_cast<const float*>(scaling.x_factors));
+    const Vector x_sum = load(reinterpret_cast<const float*>(scaling.x_factors + 64));
+    const __m512i columns = kShared ? _mm512_loadu_si512(scaling.groups) : _mm512_setzero_si512();
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) {
+      __m512i sum = _mm512_load_si512(sums + r * 64);
+      if constexpr (kInputs == 2)
+        sum = _mm512_add_epi32(_mm512_slli_epi32(sum, 8), _mm512_load_si512(sums + kTileBytes + r * 64));
+      const Vector stepped = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), step);
+      const float* const at = scaling.at + r * kLanes;
+      Vector scale, minimum;
+      if constexpr (kShared) {
+        scale = _mm512_permutexvar_ps(columns, load(at));
+        minimum = _mm512_permutexvar_ps(columns, load(at + kTileRows * kLanes));
+      } else {
+        scale = broadcast(at[0]);
+        minimum = broadcast(at[kTileRows * kLanes]);
+      }
+      totals[r] = fused(x_sum, minimum, fused(stepped, scale, totals[r]));
+    }
+    scaling.x_factors += 128;
+    if constexpr (kShared) {
+      scaling.groups += kLanes;
+    } else {
+      scaling.left -= 64;
+      if (scaling.left == 0) {
+        ++scaling.at;
+        scaling.left = matrix.group;
+      }
+    }
+    tile_store<kIndex * kInputs>(sums);
+    tile_zero<kIndex * kInputs>();
+    if constexpr (kInputs == 2) {
+      tile_store<kIndex * kInputs + 1>(sums + kTileBytes);
+      tile_zero<kIndex * kInputs + 1>();
+    }
+  }
+
+  // Block kBlock of a turn, and those behind.
+  template <int kBlock>
+  [[gnu::always_inline]] inline void advance(const Turn& turn, Opening& opener, Scaling& scaling, Totals& totals) const {
+    constexpr int kRows = 4 + kBlock % 2, kX = kInputs == 2 ? 6 : 6 + kBlock % 2, kSums = kBlock / kPack * kInputs;
+    const char* const x = turn.x + kBlock * kInputs * kTileBytes;
+    if constexpr (kBits == 4) {
+      tile_load<kRows>(turn.panel + kBlock * kTileBytes);
+    } else {
+      tile_load<kRows>(turn.codes.rows + kBlock * 64, turn.codes.stride);
+    }
+    tile_load<kX>(x);
+    if constexpr (kInputs == 2) tile_load<7>(x + kTileBytes);
+    if constexpr (kBlock % kPack == 0) finish<kBlock / kPack>(scaling, totals);
+    tile_multiply_bytes<kSums, kRows, kX>();
+    if constexpr (kInputs == 2) tile_multiply_bytes<kSums + 1, kRows, 7>();
+    if constexpr (kBits == 4) {
+      const char* p = turn.codes.rows + kBlock * 32;
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r, p += turn.codes.stride) open_row(p, turn.panel + kBlock * kTileBytes + r * 64);
+    }
+    opener.ask();
+    if constexpr (kBlock + 1 < kBlocks) advance<kBlock + 1>(turn, opener, scaling, totals);
+  }
+
+  const char* x_at(int64_t column) const { return input + column / 64 * kInputs * kTileBytes; }
+
+  [[gnu::always_inline]] inline void multiply_turn(Opening& opener, Scaling& scaling, Flight& flight, Totals& totals) const {
+    const char* const x = x_at(opener.k);
+    const Turn turn = {opener.begin(), flight.panel, kPanels == 0 ? x : flight.x};
+    advance<0>(turn, opener, scaling, totals);
+    opener.end();
+    flight.x = kPanels == 1 ? x : flight.next_x;
+    flight.next_x = x;
+    if (kPanels == 2) flight.panel = flight.panel == scratch.panel ? scratch.panel + kBlocks * kTileBytes : scratch.panel;
+  }
+
+  // The first panels, before anything is multiplied.
+  [[gnu::noinline]] Flight begin(Opening& opener) const {
+    const char* x[2] = {input, input};
+    for (int i = 0; i < kPanels; ++i) {
+      x[i] = x_at(opener.k);
+      const Codes codes = opener.begin();
+      char* const panel = scratch.panel + i * kBlocks * kTileBytes;
+      for (int block = 0; block < kBlocks; ++block) {
+        for (int r = 0; r < kTileRows; ++r)
+          open_row(codes.rows + r * codes.stride + block * 32, panel + block * kTileBytes + r * 64);
+        opener.ask();
+      }
+      opener.end();
+    }
+    return {scratch.panel, x[0], x[kPanels == 2 ? 1 : 0]};
+  }
+
+  // In turn i sums of turn i are added, those of i + 1 stored, i + 2 is multiplied, and what is 256 columns behind it opened.
+  // Rows from `behind` on are not asked for.
+  [[gnu::noinline]] void run(int64_t behind) const {
+    Opening opener(matrix, pieces, behind, scratch.copies);
+    Flight flight = begin(opener);
+    Totals totals;
+    int before = 2;  // turns with which it begins: nobody keeps their totals
+    int64_t k = -1;
+    for (Piece piece = pieces.begin(); piece.row < pieces.last;) {
+      if (before == 0) convert(piece);
+      if (kShared && piece.k != k) find_groups(piece);
+      k = piece.k;
+      float* const kept = scratch.totals[(piece.row - pieces.first) / kTileRows][0];
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) totals[r] = piece.k == 0 ? zero() : load(kept + r * kLanes);
+      Scaling scaling = {scratch.factors[0][0], left_in_group(matrix, piece.k), scratch.groups[0],
+                         x_factors + piece.k / (64 * kPack) * 128};
+      for (int64_t turns = before > 0 ? 1 : (piece.end - piece.k + kTurn - 1) / kTurn; turns > 0; --turns) {
+        multiply_turn(opener, scaling, flight, totals);
+      }
+      if (before > 0) {
+        --before;
+        continue;
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) store(kept + r * kLanes, totals[r]);
+      piece = pieces.after(piece);
+    }
+  }
+};
+
+// A column of a tile of totals is part of a row of `out`; of each of its shares one is.
+inline void write_totals(const Layout& layout, const FixedScratch& scratch, int64_t rows, int64_t count, float* out,
+                         int64_t stride) {
+  const __m512i lanes = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  for (int64_t row = 0; row < rows; row += kTileRows) {
+    const __mmask16 there = static_cast<__mmask16>(rows - row >= kTileRows ? 0xffff : (1 << (rows - row)) - 1);
+    for (int64_t m = 0; m < count; ++m) {
+      const float* const totals = scratch.totals[row / kTileRows][0] + m;
+      Vector total = _mm512_i32gather_ps(lanes, totals, 4);
+      for (int64_t share = layout.width; share < kTileRows; share += layout.width) {
+        total = _mm512_add_ps(total, _mm512_i32gather_ps(lanes, totals + share, 4));
+      }
+      _mm512_mask_storeu_ps(out + m * stride + row, there, total);
+    }
+  }
+}
+
+template <int kBits, int kSections>
+void multiply_fixed(const Matrix& matrix, const Layout& layout, FixedScratch& scratch, int64_t first, int64_t last,
+                    const char* input, int64_t behind) {
+  if (layout.inputs == 2) return FixedPass<kBits, kSections, 2, 1>(matrix, layout, scratch, first, last, input).run(behind);
+  if (layout.pack == 4) return FixedPass<kBits, kSections, 1, 4>(matrix, layout, scratch, first, last, input).run(behind);
+  if (layout.pack == 2) return FixedPass<kBits, kSections, 1, 2>(matrix, layout, scratch, first, last, input).run(behind);
+  FixedPass<kBits, kSections, 1, 1>(matrix, layout, scratch, first, last, input).run(behind);
+}
+
+void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
+                      float* out, int64_t stride, char* memory) {
+  const auto multiply = matrix.bits == 4 ? (layout.sections == 1 ? multiply_fixed<4, 1> : multiply_fixed<4, 2>)
+                                         : (layout.sections == 1 ? multiply_fixed<8, 1> : multiply_fixed<8, 2>);
+  FixedScratch& scratch = scratch_beside(input, memory);
+  tiles_begin();
+  for (int64_t row = first; row < last; row += kCodeRows) {
+    const int64_t end = last - row < kCodeRows ? last : row + kCodeRows;
+    for (int64_t m = 0; m < count; m += tokens_at_once(layout)) {
+      const int64_t some = count - m < tokens_at_once(layout) ? count - m : tokens_at_once(layout);
+      multiply(matrix, layout, scratch, row, end, input + m / tokens_at_once(layout) * fixed_input_bytes(layout), last);
+      write_totals(layout, scratch, end - row, some, out + m * stride + row - first, stride);
+    }
+  }
+  tiles_end();
+}
+
+// Columns [first, last) of the prepared input, whole packs.
+template <int kBits>
+void prepare_fixed_tiles(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
+                         int64_t last, int64_t columns, char* input) {
+  const __m512i rows = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+  // Of a tile's rows, those of the second section: int4 has its even columns in rows 4 to 7, its odd ones in rows 12 to 15.
+  const __mmask16 second = layout.sections == 1 ? 0 : kBits == 4 ? 0xf0f0 : 0xff00;
+  const int64_t beside = layout.inputs == 2 ? 1 : 2;  // terms
+  const int64_t section_columns = beside * layout.width;
+  for (int64_t m = 0; m < count; m += tokens_at_once(layout), input += fixed_input_bytes(layout)) {
+    const int64_t tokens = count - m < tokens_at_once(layout) ? count - m : tokens_at_once(layout);
+    for (int64_t k = first; k < last; k += 64 * layout.pack) {
+      alignas(64) float factors[2][kLanes] = {};
+      for (int64_t b = 0; b < layout.pack; ++b) {
+        char* const tiles = input + (k / 64 + b) * layout.inputs * kTileBytes;
+        __builtin_memset(tiles, 0, static_cast<size_t>(layout.inputs * kTileBytes));
+        for (int64_t i = 0; i < tokens; ++i) {
+          FixedBlock block;
+          fix_block<kBits>(layout, x + (m + i) * stride * bytes_of(x_dtype), x_dtype, k + b * 64, columns, block);
+          const int64_t column = b * layout.sections * section_columns + i;  // of the first section's upper bytes
+          const __m512i places =
+              _mm512_mask_add_epi32(rows, second, rows, _mm512_set1_epi32(static_cast<int>(section_columns)));
+          for (int64_t term = 0; term < 2; ++term) {
+            char* const to = tiles + (beside == 2 ? (column + term * layout.width) * 4 : term * kTileBytes + column * 4);
+            _mm512_i32scatter_epi32(to, places, _mm512_load_si512(block.terms[term]), 4);
+          }
+          for (int64_t s = 0; s < layout.sections; ++s) {
+            const int64_t here = column + s * section_columns;
+            factors[0][here] = beside == 2 ? 256 * block.steps[s] : block.steps[s];
+            if (beside == 2) factors[0][here + layout.width] = block.steps[s];
+            factors[1][here] = block.sums[s];
+          }
+        }
+      }
+      char* const to = input + fixed_tile_bytes(layout) + k / (64 * layout.pack) * 128;
+      __builtin_memcpy(to, factors, sizeof(factors));
+    }
+  }
+}

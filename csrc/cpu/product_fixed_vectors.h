@@ -1,0 +1,193 @@
+// Products of codes with fixed-point x in vectors, for few rows of x. Included by product_avx512.cpp behind
+// product_fixed_input.h.
+//
+// A chunk is 64 bytes of codes. One instruction adds the products of four bytes to each of 16 sums, so that these hold the
+// chunk's sections side by side. A row of the prepared input has for each chunk the upper bytes of x and the lower ones, for
+// int4 those of even columns before those of odd ones; then for each chunk the steps of its sums' sections; then the sums of x
+// over groups.
+
+constexpr int64_t kChunkBytes = 64;
+constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed, at least
+
+template <int kBits>
+constexpr int64_t kChunkColumns = kChunkBytes * 8 / kBits;
+
+inline int64_t steps_at(const Layout& layout) { return layout.columns * 2; }
+
+inline int64_t sums_at(const Layout& layout) { return steps_at(layout) + layout.columns * layout.bits / 8; }
+
+template <int kBits>
+void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
+                   int64_t last, int64_t columns, char* input) {
+  constexpr int64_t kParts = kChunkColumns<kBits> / kBlockColumns, kPartBytes = 64 / kParts;  // of a chunk, of a term's vector
+  const int64_t section = kBlockColumns / layout.sections, lanes = kLanes / kParts / layout.sections;
+  for (int64_t m = 0; m < count; ++m) {
+    char* const out = input + m * input_stride(layout);
+    float* const sums = reinterpret_cast<float*>(out + sums_at(layout));
+    const int64_t groups = last == columns ? round_up(columns / layout.group, kLanes) : last / layout.group;
+    for (int64_t g = first / layout.group; g < groups; ++g) sums[g] = 0;
+    for (int64_t k = first; k < (last == columns ? layout.columns : last); k += kBlockColumns) {
+      FixedBlock block;
+      fix_block<kBits>(layout, x + m * stride * bytes_of(x_dtype), x_dtype, k, columns, block);
+      const int64_t chunk = k / kChunkColumns<kBits>, part = k / kBlockColumns % kParts;
+      char* const to = out + chunk * kChunkColumns<kBits> * 2 + part * kPartBytes;
+      for (int64_t i = 0; i < 2 * kParts; ++i) {  // by term, and half where the chunk has two blocks
+        __builtin_memcpy(to + i * 64, block.terms[i / kParts] + i % kParts * kPartBytes, kPartBytes);
+      }
+      float* const steps = reinterpret_cast<float*>(out + steps_at(layout)) + chunk * kLanes + part * (kLanes / kParts);
+      for (int64_t s = 0; s < layout.sections; ++s) {
+        for (int64_t lane = 0; lane < lanes; ++lane) steps[s * lanes + lane] = block.steps[s];
+        if (k + s * section < columns) sums[(k + s * section) / layout.group] += block.sums[s];
+      }
+    }
+  }
+}
+
+// Two rows of a weight, and what is asked for ahead.
+struct TwoRows {
+  const char* codes[2];
+  const char* scales[2];
+  const char* minima[2];
+  int64_t ahead, scales_ahead;
+};
+
+// Which of 16 scales belongs to which of a chunk's sums, chunk after chunk.
+template <int kBits>
+struct GroupOfLane {
+  int64_t group;
+  __m512i lanes;
+  int64_t left;
+
+  explicit GroupOfLane(int64_t group) : group(group) { restart(); }
+
+  void restart() {
+    const __m512i columns = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                               _mm512_set1_epi32(kChunkColumns<kBits> / kLanes));
+    lanes = _mm512_srl_epi32(columns, _mm_cvtsi64_si128(__builtin_ctzll(static_cast<unsigned long long>(group))));
+    left = group;
+  }
+
+  [[gnu::always_inline]] inline void next() {
+    left -= kChunkColumns<kBits>;
+    if (left > 0) return;
+    lanes = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(1 - left / group)));
+    left = group;
+  }
+};
+
+// Adds a chunk's products. kWhole: all its bytes are there.
+template <int kCount, int kBits, bool kWhole>
+[[gnu::always_inline]] inline void add_chunk(const TwoRows& rows, int64_t at, int64_t bytes, __m512i groups,
+                                             const Vector* scales, const char* x, const char* steps, int64_t x_stride,
+                                             Vector (*total)[kCount]) {
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512i codes[2][2];
+  Vector scale[2];
+#pragma GCC unroll 2
+  for (int r = 0; r < 2; ++r) {
+    const char* const p = rows.codes[r] + at;
+    ask_for(p + rows.ahead);
+    codes[r][0] = kWhole ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << bytes) - 1, p);
+    if constexpr (kBits == 4) {
+      codes[r][1] = _mm512_and_si512(_mm512_srli_epi16(codes[r][0], 4), low);
+      codes[r][0] = _mm512_and_si512(codes[r][0], low);
+    }
+    scale[r] = _mm512_permutexvar_ps(groups, scales[r]);
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < kCount; ++m, x += x_stride, steps += x_stride) {
+    const Vector step = load(reinterpret_cast<const float*>(steps));
+#pragma GCC unroll 2
+    for (int r = 0; r < 2; ++r) {
+      __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes[r][0], _mm512_loadu_si512(x));
+      if constexpr (kBits == 4) sums = _mm512_dpbusd_epi32(sums, codes[r][1], _mm512_loadu_si512(x + 64));
+      sums = _mm512_slli_epi32(sums, 8);
+      constexpr int64_t kLower = 64 * 8 / kBits;
+      sums = _mm512_dpbusd_epi32(sums, codes[r][0], _mm512_loadu_si512(x + kLower));
+      if constexpr (kBits == 4) sums = _mm512_dpbusd_epi32(sums, codes[r][1], _mm512_loadu_si512(x + kLower + 64));
+      total[r][m] = fused(_mm512_mul_ps(_mm512_cvtepi32_ps(sums), step), scale[r], total[r][m]);
+    }
+  }
+}
+
+// Two rows, 16 groups after the other.
+template <int kCount, int kBits, Dtype kDtype>
+[[gnu::always_inline]] inline void multiply_fixed(const Matrix& matrix, const Layout& layout, const TwoRows& rows,
+                                                  const char* input, Vector (*total)[kCount]) {
+  const int64_t x_stride = input_stride(layout), groups = groups_in(matrix, matrix.columns);
+  const int64_t row_bytes = matrix.columns * kBits / 8, span = kLanes * matrix.group * kBits / 8;
+  GroupOfLane<kBits> of_lane(matrix.group);
+  const char *x = input, *steps = input + steps_at(layout);
+  const char* sums = input + sums_at(layout);
+  int64_t at = 0;
+  for (int64_t g = 0; g < groups; g += kLanes, sums += kVectorBytes) {
+    const int64_t some = groups - g;
+    Vector scales[2];
+#pragma GCC unroll 2
+    for (int r = 0; r < 2; ++r) {
+      const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
+      ask_for(scale + rows.scales_ahead);
+      ask_for(minimum + rows.scales_ahead);
+      scales[r] = some >= kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some);
+      const Vector minima = some >= kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
+#pragma GCC unroll 4
+      for (int m = 0; m < kCount; ++m) {
+        total[r][m] = fused(minima, load(reinterpret_cast<const float*>(sums + m * x_stride)), total[r][m]);
+      }
+    }
+    of_lane.restart();
+    const int64_t end = at + span < row_bytes ? at + span : row_bytes;
+    for (; at + kChunkBytes <= end; at += kChunkBytes, steps += kVectorBytes, x += 2 * kChunkColumns<kBits>) {
+      add_chunk<kCount, kBits, true>(rows, at, 0, of_lane.lanes, scales, x, steps, x_stride, total);
+      of_lane.next();
+    }
+    if (at < end) add_chunk<kCount, kBits, false>(rows, at, end - at, of_lane.lanes, scales, x, steps, x_stride, total);
+  }
+}
+
+template <int kCount, int kBits, Dtype kDtype>
+void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
+                      int64_t stride) {
+  const int64_t row_bytes = matrix.columns * kBits / 8, row_scales = groups_in(matrix, matrix.columns) * 2;
+  const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2);
+  for (int64_t row = first; row < last; row += 2) {
+    TwoRows rows;
+    for (int r = 0; r < 2; ++r) {
+      const int64_t here = row + r < last ? row + r : row;
+      rows.codes[r] = values_at(matrix, here, 0);
+      rows.scales[r] = static_cast<const char*>(matrix.scales) + here * row_scales;
+      rows.minima[r] = static_cast<const char*>(matrix.minima) + here * row_scales;
+    }
+    const bool more = row + 1 + rows_ahead < last;
+    rows.ahead = more ? rows_ahead * row_bytes : 0;
+    rows.scales_ahead = more ? rows_ahead * row_scales : 0;
+    Vector total[2][kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
+    multiply_fixed<kCount, kBits, kDtype>(matrix, layout, rows, input, total);
+#pragma GCC unroll 4
+    for (int m = 0; m < kCount; ++m) {
+      out[m * stride + row - first] = sum(total[0][m]);
+      if (row + 1 < last) out[m * stride + row + 1 - first] = sum(total[1][m]);
+    }
+  }
+}
+
+template <int kCount>
+void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
+                      int64_t stride) {
+  const bool half = matrix.dtype == Dtype::float16;
+  const auto multiply =
+      matrix.bits == 4 ? (half ? product_of_fixed<kCount, 4, Dtype::float16> : product_of_fixed<kCount, 4, Dtype::bfloat16>)
+                       : (half ? product_of_fixed<kCount, 8, Dtype::float16> : product_of_fixed<kCount, 8, Dtype::bfloat16>);
+  multiply(matrix, layout, input, first, last, out, stride);
+}
+
+inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
+                             int64_t last, float* out, int64_t stride) {
+  const auto multiply = count == 1   ? product_of_fixed<1>
+                        : count == 2 ? product_of_fixed<2>
+                        : count == 3 ? product_of_fixed<3>
+                                     : product_of_fixed<4>;
+  multiply(matrix, layout, input, first, last, out, stride);
+}
