@@ -13,7 +13,7 @@ from zero_inference.records.loops import Loop, MachineLoad, MovedPerStep
 from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import Measured, Quality, Request, Result
 from zero_inference.records.scores import scores_of
-from zero_inference.report.results import print_results
+from zero_inference.report.results import cores_in_words, print_results
 
 RATES = Rates(50.0, 0.02, "host to device, pinned", 2000.0, 500.0, None)
 MOVED = MovedPerStep(10**9, 0, 0)
@@ -95,3 +95,13 @@ def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
     assert record["decode_weights_gbps"] == 64.0 and record["ds_config"] is None and "stream" not in record
     assert set(record["loops"][0]) == {"prefill_s", "decode_s", "total_s", "step_s"}
     assert "peak gpu mem: 1.000 GB" in (tmp_path / "run.log").read_text()
+
+
+def test_what_the_cores_read():
+    moved = MovedPerStep(10**9, 0, 0, 4 * 10**9, 0.05)
+    assert cores_in_words(moved, 0.1, 90.0) == (
+        "each decode step: 1.000 GB copied to the device, 4.000 GB read by the host's cores at 80.0 GB/s (90.0 measured beside a "
+        "busy link), busy 50% of the time"
+    )
+    assert cores_in_words(moved, 0.1, None).endswith("at 80.0 GB/s, busy 50% of the time")
+    assert cores_in_words(MovedPerStep(0, 0, 0, 4 * 10**9), 0.1, None).endswith("4.000 GB read by the host's cores")

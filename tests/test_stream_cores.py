@@ -37,7 +37,7 @@ def test_any_share_gives_the_ids_of_transformers(family, checkpoints, expected):
         moved = found.loops[-1].moved
         loaded.close()
         assert torch.equal(found.output_ids, expected(family)), share
-        assert moved.cores_bytes_per_step > 0
+        assert moved.cores_bytes_per_step > 0 and moved.cores_busy_s_per_step > 0
         assert moved.cores_bytes_per_step == loaded.facts["stream"]["computed_bytes"]
 
 

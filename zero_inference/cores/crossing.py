@@ -44,7 +44,7 @@ class HostCalls:
 
     def __init__(self, cores: Cores, transfers: Transfers):
         self.cores, self.transfers = cores, transfers
-        transfers.cores_counts = cores.chosen_bytes
+        transfers.cores_counts, transfers.cores_busy_s = cores.chosen_bytes, cores.busy_s
 
     def __call__(
         self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Callable[[], None] = lambda: None
@@ -148,6 +148,7 @@ class Crossing:
         self.recorded: RecordedCalls | None = None
         self.chose = False  # whether a call had a choice
         transfers.cores_counts = self._chosen_bytes
+        transfers.cores_busy_s = cores.busy_s if rank == 0 else None
         flags = place.flags.data_ptr()
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 

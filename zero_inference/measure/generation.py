@@ -142,7 +142,7 @@ def _one_loop(
         decode_s=times[-1] - times[0],
         total_s=times[-1],
         step_s=steps,
-        moved=clock.bytes_per_decode_step(),
+        moved=clock.moved_per_decode_step(),
         experts=clock.experts_of_decode(),
     )
     return loop, output[:, ids.shape[1] :]
@@ -156,7 +156,7 @@ class _StepClock(StoppingCriteria):
         self.on_device = loaded.device.type == "cuda"
         self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
-        self.moved: list[tuple[int, ...]] = []
+        self.moved: list[tuple[float, ...]] = []
         self.experts: list[ExpertCounts] = []
 
     def start(self) -> None:
@@ -166,9 +166,11 @@ class _StepClock(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         self.marks.append(self._mark())
-        self.moved.append(self.loaded.transfers.snapshot())
-        if self.loaded.transfers.expert_counts is not None:
-            self.experts.append(self.loaded.transfers.expert_counts())
+        transfers = self.loaded.transfers
+        busy_s = () if transfers.cores_busy_s is None else (transfers.cores_busy_s(),)
+        self.moved.append((*transfers.snapshot(), *busy_s))
+        if transfers.expert_counts is not None:
+            self.experts.append(transfers.expert_counts())
         self.progress(len(self.marks))
         return self.go_on
 
@@ -186,7 +188,7 @@ class _StepClock(StoppingCriteria):
         self.marks[-1].synchronize()
         return [self.first.elapsed_time(mark) / 1e3 for mark in self.marks]
 
-    def bytes_per_decode_step(self) -> MovedPerStep:
+    def moved_per_decode_step(self) -> MovedPerStep:
         """Averaged over the decode steps; None without any."""
         steps = len(self.moved) - 1
         if steps < 1:

@@ -65,4 +65,5 @@ def _over_ranks(mine: MovedPerStep, ranks: Ranks) -> MovedPerStep:
         total(mine.device_to_host_bytes_per_step),
         total(mine.disk_read_bytes_per_step),
         total(mine.cores_bytes_per_step),
+        mine.cores_busy_s_per_step,
     )

@@ -9,7 +9,7 @@ from zero_inference.records.key import key
 
 @dataclass(frozen=True, slots=True)
 class MovedPerStep:
-    """Bytes moved per decode step, counted; null where there was no decode step."""
+    """Bytes moved per decode step, counted, and how long the cores worked; null where there was no decode step."""
 
     host_to_device_bytes_per_step: float | None = key(
         "byte", "weights, keys and values, and the outputs of the host's cores", required="when measured"
@@ -18,6 +18,9 @@ class MovedPerStep:
     disk_read_bytes_per_step: float | None = key("byte", "weights", required="when measured")
     cores_bytes_per_step: float | None = key(
         "byte", "weights, keys and values that the host's cores read where they lie", default=None
+    )
+    cores_busy_s_per_step: float | None = key(
+        "s", "that the host's cores worked on them; else they wait for the device", default=None
     )
 
 

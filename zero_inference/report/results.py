@@ -77,9 +77,10 @@ def print_results(block: str, result: Result) -> None:
         print(idle_in_words(measured.link_use, cores_multiply) or "the link was hardly ever idle")
     elif measured.device == "cpu" and to_device and not measured.transfers.cores_bytes_per_step:
         print(f"decode fetches {to_device / 1e9:.3f} GB a step; without a GPU there is no link to cross")
-    if cores_bytes := measured.transfers.cores_bytes_per_step:
+    if measured.transfers.cores_bytes_per_step:
+        steps = len(measured.loops[0].step_s)
         print(
-            f"each decode step: {(to_device or 0) / 1e9:.3f} GB copied to the device, {cores_bytes / 1e9:.3f} GB read by the host's cores"
+            cores_in_words(measured.transfers, measured.decode_latency_s / steps, measured.limit.rates.cores_gb_per_s)
         )
     if measured.experts is not None:
         print(experts_in_words(measured.experts))
@@ -119,6 +120,19 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
     else:
         return None
     return f"decode {what} and runs at {limit.fraction_of_limit:.1%} of that limit"
+
+
+def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None) -> str:
+    """One line: what went each way in a decode step of `step_s`, and how fast the cores were, beside what was measured before."""
+    to_device, of_cores = (
+        (value or 0) / 1e9 for value in (moved.host_to_device_bytes_per_step, moved.cores_bytes_per_step)
+    )
+    line = f"each decode step: {to_device:.3f} GB copied to the device, {of_cores:.3f} GB read by the host's cores"
+    if not moved.cores_busy_s_per_step:
+        return line
+    busy = moved.cores_busy_s_per_step / step_s
+    beside = "" if cores_gb_per_s is None else f" ({cores_gb_per_s:.1f} measured beside a busy link)"
+    return f"{line} at {of_cores / moved.cores_busy_s_per_step:.1f} GB/s{beside}, busy {busy:.0%} of the time"
 
 
 def experts_in_words(use: ExpertUse) -> str:

@@ -30,6 +30,7 @@ class Transfers:
     Attributes:
         cores_bytes: of weights, keys and values that the host's cores read where they lie, instead of sending them.
         cores_counts: what they count themselves beside that, because only they know it: experts that tokens chose.
+        cores_busy_s: seconds that they have worked so far; None where there are none, or another rank counts.
         expert_counts: how often those were on the device, up to the last `snapshot`; None where none are kept there.
     """
 
@@ -38,6 +39,7 @@ class Transfers:
     disk_read_bytes: int = 0
     cores_bytes: int = 0
     cores_counts: Callable[[], int] | None = None
+    cores_busy_s: Callable[[], float] | None = None
     expert_counts: Callable[[], ExpertCounts] | None = None
 
     def snapshot(self) -> tuple[int, int, int, int]:
@@ -47,4 +49,4 @@ class Transfers:
     def settle(self) -> None:
         """Add what the cores counted so far, as they end."""
         *_, self.cores_bytes = self.snapshot()
-        self.cores_counts = None
+        self.cores_counts = self.cores_busy_s = None
