@@ -11,6 +11,7 @@ from torch.nn import functional
 from zero_inference.cores.cores import ACTIVATION_NUMBERS, ARRIVED, DONE, FLAG_BYTES, Cores, Stage, Weight, flag_bytes
 from zero_inference.cores.crossing import HostCalls
 from zero_inference.cores.matrix import Matrix
+from zero_inference.link.meeting import narrow_feed_forward
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
 from zero_inference.runtime.transfers import Transfers
@@ -46,6 +47,16 @@ def test_every_activation_has_a_number_and_is_the_function_of_its_name(cores):
         task = cores.add_block([Stage([plain(one)], "activation", name), Stage([plain(one)])], torch.float32)
         (out,) = calls(task, x)
         torch.testing.assert_close(out, function(x), atol=2e-6, rtol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)])
+def test_the_block_that_a_meeting_is_measured_with(dtype, bound, cores):
+    """As wide as the model outside, and narrow inside."""
+    task, (first, last) = narrow_feed_forward(cores, dtype, HIDDEN)
+    x = random(3, HIDDEN, dtype=dtype)
+    (out,) = HostCalls(cores, Transfers())(task, x)
+    assert out.shape == x.shape and task.nbytes == 0
+    assert error(out, (x.double() @ first.double().T).relu() @ last.double().T) < bound
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)])

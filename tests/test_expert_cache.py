@@ -14,7 +14,8 @@ from zero_inference.engines.stream import expert_cache
 from zero_inference.engines.stream.expert_policy import FACTOR, MORE_USES, Exchange, decayed, exchanges
 from zero_inference.engines.stream.expert_slots import share_out
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.residency import Residency, decide_residency
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.split import best_split
 from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import FusedExperts

@@ -295,6 +295,16 @@ def test_a_tensor_that_does_not_fill_its_place_is_refused():
     assert torch.equal(store.layouts[0]["weight"].plain.of(store.buffers[0]), layer.weight)
 
 
+def test_device_memory_is_taken_before_anything_is_read():
+    """Else blocks would lie between what loading takes for a while, and that could not be given back."""
+    layouts = [lay_out(nn.Linear(64, 8).named_parameters(), None, 1) for _ in range(3)]
+    store = BlockStore(layouts, {0, 2}, Ranks(0, 1, 0, 1, torch.device("cpu")), pinned=False)
+    assert {block: buffer.nbytes for block, buffer in store.buffers.items()} == {
+        0: layouts[0].nbytes,
+        2: layouts[2].nbytes,
+    }
+
+
 def test_the_skeleton_says_the_stored_dtype_of_tied_parameters_too(checkpoint):
     spec = resolve_model(
         RunConfig(model=str(checkpoint("ernie4_5_moe")), engine="resident", dtype="bfloat16").validate(), "cpu"

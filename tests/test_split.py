@@ -16,15 +16,22 @@ from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
 from zero_inference.link.cores import BesideLink
 from zero_inference.link.cores_of_host import LinkRates, of_all_ranks
+from zero_inference.models.feed_forward import FeedForward
 from zero_inference.records.limit import LinkUse
 
 GB = 10**9
+FORWARD = FeedForward(("up_proj",), "down_proj", "relu", False)
 
 
 def residency(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computable: bool = True) -> Residency:
-    """`layers` layers of two blocks, all in host memory."""
-    linears = ("weight",) if computable else ()
-    blocks = [Block(layer, name, (), linears) for layer in range(layers) for name in ("self_attn", "mlp")]
+    """`layers` layers of two blocks, a feed-forward behind attention, all in host memory."""
+    linears = ("q_proj", "o_proj") if computable else ()
+    blocks = []
+    for layer in range(layers):
+        blocks += [
+            Block(layer, "self_attn", (), linears),
+            Block(layer, "mlp", (), linears, FORWARD if computable else None),
+        ]
     layouts = [BlockLayout([], size, size) for _ in range(layers) for size in (attention, mlp)]
     return Residency(layouts, [], list(range(2 * layers)), 3, 0, blocks)
 
@@ -44,7 +51,22 @@ def test_link_and_cores_end_together():
 def test_what_the_device_needs_for_itself_is_time_that_the_cores_lose():
     """C = (U - h B_link) B_cores / (B_cores + B_link), as docs/design.md says."""
     split = best_split(residency(), rates(crossing_s=1e-3), 0, False)
-    assert split.of_others * 30 == pytest.approx((30 - 20e-3 * 50) * 100 / 150)
+    assert split.of_others * 30 == pytest.approx((30 - 10e-3 * 50) * 100 / 150), "ten feed-forwards, a meeting for each"
+    more = best_split(residency(mlp=GB // 2), rates(crossing_s=1e-3), 0, False)
+    assert more.of_others * 15 == pytest.approx((15 - 20e-3 * 50) * 100 / 150, rel=0.01), "and two for each attention"
+
+
+@pytest.mark.parametrize("share, attention, forward", [(0.28, 0, 4), (0.6, 0, 9), (0.8, 4, 10), (1.0, 10, 10)])
+def test_feed_forwards_come_first(share, attention, forward):
+    """There are 20 GB of them, and 10 of attention."""
+
+    def numbers(blocks):
+        return sum(block % 2 == 0 for block in blocks), sum(block % 2 for block in blocks)
+
+    placed = residency().with_shares_computed(0, share)
+    assert numbers(placed.computed) == (attention, forward) and placed.meetings == 2 * attention + forward
+    fewer = placed.with_fewer_computed(3 * GB)
+    assert numbers(placed.computed - fewer.computed) == (min(3, attention), 0 if attention else 2), "and go last"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, too_few_gpus
 
 from zero_inference.config import RunConfig
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.residency import decide_residency
+from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import BlockSpan, Copy, Timeline
 from zero_inference.errors import DoesNotFit, UsageError

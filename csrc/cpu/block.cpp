@@ -11,7 +11,11 @@ namespace zero_inference::cpu {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kLeastRows = 16;  // a strip of most kernels
+// Of the smallest part, whole strips. Others can be tried: CXX="g++ -DZERO_INFERENCE_LEAST_ROWS=32".
+#if !defined(ZERO_INFERENCE_LEAST_ROWS)
+#define ZERO_INFERENCE_LEAST_ROWS 16
+#endif
+constexpr int64_t kLeastRows = ZERO_INFERENCE_LEAST_ROWS;
 constexpr int64_t kMostRows = 256;  // of a part, for which there is memory
 // Each thread begins with a run of rows of its own, which memory gives faster than scattered ones. The rest is shared out in
 // small parts, so that all end together.

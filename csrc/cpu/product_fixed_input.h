@@ -10,7 +10,7 @@
 // ones up to 2^-16 of the greatest is lost, which rounding that one to bfloat16 or float16 may have lost many times over.
 // Sums of products are exact. Integers take a third of the time of bfloat16 here: Sapphire Rapids begins a vector's products of
 // bytes in each half cycle, as far as was seen, those of bfloat16 in each second or third one, and its tiles take as many
-// products of bytes in one instruction as two have of bfloat16 (benchmarks/results/h200-graphs/instructions.txt).
+// products of bytes in one instruction as two have of bfloat16 (benchmarks/results/h200-fixed/instructions.txt).
 //
 // An infinity or NaN makes its section's step NaN, and so the results.
 

@@ -1,4 +1,4 @@
-"""What the host's cores give beside a busy link: products of weights where they lie, and what a meeting with the device costs."""
+"""What the host's cores give beside a busy link: products of weights where they lie."""
 
 from __future__ import annotations
 
@@ -12,27 +12,21 @@ from dataclasses import dataclass
 import torch
 
 from zero_inference.cores.cores import SPIN_US, Cores, Stage, Task, Weight
-from zero_inference.cores.crossing import Crossing, StreamSide
 from zero_inference.cores.library import best_instructions, needed_library
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
-from zero_inference.cores.meeting_place import MeetingPlace, own_place
+from zero_inference.cores.meeting_place import own_place
 from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
 from zero_inference.link.caches import block_bytes
-from zero_inference.link.copy import BLOCK_BYTES
+from zero_inference.link.copies import RANDOM_BYTES, Copies, random_bytes
+from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.host_memory import host_empty
-from zero_inference.runtime.transfers import Transfers
 
 MATRIX_BYTES = 32 << 20
-RANDOM_BYTES = 16 << 20  # of which the weights are copies
-SOURCES, COPIES = 4, 8  # blocks in host memory, and copies of a round of the link: 39 ms at 55 GB/s
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
 PRODUCTS_S = 0.3
-CROSSINGS, CROSSING_WIDTH = 200, 16  # of the products that cost nothing but the meeting, and their rows and columns
-AHEAD_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
 
 
 @dataclass(frozen=True)
@@ -45,8 +39,8 @@ class BesideLink:
         link_gb_per_s, cores_gb_per_s: copies, and stored bytes of weights multiplied, at the same time.
         cores_alone_gb_per_s: products while the link rests.
         read_gb_per_s: host memory read by the cores, while the link is busy.
-        crossing_s: from the moment when the device has an input for the cores to the one when it has their output, for a product
-            of no size.
+        crossing_s: from the moment when the device has an input for the cores to the one when it has their output, while the link is
+            busy, for a feed-forward between as many columns as the weights have, and of hardly any width.
     """
 
     rows: int
@@ -77,7 +71,7 @@ def measure_beside_link(
     Raises:
         RunError: no host memory.
     """
-    place = own_place(*crossed_bytes(rows, dtype), pinned=True)
+    place = own_place(*crossed_bytes(rows, columns, dtype), pinned=True)
     cores = Cores(cpus, SPIN_US, place.flags)
     try:
         products = Products(cores, dtype, scheme, rows, columns)
@@ -92,7 +86,7 @@ def measure_beside_link(
             statistics.median(rate for _, rate in together),
             cores_alone,
             statistics.median(read_beside(cpus, link, products.kept) for _ in range(READS)),
-            crossing_s(cores, place, device, dtype, rows),
+            crossing_s(Meeting(cores, place, link), dtype, rows, columns),
         )
     finally:
         torch.cuda.synchronize(device)
@@ -146,7 +140,7 @@ def read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Ten
     Args:
         memory: uint8, what they read; None takes as much as the caches do not hold.
     """
-    memory = _random_bytes(2 * block_bytes()) if memory is None else memory
+    memory = random_bytes(2 * block_bytes()) if memory is None else memory
     numbers = (ctypes.c_int32 * len(cpus))(*cpus)
     moved = ctypes.c_int64()
     instructions = INSTRUCTIONS.index(best_instructions())
@@ -164,7 +158,7 @@ class Products:
         of_row = columns * dtype.itemsize if scheme is None else scheme.stored_bytes(columns, dtype)
         height = max(64, MATRIX_BYTES // of_row // 64 * 64)
         count = max(1, 2 * block_bytes() // (height * of_row))
-        self.kept = _random_bytes(count * height * of_row)
+        self.kept = random_bytes(count * height * of_row)
         self.tasks: list[Task] = []
         for index in range(count):
             buffer = self.kept[index * height * of_row :][: height * of_row]
@@ -190,33 +184,6 @@ class Products:
         return task.nbytes
 
 
-class Copies:
-    """Copies from page-locked host memory, on a stream of their own."""
-
-    def __init__(self, device: torch.device):
-        self.source = host_empty((SOURCES * BLOCK_BYTES,), torch.uint8, pinned=True)
-        self.source.copy_(_random_bytes(self.source.numel()))
-        self.target = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
-        self.stream = torch.cuda.Stream(device)
-
-    def begin(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Ask for a round; events at its ends."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self.stream):
-            start.record()
-            for block in self.source.split(BLOCK_BYTES) * (COPIES // SOURCES):
-                self.target.copy_(block, non_blocking=True)
-            end.record()
-        return start, end
-
-    def rate(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return COPIES * BLOCK_BYTES / start.elapsed_time(end) / 1e6
-
-    def round(self) -> float:
-        return self.rate(*self.begin())
-
-
 def rates_together(products: Products, link: Copies) -> tuple[float, float]:
     """GB/s of the link and of the cores while both work."""
     products.one()
@@ -236,33 +203,6 @@ def read_beside(cpus: tuple[int, ...], link: Copies, memory: torch.Tensor) -> fl
     return rate
 
 
-def crossed_bytes(rows: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Of a rank's input and output where it has `rows` rows in `crossing_s`."""
-    return (rows * CROSSING_WIDTH * dtype.itemsize,) * 2
-
-
-def crossing_s(
-    cores: Cores, place: MeetingPlace, device: torch.device, dtype: torch.dtype, rows: int, rank: int = 0
-) -> float:
-    """Of a product of `rows` rows of each rank with a weight of a kilobyte; all ranks call it together."""
-    weight = torch.randn(CROSSING_WIDTH, CROSSING_WIDTH).to(dtype)
-    task = cores.add_block([Stage([Weight(Matrix.plain(weight), None, 0)])], dtype)
-    cores.reserve(task, rows)
-    crossing = Crossing(cores, StreamSide(device), place, Transfers(), rank)
-    x = torch.zeros(rows, CROSSING_WIDTH, dtype=dtype, device=device)
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(AHEAD_CYCLES)  # until Python has asked for all of them: its time is not what is measured
-        start.record()
-        for _ in range(CROSSINGS):
-            (x,) = crossing(task, x)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / CROSSINGS)
-    return statistics.median(times)
-
-
 def _weight(
     buffer: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, scheme: GroupQuantization | None
 ) -> Weight:
@@ -278,12 +218,3 @@ def _weight(
     scales, minima = rest.view(dtype)[:groups].fill_(0.01), rest.view(dtype)[groups:].fill_(-0.07)
     matrix = Matrix.groups(codes, scales, minima, scheme.bits, scheme.group_size, rows)
     return Weight(matrix, None, buffer.numel())
-
-
-def _random_bytes(count: int) -> torch.Tensor:
-    """uint8 [count] in host memory: the same `RANDOM_BYTES` again and again."""
-    random = torch.randint(0, 256, (RANDOM_BYTES,), dtype=torch.uint8)
-    memory = host_empty((count,), torch.uint8, pinned=False)
-    for part in memory.split(RANDOM_BYTES):
-        part.copy_(random[: part.numel()])
-    return memory

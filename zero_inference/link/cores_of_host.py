@@ -14,19 +14,18 @@ import torch
 from zero_inference.cores.cores import SPIN_US, Cores, CoresOfFirstRank
 from zero_inference.cores.meeting_place import meeting_place
 from zero_inference.errors import RunError
+from zero_inference.link.copies import Copies
 from zero_inference.link.cores import (
     PRODUCTS_S,
     READ_ROUNDS,
     READS,
     ROUNDS,
     BesideLink,
-    Copies,
     Products,
-    crossed_bytes,
-    crossing_s,
     rates_together,
     read_beside,
 )
+from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 
@@ -69,7 +68,7 @@ def measure_beside_links(
         RunError: in all ranks, where one has no memory for it.
     """
     device, count = ranks.device, ranks.world_size
-    place = meeting_place(ranks, *crossed_bytes(rows, dtype), pinned=True)
+    place = meeting_place(ranks, *crossed_bytes(rows, columns, dtype), pinned=True)
     cores = Cores(cpus, SPIN_US, place.flags, ranks=count) if ranks.is_first else CoresOfFirstRank(count)
     with contextlib.closing(cores):
         products, link, problem = None, None, None
@@ -84,7 +83,7 @@ def measure_beside_links(
         alone = products.rate(PRODUCTS_S) if products is not None else 0.0
         mine, beside, read = _beside_each_other(ranks, cpus, link, products)
         ranks.barrier()
-        spent_s = crossing_s(cores, place, device, dtype, rows, ranks.rank)
+        spent_s = crossing_s(Meeting(cores, place, link, ranks.rank), dtype, rows, columns)
         torch.cuda.synchronize(device)
     del link, products
     torch.cuda.empty_cache()  # the plan looks at the memory that is free

@@ -157,7 +157,9 @@ class CoresUse:
         "of_step_gbps",
     )
     attends: bool = key("", "whether the cores compute decode attention over keys and values in host memory")
-    crossing_s: float | None = key("s", "for a product of no size, from the device to the cores and back")
+    crossing_s: float | None = key(
+        "s", "from the device to the cores and back beside a busy link, for a feed-forward of hardly any width"
+    )
 
 
 @dataclass(frozen=True, slots=True)

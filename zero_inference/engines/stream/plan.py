@@ -9,7 +9,8 @@ from torch import nn
 from zero_inference.engines.base import EnginePlan, Footprint, Job, group_size_refusal
 from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
-from zero_inference.engines.stream.residency import USUAL_DEPTH, Residency, decide_residency
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers

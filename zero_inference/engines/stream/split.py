@@ -35,23 +35,34 @@ def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_atten
     """
     sent = residency.host_bytes - residency.expert_budget + kv_bytes  # without cores whole layers stay in that memory
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
-    found = [_balanced(residency, rates, kv_bytes, attends) for attends in (False, True)[: 1 + can_attend]]
+    found = []
+    for attends in (False, True)[: 1 + can_attend]:
+        meetings = residency.with_shares_computed(1.0, 1.0).meetings
+        for _ in range(2):  # fewer blocks meet more seldom, which leaves the cores more time
+            split, meetings = _balanced(residency, rates, kv_bytes, attends, meetings)
+            found.append(split)
     best = min(found, key=lambda split: split.step_s)
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
 
 
-def _balanced(residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool) -> Split:
-    """T = max(S / B_link, R / B_cores + h), with S the bytes that are sent, R those that the cores read, and h the time in which the
-    cores cannot work, because the device does. Of experts the cores read a part of what would be sent, so they come first: other
+def _balanced(
+    residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool, meetings: int
+) -> tuple[Split, int]:
+    """T = max(S / B_link, R / B_cores + h), with S the bytes that are sent, R those that the cores read, and h the time of the
+    `meetings` with the device, in which they cannot work. Of experts the cores read a part of what would be sent, so they come first: other
     blocks are the cores' only where these would wait for the link with all experts. Where the device keeps some experts, the cores read
-    less than R, which takes all to be used alike; then experts are sent only where that promises as much as cores have to."""
+    less than R, which takes all to be used alike; then experts are sent only where that promises as much as cores have to.
+
+    Returns:
+        the division, with the step that it takes with the meetings that it has; and how many these are.
+    """
     link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     experts = residency.expert_blocks
     of_experts, read_of_experts = residency.nbytes_of(experts), sum(map(residency.read_bytes, experts))
     of_others = residency.host_bytes - of_experts
     most_of_others = (residency.nbytes_of(residency.computable) - of_experts) / of_others if of_others else 0.0
     sent_s = (residency.host_bytes + (0 if attends else kv_bytes)) / link  # if the cores multiply nothing
-    cores_s = len(residency.computable) * rates.crossing_s
+    cores_s = meetings * rates.crossing_s
     if attends:
         cores_s += kv_bytes / (rates.read_gb_per_s * 1e9) + residency.layers * rates.crossing_s
     first = second = 0.0
@@ -64,9 +75,9 @@ def _balanced(residency: Residency, rates: BesideLink, kv_bytes: int, attends: b
     if of_others and first == (1.0 if experts else 0.0):
         second = _share(sent_s - cores_s, of_others / link + of_others / cores, most_of_others)
         sent_s, cores_s = sent_s - second * of_others / link, cores_s + second * of_others / cores
-    if not (first or second or attends):
-        cores_s = 0.0
-    return Split(first, second, attends, max(sent_s, cores_s))
+    needed = residency.with_shares_computed(first, second).meetings
+    cores_s += (needed - meetings) * rates.crossing_s
+    return Split(first, second, attends, max(sent_s, cores_s)), needed
 
 
 def _share(ahead_s: float, all_s: float, most: float) -> float:

@@ -21,7 +21,8 @@ PAGE = 4096
 
 
 class BlockStore:
-    """Filled parameter by parameter while a checkpoint is read; memory is taken when a block's first one comes, or at once if it is shared.
+    """Filled parameter by parameter while a checkpoint is read. Host memory is taken when a block's first one comes, or at once if it is
+    shared; device memory at once, so that it does not lie between what loading takes for a while, which could not be given back then.
 
     Args:
         read_whole: blocks in host memory of which more than this rank's share is read here.
@@ -42,7 +43,9 @@ class BlockStore:
         read_whole: Collection[int] = (),
     ):
         self.layouts, self.resident, self.ranks, self.pinned = layouts, resident, ranks, pinned
-        self.buffers: dict[int, torch.Tensor] = {}
+        self.buffers = {
+            block: torch.empty(layouts[block].nbytes, dtype=torch.uint8, device=ranks.device) for block in resident
+        }
         self.shared: dict[int, torch.Tensor] = {}  # block -> uint8 [nbytes], the same memory in all ranks
         self.memory: SharedMemory | None = None
         if read_whole and ranks.world_size > 1:
@@ -99,10 +102,6 @@ class BlockStore:
                 self.buffers[block] = self.shared[block][self.ranks.rank * self.share_bytes(block) :][
                     : self.share_bytes(block)
                 ]
-            elif block in self.resident:
-                self.buffers[block] = torch.empty(
-                    self.layouts[block].nbytes, dtype=torch.uint8, device=self.ranks.device
-                )
             else:
                 self.buffers[block] = host_empty((self.share_bytes(block),), torch.uint8, self.pinned)
         return self.buffers[block]

@@ -1,0 +1,64 @@
+"""What a meeting of the device and the host's cores costs while the link is busy."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import torch
+
+from zero_inference.cores.cores import Cores, Stage, Task, Weight
+from zero_inference.cores.crossing import Crossing, StreamSide
+from zero_inference.cores.matrix import Matrix
+from zero_inference.cores.meeting_place import MeetingPlace
+from zero_inference.link.copies import Copies
+from zero_inference.runtime.transfers import Transfers
+
+MEETINGS, MEETING_WIDTH = 200, 16  # of a feed-forward so narrow that it costs little but the meeting
+MEETING_ROUNDS, MEETING_COPIES = 3, 2  # and rounds of copies beside each
+AHEAD_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
+
+
+def crossed_bytes(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Of a rank's input and output where it has `rows` rows in `crossing_s`."""
+    return (rows * columns * dtype.itemsize,) * 2
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Who meets where, in `crossing_s`: a rank's number among those of the `cores`, and its link."""
+
+    cores: Cores
+    place: MeetingPlace
+    link: Copies
+    rank: int = 0
+
+
+def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int) -> float:
+    """Seconds of a meeting with `rows` rows of each rank, as `BesideLink` says; all ranks call it together."""
+    cores, link = meeting.cores, meeting.link
+    task, weights = narrow_feed_forward(cores, dtype, columns)
+    cores.reserve(task, rows)
+    crossing = Crossing(cores, StreamSide(link.device), meeting.place, Transfers(), meeting.rank)
+    x = torch.zeros(rows, columns, dtype=dtype, device=link.device)
+    times = []
+    for _ in range(MEETING_ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        copies = [link.begin() for _ in range(MEETING_COPIES)]
+        torch.cuda._sleep(AHEAD_CYCLES)  # until Python has asked for all of them: its time is not what is measured
+        start.record()
+        for _ in range(MEETINGS):
+            (x,) = crossing(task, x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / MEETINGS)
+        copies[-1][1].synchronize()
+    del weights  # the cores have read them
+    return statistics.median(times)
+
+
+def narrow_feed_forward(cores: Cores, dtype: torch.dtype, columns: int) -> tuple[Task, tuple[torch.Tensor, ...]]:
+    """From `columns` to as many, and its weights, which are to be kept."""
+    weights = torch.randn(MEETING_WIDTH, columns).to(dtype), torch.randn(columns, MEETING_WIDTH).to(dtype)
+    first, last = (Weight(Matrix.plain(weight), None, 0) for weight in weights)
+    return cores.add_block([Stage([first], "activation", "relu"), Stage([last])], dtype), weights
