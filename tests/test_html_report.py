@@ -398,6 +398,9 @@ def test_what_binds_is_said_for_new_and_old_records_alike():
         bound(limit=limit("matmul", 0.912, matmul_tflops=600.0))
         == "It is bound by matrix products (600.0 TFLOP/s), and reaches 91.2% of that limit."
     )
+    both = limit("link_and_cores", 0.95, link_beside_cores_gbps=49.0, cores_gbps=99.8)
+    words = "It is bound by the link (49.0 GB/s) and the host's cores (99.8 GB/s), and reaches 95.0% of that limit."
+    assert bound(limit=both) == words
     old = {"link_gbps": 55.4, "floor_decode_s": 1.0, "fraction_of_limit": 0.2}
     moved = {"host_to_device_bytes_per_step": 26e9, "disk_read_bytes_per_step": 0}
     assert bound(limit=old, transfers=moved) == (

@@ -99,9 +99,11 @@ def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
 
 def test_what_the_cores_read():
     moved = MovedPerStep(10**9, 0, 0, 4 * 10**9, 0.05)
-    assert cores_in_words(moved, 0.1, 90.0) == (
+    assert cores_in_words(moved, 0.1, 90.0, True) == (
         "each decode step: 1.000 GB copied to the device, 4.000 GB read by the host's cores at 80.0 GB/s (90.0 measured beside a "
         "busy link), busy 50% of the time"
     )
-    assert cores_in_words(moved, 0.1, None).endswith("at 80.0 GB/s, busy 50% of the time")
-    assert cores_in_words(MovedPerStep(0, 0, 0, 4 * 10**9), 0.1, None).endswith("4.000 GB read by the host's cores")
+    assert cores_in_words(moved, 0.1, None, True).endswith("at 80.0 GB/s, busy 50% of the time")
+    assert cores_in_words(MovedPerStep(0, 0, 0, 4 * 10**9), 0.1, None, False) == (
+        "each decode step: 0.000 GB fetched, 4.000 GB read by the host's cores"
+    )

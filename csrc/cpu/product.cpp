@@ -11,14 +11,15 @@ namespace {
 // From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
 // once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
-// And with codes in fixed-point products: int4 and one row take 27.4 GB/s a core from the L2 cache in vectors, 13.3 in tiles,
+// And with codes in fixed-point products: int4 and one row take 27.4 GB/s a core from the caches in vectors, 13.3 in tiles,
 // four rows 9.0 and 13.8. Others can be tried (benchmarks/cores_products.py --flags).
 #if !defined(ZERO_INFERENCE_ROWS_FOR_FIXED_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_FIXED_TILES 2
 #endif
 
 // From so many on the codes of bfloat16 scales are restored strip by strip, so that sums stay in their tiles: those of each
-// section need not be stored and scaled. With 17 to 64 rows of int4 both are as fast, with 64 of int8 this is. Others can be
+// section need not be stored and scaled. With 32 and 64 rows of int4 both are as fast; of int8 this is the
+// faster with 64 rows and the slower with 32. Others can be
 // tried (benchmarks/cores_products.py --flags); 1000 keeps to fixed-point products.
 #if !defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES 17

@@ -78,10 +78,9 @@ def print_results(block: str, result: Result) -> None:
     elif measured.device == "cpu" and to_device and not measured.transfers.cores_bytes_per_step:
         print(f"decode fetches {to_device / 1e9:.3f} GB a step; without a GPU there is no link to cross")
     if measured.transfers.cores_bytes_per_step:
-        steps = len(measured.loops[0].step_s)
-        print(
-            cores_in_words(measured.transfers, measured.decode_latency_s / steps, measured.limit.rates.cores_gb_per_s)
-        )
+        last = measured.loops[-1]  # what was moved is the last loop's
+        step_s, rates = last.decode_s / len(last.step_s), measured.limit.rates
+        print(cores_in_words(measured.transfers, step_s, rates.cores_gb_per_s, on_gpu))
     if measured.experts is not None:
         print(experts_in_words(measured.experts))
     graph = engine.stream.decode_graph if engine.stream is not None else None
@@ -122,12 +121,13 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
     return f"decode {what} and runs at {limit.fraction_of_limit:.1%} of that limit"
 
 
-def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None) -> str:
+def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None, on_gpu: bool) -> str:
     """One line: what went each way in a decode step of `step_s`, and how fast the cores were, beside what was measured before."""
     to_device, of_cores = (
         (value or 0) / 1e9 for value in (moved.host_to_device_bytes_per_step, moved.cores_bytes_per_step)
     )
-    line = f"each decode step: {to_device:.3f} GB copied to the device, {of_cores:.3f} GB read by the host's cores"
+    copied = "copied to the device" if on_gpu else "fetched"
+    line = f"each decode step: {to_device:.3f} GB {copied}, {of_cores:.3f} GB read by the host's cores"
     if not moved.cores_busy_s_per_step:
         return line
     busy = moved.cores_busy_s_per_step / step_s

@@ -23,7 +23,13 @@ from zero_inference.report.html.summary import seconds
 from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE
 from zero_inference.report.html.throughput import throughput
 
-LIMITS = {"link": "link", "disk": "disk", "device_memory": "device memory", "matmul": "matrix products"}
+LIMITS = {
+    "link": "link",
+    "link_and_cores": "link and cores",
+    "disk": "disk",
+    "device_memory": "device memory",
+    "matmul": "matrix products",
+}
 LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
 
 

@@ -123,6 +123,10 @@ def _limit_named(run: Run) -> str:
         "link": lambda: with_rate(
             "the host-to-device link", "limit.link_gbps", "GB/s", "transfers.host_to_device_bytes_per_step", "at "
         ),
+        "link_and_cores": lambda: (
+            with_rate("the link", "limit.link_beside_cores_gbps", "GB/s")
+            + with_rate(" and the host's cores", "limit.cores_gbps", "GB/s")
+        ),
         "disk": lambda: with_rate("the disk", "limit.disk_gbps", "GB/s", "transfers.disk_read_bytes_per_step", "at "),
         "device_memory": lambda: with_rate("device memory", "limit.device_copy_gbps", "GB/s"),
         "matmul": lambda: with_rate("matrix products", "limit.matmul_tflops", "TFLOP/s"),
