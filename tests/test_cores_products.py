@@ -258,7 +258,7 @@ def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions,
 )
 @pytest.mark.parametrize("instructions", ["amx", EMULATED])
 def test_bfloat16_codes_in_strips_of_rows(instructions, group_size, columns, use):
-    """More rows of x than 8, which int4 takes as codes up to 16: one to four tiles of x and more; ranges with whole strips and parts."""
+    """More rows of x than 8, which are taken as codes up to 16: one to four tiles of x and more; ranges with whole strips and parts."""
     name = use(instructions)
     for bits in (8, 4):
         matrix, kept, restored = quantized(a_weight(163, columns, torch.bfloat16), bits, group_size)
@@ -279,6 +279,22 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
                 out = torch.full((len(rows), 67), float("nan"))
                 products.multiply_rows(matrix, rows.bfloat16(), 0, 67, out, name)
                 assert torch.equal(out, rows @ restored.float().T)
+
+
+@pytest.mark.parametrize("instructions", SETS)
+def test_great_numbers_and_what_is_no_number(instructions, use):
+    name = use(instructions)
+    for bits in (8, 4):
+        matrix, kept, restored = quantized(a_weight(19, 128, torch.bfloat16), bits, 64)
+        for count in (1, 3, 6, 12):
+            x = torch.zeros(count, 128, dtype=torch.bfloat16)
+            x[0, 5] = 1e34
+            check(matrix, restored, x[:1].repeat(count, 1), name)
+            for odd in (float("nan"), float("inf")):
+                x[0, 5], x[1:] = odd, 1
+                out = torch.zeros(count, 19)
+                products.multiply_rows(matrix, x, 0, 19, out, name)
+                assert not out[0].isfinite().any() and out[1:].isfinite().all(), (bits, count, odd)
 
 
 @pytest.mark.parametrize("instructions", SETS)

@@ -38,7 +38,7 @@ class Cores {
   ~Cores();
 
   int64_t add(std::unique_ptr<Task> task);
-  // Takes the memory that calls with so many rows need; throws std::bad_alloc.
+  // Takes the memory that calls with up to so many rows need; throws std::bad_alloc.
   void reserve(const Call& call);
   // At once, with the calling thread as one of the pool's.
   void run(const Call& call);

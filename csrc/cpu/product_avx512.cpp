@@ -1,4 +1,4 @@
-// Products with AVX-512 and its BF16: float32 in vectors of sixteen, and bfloat16 in pairs.
+// Products with AVX-512, BF16 and VNNI: float32 in vectors of sixteen, bfloat16 in pairs, and codes as integers.
 
 #if defined(__x86_64__)
 

@@ -6,13 +6,15 @@
 //
 // A section is 64 columns, or 32 where groups are no multiples of 64: all of one group. Its numbers n have 16 bits, of which
 // the upper byte h and the lower one l, n = 256 * h + l, are both signed, and its step is a power of two. So a bfloat16 number
-// is kept exactly if it is at least a 128th of the section's greatest, a float16 number if it is at least a 16th; of smaller
-// ones up to 2^-16 of the greatest is lost, which rounding that one to bfloat16 or float16 may have lost many times over.
-// Sums of products are exact. Integers take a third of the time of bfloat16 here: Sapphire Rapids begins a vector's products of
-// bytes in each half cycle, as far as was seen, those of bfloat16 in each second or third one, and its tiles take as many
-// products of bytes in one instruction as two have of bfloat16 (benchmarks/results/h200-fixed/instructions.txt).
+// is kept exactly if it is at least a 128th of the section's greatest, a float16 number if it is at least a 16th (twice that
+// where the greatest is just below a power of two); of smaller ones up to 2^-15 of the greatest is lost, which rounding that
+// one to bfloat16 or float16 may have lost many times over. Numbers between the products of a block come in float32. Sums of
+// products are exact. On Sapphire Rapids products of bytes take 0.28 ns a vector where those of bfloat16 take 0.74, and its
+// tiles as long for twice the columns (benchmarks/results/h200-fixed/instructions.txt); on Zen 4 vectors of both take as long,
+// but codes are opened in fewer steps.
 //
-// An infinity or NaN makes its section's step NaN, and so the results.
+// An infinity or NaN makes its section's step NaN, and so the results. Sums of a section's codes times x are float32 before
+// they are scaled, so x may be up to 10^34.
 
 constexpr int64_t kBlockColumns = 64;
 
@@ -32,9 +34,9 @@ inline void find_step(__m512i magnitudes, float& step, float& inverse) {
   value *= kOver;
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
-  const uint32_t exponent = bits >> 23;
-  const uint32_t from = exponent < 15 ? 15 : exponent;  // below, all are zero
-  const uint32_t step_bits = exponent == 255 ? 0x7fc00000u : (from - 14) << 23, inverse_bits = (268 - from) << 23;
+  const uint32_t exponent = bits >> 23;                 // 255 where the product is too large for float32
+  const uint32_t from = exponent < 15 ? 15 : exponent;  // below, the step would be no normal number
+  const uint32_t step_bits = most >= 0x7f800000u ? 0x7fc00000u : (from - 14) << 23, inverse_bits = (268 - from) << 23;
   __builtin_memcpy(&step, &step_bits, 4);
   __builtin_memcpy(&inverse, &inverse_bits, 4);
 }
@@ -64,7 +66,7 @@ inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t 
     most[part] = _mm512_max_epu32(magnitude(values[part][0]), magnitude(values[part][1]));
   }
   if (layout.sections == 1) most[0] = most[1] = _mm512_max_epu32(most[0], most[1]);
-  int sums[2];
+  float sums[2];
   float inverse[2];
   for (int part = 0; part < 2; ++part) {
     find_step(most[part], block.steps[part], inverse[part]);
@@ -76,10 +78,8 @@ inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t 
     }
     put_bytes<kBits>(upper[0], upper[1], part, block.terms[0]);
     put_bytes<kBits>(lower[0], lower[1], part, block.terms[1]);
-    sums[part] = _mm512_reduce_add_epi32(_mm512_add_epi32(numbers[0], numbers[1]));
+    sums[part] = static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(numbers[0], numbers[1])));
   }
-  if (layout.sections == 1) sums[0] += sums[1];
-  for (int section = 0; section < layout.sections; ++section) {
-    block.sums[section] = static_cast<float>(sums[section]) * block.steps[section];
-  }
+  if (layout.sections == 1) sums[0] += sums[1];  // whole numbers of 23 bits
+  for (int section = 0; section < layout.sections; ++section) block.sums[section] = sums[section] * block.steps[section];
 }

@@ -16,10 +16,11 @@
 //
 // The totals of a strip of 16 rows stay in registers for a piece of its columns.
 //
-// Estimate: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 2, 4, 8, 16 rows of x
-//   vector operations, two a cycle   112, 160, 192, 256: 64 to open; 4 for each row of sums, 6 where they are put together or
-//   shared loads, two a cycle               150, 190, 210, 260 stores, one a cycle               40,  48,  64,  96 tile
-//   products, one in 16 cycles    2,   2,   2,   4
+// Estimate, not measured: 1024 bytes of int4 in groups of 64, 16 rows of 128 columns, take with up to 2, 4, 8, 16 rows of x
+//   112, 160, 192, 256 vector operations, two a cycle: 64 to open, and 4 for each row of sums, or 6 of two terms or groups
+//   150, 190, 210, 260 loads, two a cycle
+//   40, 48, 64, 96 stores, one a cycle
+//   2, 2, 2, 4 tile products, each 16 cycles
 
 // Where things lie in a thread's scratch. What is read next to each other is in the same part of a page as the input's tiles
 // that belong to it, and is written again a turn later: a load whose address has the last 12 bits of a store before it waits.

@@ -24,7 +24,7 @@ struct Layout {
   bool vectors;  // groups are whole vectors of codes; else codes are restored one by one
   // Order of the columns. int4 in vectors: so many are a block, in which those of low nibbles come before those of high ones.
   // Plain in two terms: 32, with column i of a block beside i + 16. int4 in restored_tiles: so many, 64 or 32, are in the order
-  // of product_code_open.h. Else 0, as they are.
+  // of product_restored_rows.h. Else 0, as they are.
   int64_t pairs;
   int64_t columns;  // with padding of zeros, a multiple of kStep
   int64_t bits;     // of the weight's codes

@@ -156,7 +156,8 @@ class _StepClock(StoppingCriteria):
         self.on_device = loaded.device.type == "cuda"
         self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
-        self.moved: list[tuple[float, ...]] = []
+        self.moved: list[tuple[int, ...]] = []
+        self.busy_s = 0.0  # of the host's cores, up to the first token
         self.experts: list[ExpertCounts] = []
 
     def start(self) -> None:
@@ -167,8 +168,9 @@ class _StepClock(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
         self.marks.append(self._mark())
         transfers = self.loaded.transfers
-        busy_s = () if transfers.cores_busy_s is None else (transfers.cores_busy_s(),)
-        self.moved.append((*transfers.snapshot(), *busy_s))
+        self.moved.append(transfers.snapshot())
+        if len(self.moved) == 1 and transfers.cores_busy_s is not None:
+            self.busy_s = transfers.cores_busy_s()
         if transfers.expert_counts is not None:
             self.experts.append(transfers.expert_counts())
         self.progress(len(self.marks))
@@ -189,11 +191,14 @@ class _StepClock(StoppingCriteria):
         return [self.first.elapsed_time(mark) / 1e3 for mark in self.marks]
 
     def moved_per_decode_step(self) -> MovedPerStep:
-        """Averaged over the decode steps; None without any."""
+        """Averaged over the decode steps; None without any. Behind `seconds`, by which the cores have done what they were asked for."""
         steps = len(self.moved) - 1
         if steps < 1:
             return MovedPerStep(None, None, None)
-        return MovedPerStep(*((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1])))
+        to_device, to_host, disk, cores = ((last - first) / steps for first, last in zip(self.moved[0], self.moved[-1]))
+        busy_s = self.loaded.transfers.cores_busy_s
+        busy_per_step = None if busy_s is None else (busy_s() - self.busy_s) / steps
+        return MovedPerStep(to_device, to_host, disk, cores, busy_per_step)
 
     def experts_of_decode(self) -> ExpertUse | None:
         """Of the experts that device memory keeps; None without any, and where tokens chose none."""

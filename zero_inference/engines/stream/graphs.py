@@ -131,8 +131,9 @@ class _Recorder:
         if not ended:
             with contextlib.suppress(RuntimeError):  # else its part of the pool is never given back
                 torch._C._cuda_releasePool(device, self.pool)
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())  # a copy is not in a recording
+        with contextlib.suppress(RuntimeError):
+            generator = torch.cuda.default_generators[device]
+            generator.graphsafe_set_state(generator.clone_state())  # a copy is not in a recording
 
     def between(self, call: Callable[[], Any]) -> Any:
         self.end()

@@ -22,7 +22,8 @@ PAGE = 4096
 
 class BlockStore:
     """Filled parameter by parameter while a checkpoint is read. Host memory is taken when a block's first one comes, or at once if it is
-    shared; device memory at once, so that it does not lie between what loading takes for a while, which could not be given back then.
+    shared; that of blocks on the device at once, so that it does not lie between what loading takes for a while, and which could not be
+    given back then.
 
     Args:
         read_whole: blocks in host memory of which more than this rank's share is read here.
