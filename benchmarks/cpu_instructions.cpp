@@ -46,6 +46,13 @@ struct alignas(64) TileShapes {
 #define TO(n) "%%zmm" #n "\n"
 #define EIGHT(op) op TO(0) op TO(1) op TO(2) op TO(3) op TO(4) op TO(5) op TO(6) op TO(7)
 #define VECTORS(name, op) TEST(name, 8, false, EIGHT(op))
+#define TILES(name, instructions, code) TEST(name, instructions, true, code)
+#define ZERO(tile) "tilezero %%tmm" #tile "\n"
+#define LOAD(tile, at) "tileloadd " #at "(%0,%1,1),%%tmm" #tile "\n"
+#define STORE(tile, at) "tilestored %%tmm" #tile "," #at "(%0,%1,1)\n"
+#define PRODUCT(op, sums, rows, x) op " %%tmm" #x ",%%tmm" #rows ",%%tmm" #sums "\n"
+#define PRODUCTS(op) PRODUCT(op, 0, 4, 6) PRODUCT(op, 1, 4, 7) PRODUCT(op, 2, 5, 6) PRODUCT(op, 3, 5, 7)
+#define BYTES(sums, rows, x) PRODUCT("tdpbusd", sums, rows, x)
 
 const Test kTests[] = {
     VECTORS("vfmadd231ps", "vfmadd231ps %%zmm8,%%zmm9,"),
@@ -63,27 +70,15 @@ const Test kTests[] = {
     VECTORS("load across two lines", "vmovups 32(%0),"),
     VECTORS("load of one for all lanes", "vbroadcastss (%0),"),
     TEST("store", 4, false, "vmovaps %%zmm0,(%0)\nvmovaps %%zmm0,64(%0)\nvmovaps %%zmm0,128(%0)\nvmovaps %%zmm0,192(%0)\n"),
-    TEST("tileloadd", 4, true,
-         "tileloadd (%0,%1,1),%%tmm4\ntileloadd (%0,%1,1),%%tmm5\ntileloadd (%0,%1,1),%%tmm6\ntileloadd (%0,%1,1),%%tmm7\n"),
-    TEST("tilestored", 4, true,
-         "tilestored %%tmm0,(%0,%1,1)\ntilestored %%tmm1,1024(%0,%1,1)\ntilestored %%tmm2,2048(%0,%1,1)\n"
-         "tilestored %%tmm3,3072(%0,%1,1)\n"),
-    TEST("tdpbf16ps", 4, true,
-         "tdpbf16ps %%tmm6,%%tmm4,%%tmm0\ntdpbf16ps %%tmm7,%%tmm4,%%tmm1\ntdpbf16ps %%tmm6,%%tmm5,%%tmm2\n"
-         "tdpbf16ps %%tmm7,%%tmm5,%%tmm3\n"),
-    TEST("tdpbusd", 4, true,
-         "tdpbusd %%tmm6,%%tmm4,%%tmm0\ntdpbusd %%tmm7,%%tmm4,%%tmm1\ntdpbusd %%tmm6,%%tmm5,%%tmm2\ntdpbusd "
-         "%%tmm7,%%tmm5,%%tmm3\n"),
-    TEST("tdpbusd, all to one tile of sums", 4, true,
-         "tdpbusd %%tmm6,%%tmm4,%%tmm0\ntdpbusd %%tmm7,%%tmm4,%%tmm0\ntdpbusd %%tmm6,%%tmm5,%%tmm0\ntdpbusd "
-         "%%tmm7,%%tmm5,%%tmm0\n"),
-    TEST("tilezero, tdpbusd and tilestored", 2, true,
-         "tilezero %%tmm0\ntdpbusd %%tmm6,%%tmm4,%%tmm0\ntilestored %%tmm0,(%0,%1,1)\n"
-         "tilezero %%tmm1\ntdpbusd %%tmm7,%%tmm4,%%tmm1\ntilestored %%tmm1,1024(%0,%1,1)\n"),
-    TEST("the same behind two tileloadd", 2, true,
-         "tilezero %%tmm0\ntileloadd 4096(%0,%1,1),%%tmm4\ntileloadd 5120(%0,%1,1),%%tmm6\ntdpbusd %%tmm6,%%tmm4,%%tmm0\n"
-         "tilestored %%tmm0,(%0,%1,1)\ntilezero %%tmm1\ntileloadd 6144(%0,%1,1),%%tmm5\ntileloadd 7168(%0,%1,1),%%tmm7\n"
-         "tdpbusd %%tmm7,%%tmm5,%%tmm1\ntilestored %%tmm1,1024(%0,%1,1)\n"),
+    TILES("tileloadd", 4, LOAD(4, 0) LOAD(5, 0) LOAD(6, 0) LOAD(7, 0)),
+    TILES("tilestored", 4, STORE(0, 0) STORE(1, 1024) STORE(2, 2048) STORE(3, 3072)),
+    TILES("tdpbf16ps", 4, PRODUCTS("tdpbf16ps")),
+    TILES("tdpbusd", 4, PRODUCTS("tdpbusd")),
+    TILES("tdpbusd, all to one tile of sums", 4, BYTES(0, 4, 6) BYTES(0, 4, 7) BYTES(0, 5, 6) BYTES(0, 5, 7)),
+    TILES("tilezero, tdpbusd and tilestored", 2, ZERO(0) BYTES(0, 4, 6) STORE(0, 0) ZERO(1) BYTES(1, 4, 7) STORE(1, 1024)),
+    TILES("the same behind two tileloadd", 2,
+          ZERO(0) LOAD(4, 4096) LOAD(6, 5120) BYTES(0, 4, 6) STORE(0, 0) ZERO(1) LOAD(5, 6144) LOAD(7, 7168) BYTES(1, 5, 7)
+              STORE(1, 1024)),
 };
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }

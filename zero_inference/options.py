@@ -139,8 +139,8 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--decode-graph",
         choices=DECODE_GRAPH,
-        help="stream engine with one GPU: launch a decode step as CUDA graphs, if they give the same results; auto: only if "
-        "that is faster too (default: %(default)s)",
+        help="stream engine with one GPU: launch a decode step as CUDA graphs, if they give the same results; auto: unless "
+        "that is clearly slower (default: %(default)s)",
     )
     engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
 

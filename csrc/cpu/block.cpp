@@ -75,6 +75,13 @@ void Block::prepare(const Call& call, Pool& pool, Workspace& workspace) {
   of_threads_ = static_cast<char*>(workspace.threads.reserve(of_thread_bytes_ * pool.threads()));
 }
 
+void Block::reserve(const Call& call, Pool& pool, Workspace& workspace) {
+  Call some = call;
+  for (some.count = 1; some.count <= call.count; ++some.count) {  // the fewer may take the more: their form is another
+    prepare(some, pool, workspace);
+  }
+}
+
 void Block::run(const Call& call, Pool& pool, int thread) {
   for (const Stage& stage : stages_) {
     prepare_stage(stage, call, pool, thread);

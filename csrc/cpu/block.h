@@ -45,6 +45,7 @@ class Block : public Task {
   Block(std::vector<Stage> stages, Dtype dtype, Instructions instructions);
 
   void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
+  void reserve(const Call& call, Pool& pool, Workspace& workspace) override;
   void run(const Call& call, Pool& pool, int thread) override;
 
  private:

@@ -50,10 +50,7 @@ int64_t Cores::add(std::unique_ptr<Task> task) {
 
 void Cores::reserve(const Call& call) {
   while (leader_.joinable() && flags_[kDone].number.load() != last_.load()) std::this_thread::sleep_for(kNap);
-  Call some = call;
-  for (some.count = 1; some.count <= call.count; ++some.count) {  // the fewer may take the more: their form is another
-    tasks_[call.task]->prepare(some, pool_, workspace_);
-  }
+  tasks_[call.task]->reserve(call, pool_, workspace_);
 }
 
 void Cores::run(const Call& call) { execute(call); }

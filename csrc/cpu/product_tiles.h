@@ -95,34 +95,34 @@ inline float brain_at(const EmulatedTile& tile, int row, int column) {
   return brain_value(bits);
 }
 
-template <int kSums, int kRowTile, int kPairs>
-inline void tile_multiply() {
+// add(i, j, sum) for each of a tile of sums.
+template <typename Sum, typename Add>
+inline void add_to_sums(EmulatedTile& sums, const Add& add) {
   for (int i = 0; i < 16; ++i) {
     for (int j = 0; j < 16; ++j) {
-      float total;
-      __builtin_memcpy(&total, tiles[kSums].bytes + i * 64 + j * 4, 4);
-      for (int p = 0; p < 16; ++p) {
-        total += brain_at(tiles[kRowTile], i, 2 * p) * brain_at(tiles[kPairs], p, 2 * j);
-        total += brain_at(tiles[kRowTile], i, 2 * p + 1) * brain_at(tiles[kPairs], p, 2 * j + 1);
-      }
-      __builtin_memcpy(tiles[kSums].bytes + i * 64 + j * 4, &total, 4);
+      Sum sum;
+      __builtin_memcpy(&sum, sums.bytes + i * 64 + j * 4, 4);
+      add(i, j, sum);
+      __builtin_memcpy(sums.bytes + i * 64 + j * 4, &sum, 4);
     }
   }
 }
 
+template <int kSums, int kRowTile, int kPairs>
+inline void tile_multiply() {
+  add_to_sums<float>(tiles[kSums], [](int i, int j, float& sum) {
+    for (int k = 0; k < 32; ++k) sum += brain_at(tiles[kRowTile], i, k) * brain_at(tiles[kPairs], k / 2, 2 * j + k % 2);
+  });
+}
+
 template <int kSums, int kRowTile, int kX>
 inline void tile_multiply_bytes() {
-  for (int i = 0; i < 16; ++i) {
-    for (int j = 0; j < 16; ++j) {
-      int32_t total;
-      __builtin_memcpy(&total, tiles[kSums].bytes + i * 64 + j * 4, 4);
-      for (int k = 0; k < 64; ++k) {
-        const int code = static_cast<uint8_t>(tiles[kRowTile].bytes[i * 64 + k]);
-        total += code * static_cast<int8_t>(tiles[kX].bytes[k / 4 * 64 + j * 4 + k % 4]);
-      }
-      __builtin_memcpy(tiles[kSums].bytes + i * 64 + j * 4, &total, 4);
+  add_to_sums<int32_t>(tiles[kSums], [](int i, int j, int32_t& sum) {
+    for (int k = 0; k < 64; ++k) {
+      const int code = static_cast<uint8_t>(tiles[kRowTile].bytes[i * 64 + k]);
+      sum += code * static_cast<int8_t>(tiles[kX].bytes[k / 4 * 64 + j * 4 + k % 4]);
     }
-  }
+  });
 }
 
 #endif

@@ -42,6 +42,8 @@ class Task {
   virtual ~Task() = default;
   // Takes what memory the call needs. On one thread, before `run`.
   virtual void prepare(const Call& call, Pool& pool, Workspace& workspace) = 0;
+  // Takes what memory calls of up to as many rows need.
+  virtual void reserve(const Call& call, Pool& pool, Workspace& workspace) { prepare(call, pool, workspace); }
   // On every thread of the pool.
   virtual void run(const Call& call, Pool& pool, int thread) = 0;
   // Of the weights that the call prepared last reads, where its input decides that; 0 for tasks that always read all of theirs.

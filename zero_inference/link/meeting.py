@@ -15,10 +15,8 @@ from zero_inference.link.copies import Copies
 from zero_inference.runtime.transfers import Transfers
 
 MEETINGS, MEETING_WIDTH = 200, 16  # of a feed-forward so narrow that it costs little but the meeting
-MEETING_ROUNDS, MEETING_COPIES = (
-    3,
-    4,
-)  # and rounds of copies beside each, 156 ms at 55 GB/s: half a millisecond a meeting
+MEETING_ROUNDS = 3
+MEETING_COPIES = 4  # rounds of copies beside each, 156 ms at 55 GB/s: half a millisecond a meeting
 AHEAD_CYCLES = 100_000_000  # of a GPU's clock: some 50 ms
 
 
