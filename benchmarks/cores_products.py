@@ -1,14 +1,14 @@
 """How fast the host's cores multiply weights where they lie in host memory, against what they can read.
 
     python benchmarks/cores_products.py [--formats bf16 fp16 int8 int4] [--rows 1 2 4 8 16 32 64] [--instructions avx512 amx]
-        [--shape 8192x8192] [--threads N] [--set-gb 4] [--seconds 0.2] [--peer] [--busy-link] [--flags "-DZERO_INFERENCE_PREFETCH=3"]
-        [--json FILE]
+        [--shape 8192x8192] [--threads N] [--set-gb 4] [--seconds 0.2] [--rounds 1] [--peer] [--busy-link]
+        [--flags "-DZERO_INFERENCE_PREFETCH=3"] [--json FILE]
 
 All weights of a set are multiplied one behind the other, over and over, by threads pinned to a core each; the set is larger than the
 caches. A figure is GB/s (1e9 bytes) of the weights as stored, scales and minima included. "read" is a loop that only adds up the
 words. --peer: torch's own products of bfloat16 and int4 beside, with as many threads. --busy-link: page-locked memory is copied to
-the GPU meanwhile, in blocks of 256 MiB, and its rate stands in the last column. --flags: the kernels are compiled with more flags
-than usual, to compare builds.
+the GPU meanwhile, in blocks of 256 MiB, and its rate stands behind. --flags: the kernels are compiled with more flags than usual, to
+compare builds: each --flags, which may be empty, is a build, and they take turns. --rounds: a figure is the median of so many.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import platform
+import statistics
 import sys
 import threading
 import time
@@ -43,13 +45,14 @@ LINK_BLOCK_BYTES = 256 << 20
 
 @dataclass
 class Row:
-    """One figure: `gbps` of stored bytes that the cores consumed, and `link_gbps` that were copied to the GPU meanwhile."""
+    """One figure, medians: `gbps` of stored bytes that the cores consumed, and `link_gbps` that were copied to the GPU meanwhile."""
 
     what: str
     instructions: str
     rows: int
     gbps: float
     link_gbps: float | None
+    flags: str = ""
 
 
 def main() -> int:
@@ -63,21 +66,27 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.2, help="of each measurement")
     parser.add_argument("--peer", action="store_true", help="torch's own products beside")
     parser.add_argument("--busy-link", action="store_true", help="copy to the GPU meanwhile")
-    parser.add_argument("--flags", default="", help="for the compiler, behind the usual ones")
+    parser.add_argument(
+        "--flags", action="append", help="for the compiler, behind the usual ones; again for another build"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="of each figure")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args()
     cpus = sorted(os.sched_getaffinity(0))
     args.threads = args.threads or max(1, len(cpus) - 1)
     args.cpus = (ctypes.c_int32 * args.threads)(*(cpus[-1 - index % len(cpus)] for index in range(args.threads)))
-    args.library = declared(find_or_build(lambda line: print(line, file=sys.stderr), args.flags.split()))
-    best = args.library.zero_inference_best_instructions()
+    args.flags = args.flags or [""]
+    args.libraries = [
+        declared(find_or_build(lambda line: print(line, file=sys.stderr), flags.split())) for flags in args.flags
+    ]
+    best = [library.zero_inference_best_instructions() for library in args.libraries][0]  # each asks for AMX
     args.instructions = args.instructions or list(INSTRUCTIONS[max(0, best - 1) : best + 1])
     torch.set_num_threads(args.threads)
     print(
         f"{processor()}, {args.threads} threads, {args.shape[0]} x {args.shape[1]} weights, groups of {GROUP}",
         flush=True,
     )
-    print(f"{'what':<22}{'instructions':<14}{'rows':>5}{'GB/s':>9}{'link GB/s':>11}", flush=True)
+    print(f"{'what':<22}{'instructions':<14}{'rows':>5}{'GB/s':>9}{'link GB/s':>11}  flags", flush=True)
     with busy_link() if args.busy_link else contextlib.nullcontext(None) as link:
         rows = list(measure_all(args, link))
     if args.json:
@@ -87,7 +96,7 @@ def main() -> int:
 
 
 def given(args: argparse.Namespace) -> dict:
-    return {name: value for name, value in vars(args).items() if name not in ("json", "cpus", "library")}
+    return {name: value for name, value in vars(args).items() if name not in ("json", "cpus", "libraries")}
 
 
 def processor() -> str:
@@ -102,25 +111,36 @@ def measure_all(args: argparse.Namespace, link: Link | None) -> Iterator[Row]:
     """Every figure, printed as it comes."""
     memory = torch.empty(int(args.set_gb * 1e9) // 4096 * 4096, dtype=torch.uint8)
 
-    def figure(what: str, instructions: str, rows: int, run: Callable[[], float]) -> Row:
-        before = link.now() if link else None
-        gbps = run()
-        row = Row(what, instructions, rows, gbps, link.rate_since(*before) if link and before else None)
-        shown = "" if row.link_gbps is None else f"{row.link_gbps:.1f}"
-        print(f"{what:<22}{instructions:<14}{rows:>5}{gbps:>9.1f}{shown:>11}", flush=True)
-        return row
+    def figures(what: str, instructions: str, rows: int, runs: dict[str, Callable[[], float]]) -> Iterator[Row]:
+        found: dict[str, list[tuple[float, float | None]]] = {flags: [] for flags in runs}
+        for _ in range(args.rounds):
+            for flags, run in runs.items():
+                before = link.now() if link else None
+                gbps = run()
+                found[flags].append((gbps, link.rate_since(*before) if link and before else None))
+        for flags, rates in found.items():
+            copied = [rate for _, rate in rates if rate is not None]
+            gbps = statistics.median(rate for rate, _ in rates)
+            row = Row(what, instructions, rows, gbps, statistics.median(copied) if copied else None, flags)
+            shown = "" if row.link_gbps is None else f"{row.link_gbps:.1f}"
+            print(f"{what:<22}{instructions:<14}{rows:>5}{gbps:>9.1f}{shown:>11}  {flags}".rstrip(), flush=True)
+            yield row
 
     for name in args.formats:
         weights = fill(memory, name, *args.shape)
         if name == args.formats[0]:
             for instructions in args.instructions:
-                yield figure("read", instructions, 0, lambda: read_rate(args, memory, instructions))
+                yield from figures("read", instructions, 0, {"": lambda: read_rate(args, memory, instructions)})
         for instructions in args.instructions:
             for rows in args.rows:
-                yield figure(name, instructions, rows, lambda: product_rate(args, weights, name, instructions, rows))
+                measure = functools.partial(product_rate, args, weights, name, instructions, rows)
+                runs = {
+                    flags: functools.partial(measure, library) for flags, library in zip(args.flags, args.libraries)
+                }
+                yield from figures(name, instructions, rows, runs)
         if args.peer and name in PEERS:
             for rows in args.rows:
-                yield figure(f"{name} torch", "", rows, lambda: PEERS[name](args, memory, rows))
+                yield from figures(f"{name} torch", "", rows, {"": lambda: PEERS[name](args, memory, rows)})
 
 
 def fill(memory: torch.Tensor, name: str, height: int, width: int) -> ctypes.Array:
@@ -153,11 +173,13 @@ def fill(memory: torch.Tensor, name: str, height: int, width: int) -> ctypes.Arr
     return matrices
 
 
-def product_rate(args: argparse.Namespace, weights: ctypes.Array, name: str, instructions: str, rows: int) -> float:
+def product_rate(
+    args: argparse.Namespace, weights: ctypes.Array, name: str, instructions: str, rows: int, library: ctypes.CDLL
+) -> float:
     """GB/s of stored bytes."""
     x = torch.randn(rows, args.shape[1]).to(FORMATS[name][0])
     done = ctypes.c_int64()
-    taken = args.library.zero_inference_measure_products(
+    taken = library.zero_inference_measure_products(
         weights,
         len(weights),
         rows,
@@ -176,7 +198,7 @@ def read_rate(args: argparse.Namespace, memory: torch.Tensor, instructions: str)
     """GB/s that the cores can read."""
     done = ctypes.c_int64()
     which = INSTRUCTIONS.index(instructions)
-    taken = args.library.zero_inference_measure_reads(
+    taken = args.libraries[0].zero_inference_measure_reads(
         memory.data_ptr(), len(memory), which, args.threads, args.cpus, args.seconds, ctypes.byref(done)
     )
     return rate(done.value, taken, instructions)

@@ -21,13 +21,25 @@ constexpr int64_t kMostRows = 256;  // of a part, for which there is memory
 // small parts, so that all end together.
 constexpr double kOwnShare = 0.75;
 
-// Calls work(first, last) for parts of `rows` rows, each once over all threads.
+// Rows that each thread begins with, of so many.
+int64_t own_rows(int64_t rows, int threads) {
+  return static_cast<int64_t>(kOwnShare * static_cast<double>(rows) / threads) / kLeastRows * kLeastRows;
+}
+
+// Calls work(first, last) for the parts of those of a thread.
 template <typename Function>
-void share_out(int64_t rows, Pool& pool, int thread, Function&& work) {
-  const int64_t own = static_cast<int64_t>(kOwnShare * static_cast<double>(rows) / pool.threads()) / kLeastRows * kLeastRows;
+void for_own_rows(int64_t rows, int threads, int thread, const Function& work) {
+  const int64_t own = own_rows(rows, threads);
   for (int64_t first = thread * own, end = first + own; first < end; first += kMostRows) {
     work(first, std::min(first + kMostRows, end));
   }
+}
+
+// Calls work(first, last) for parts of `rows` rows, each once over all threads.
+template <typename Function>
+void share_out(int64_t rows, Pool& pool, int thread, const Function& work) {
+  for_own_rows(rows, pool.threads(), thread, work);
+  const int64_t own = own_rows(rows, pool.threads());
   const int64_t shared = own * pool.threads();
   for (int64_t first; (first = shared + pool.next_part() * kLeastRows) < rows;) work(first, std::min(first + kLeastRows, rows));
 }
@@ -37,6 +49,26 @@ size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kA
 int64_t parts_of(int64_t rows, int64_t rows_of_part) { return (rows + rows_of_part - 1) / rows_of_part; }
 
 size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+// Rows that a stage shares out: those of all products as if they were one's, or the same ones of each.
+int64_t rows_of(const Stage& stage) {
+  int64_t rows = 0;
+  for (int i = 0; i < (stage.combine == Combine::none ? stage.products : 1); ++i) rows += stage.matrices[i].rows;
+  return rows;
+}
+
+// Calls work(product, first, last, before) for the rows of each product that are among rows [begin, end) of those of all, with
+// how many rows the products before have.
+template <typename Function>
+void for_products(const Stage& stage, int64_t begin, int64_t end, const Function& work) {
+  int64_t before = 0;
+  for (int i = 0; i < stage.products; ++i) {
+    const int64_t rows = stage.matrices[i].rows;
+    const int64_t first = std::max<int64_t>(begin - before, 0), last = std::min(end - before, rows);
+    if (first < last) work(i, first, last, before);
+    before += rows;
+  }
+}
 
 }  // namespace
 
@@ -58,7 +90,27 @@ void* Buffer::reserve(size_t bytes) {
 Block::Block(std::vector<Stage> stages, Dtype dtype, Instructions instructions)
     : stages_(std::move(stages)), dtype_(dtype), instructions_(instructions) {}
 
+// The rows that each thread of the first stage begins with, in the order in which it multiplies them.
+void Block::find_first_rows(int threads) {
+  const Stage& stage = stages_.front();
+  ahead_ = std::vector<ReadAhead>(static_cast<size_t>(threads));
+  for (int thread = 0; thread < threads; ++thread) {
+    ReadAhead& ahead = ahead_[static_cast<size_t>(thread)];
+    for_own_rows(rows_of(stage), threads, thread, [&](int64_t begin, int64_t end) {
+      if (stage.combine == Combine::none) {
+        for_products(stage, begin, end,
+                     [&](int i, int64_t first, int64_t last, int64_t) { ahead.add(stage.matrices[i], first, last); });
+      } else {
+        for (int i = 0; i < stage.products; ++i) ahead.add(stage.matrices[i], begin, end);
+      }
+    });
+  }
+}
+
+bool Block::read_ahead(int thread) { return !ahead_.empty() && ahead_[static_cast<size_t>(thread)].ask(); }
+
 void Block::prepare(const Call& call, Pool& pool, Workspace& workspace) {
+  if (ahead_.empty()) find_first_rows(pool.threads());
   size_t input = 0, scratch = 0;
   int64_t hidden = 0;
   for (const Stage& stage : stages_) {
@@ -83,6 +135,7 @@ void Block::reserve(const Call& call, Pool& pool, Workspace& workspace) {
 }
 
 void Block::run(const Call& call, Pool& pool, int thread) {
+  ahead_[static_cast<size_t>(thread)].restart();
   for (const Stage& stage : stages_) {
     prepare_stage(stage, call, pool, thread);
     pool.barrier();
@@ -111,7 +164,7 @@ void Block::prepare_stage(const Stage& stage, const Call& call, Pool& pool, int 
 
 // A part is the same rows of all products, which become as many columns of the next input.
 void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread) {
-  const int64_t rows = stage.matrices[0].rows;
+  const int64_t rows = rows_of(stage);
   char* scratch = of_threads_ + thread * of_thread_bytes_;
   float* results[2];
   results[0] = reinterpret_cast<float*>(scratch + scratch_bytes_);
@@ -131,25 +184,17 @@ void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, 
 
 // The rows of all products are shared out as if they were those of one.
 void Block::multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread) {
-  int64_t all_rows = 0;
-  for (int i = 0; i < stage.products; ++i) all_rows += stage.matrices[i].rows;
   char* scratch = of_threads_ + thread * of_thread_bytes_;
   float* results = reinterpret_cast<float*>(scratch + scratch_bytes_);
-  share_out(all_rows, pool, thread, [&](int64_t begin, int64_t end) {
-    int64_t before = 0;  // rows of the products before this one
-    char* output = static_cast<char*>(call.output);
-    for (int i = 0; i < stage.products; ++i) {
+  share_out(rows_of(stage), pool, thread, [&](int64_t begin, int64_t end) {
+    for_products(stage, begin, end, [&](int i, int64_t first, int64_t last, int64_t before) {
       const int64_t rows = stage.matrices[i].rows;
-      const int64_t first = std::max<int64_t>(begin - before, 0), last = std::min(end - before, rows);
-      if (first < last) {
-        multiply_part(stage, i, call, first, last, results, scratch);
-        for (int64_t m = 0; m < call.count; ++m) {
-          store(results + m * (last - first), output + (m * rows + first) * size_of(dtype_), dtype_, last - first);
-        }
+      char* const output = static_cast<char*>(call.output) + call.count * before * size_of(dtype_);
+      multiply_part(stage, i, call, first, last, results, scratch);
+      for (int64_t m = 0; m < call.count; ++m) {
+        store(results + m * (last - first), output + (m * rows + first) * size_of(dtype_), dtype_, last - first);
       }
-      before += rows;
-      output += call.count * rows * size_of(dtype_);
-    }
+    });
   });
 }
 

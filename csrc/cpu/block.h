@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "read_ahead.h"
 #include "task.h"
 
 namespace zero_inference::cpu {
@@ -47,8 +48,10 @@ class Block : public Task {
   void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
   void reserve(const Call& call, Pool& pool, Workspace& workspace) override;
   void run(const Call& call, Pool& pool, int thread) override;
+  bool read_ahead(int thread) override;
 
  private:
+  void find_first_rows(int threads);
   void prepare_stage(const Stage& stage, const Call& call, Pool& pool, int thread);
   void multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread);
   void multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread);
@@ -58,6 +61,7 @@ class Block : public Task {
   const std::vector<Stage> stages_;
   const Dtype dtype_;
   const Instructions instructions_;
+  std::vector<ReadAhead> ahead_;  // of threads, once there was a call
   // of the call under way
   char* input_ = nullptr;
   float* hidden_ = nullptr;

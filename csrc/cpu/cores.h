@@ -52,11 +52,15 @@ class Cores {
     uint32_t number;
   };
   class OnPool;
+  class Waiting;
 
   void lead();
   bool next(Submitted& submitted);
-  bool arrived(uint32_t number);
-  void execute(const Call& call);
+  Task& task_of(const Call& call);
+  bool arrived(uint32_t number, Task& task);
+  template <typename Meanwhile>
+  bool wait_for(uint32_t number, const Meanwhile& meanwhile);
+  void execute(const Call& call, Task& task);
 
   static constexpr uint64_t kPlaces =
       4096;  // more than a pass of any model has calls, so that Python is never held up for long

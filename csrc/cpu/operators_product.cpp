@@ -23,7 +23,8 @@ using namespace zero_inference::cpu;
 #define ZERO_INFERENCE_TASK_BYTES 131072
 #endif
 constexpr int64_t kTaskBytes = ZERO_INFERENCE_TASK_BYTES;
-constexpr int64_t kTaskRows = 32;  // whole multiples of this
+constexpr int64_t kTaskRows = 32;       // whole multiples of this
+constexpr int64_t kMeasuredRows = 256;  // of a task where products are measured, as a thread's parts in csrc/cpu/block.cpp
 
 struct Free {
   void operator()(char* p) const { std::free(p); }
@@ -135,7 +136,7 @@ double zero_inference_measure_products(const Matrix* matrices, int64_t number, i
   const Matrix& one = matrices[0];
   const Buffer input = aligned_buffer(input_bytes(one, count, set));
   prepare_input(one, count, set, x, static_cast<Dtype>(x_dtype), one.columns, 0, one.columns, input.get());
-  const int64_t rows = task_rows(one);
+  const int64_t rows = std::min(one.rows, kMeasuredRows);
   const int64_t tasks = (one.rows + rows - 1) / rows;
   std::vector<Buffer> scratch, out;
   for (int index = 0; index < threads; ++index) {

@@ -58,6 +58,8 @@ struct Asker {
   const char* scales;
   int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;
   const char* minima;
+  bool first;  // piece of the row
+  uintptr_t scales_of_piece = static_cast<uintptr_t>(groups_in(matrix, kPieceColumns) * 2);
 
   Asker(const Matrix& matrix, const Pieces& pieces, int64_t behind) : matrix(matrix), pieces(pieces), behind(behind) {
     begin(pieces.begin());
@@ -68,6 +70,7 @@ struct Asker {
     piece = next;
     rows = behind - piece.row < pieces.strip ? behind - piece.row : pieces.strip;
     bytes = (piece.end - piece.k) * kBits / 8;
+    first = piece.k == 0;
     codes = values_at(matrix, piece.row, 0) + piece.k * kBits / 8;
     const int64_t at = scale_bytes(matrix, piece.row, piece.k);
     scales = static_cast<const char*>(matrix.scales) + at;
@@ -82,8 +85,11 @@ struct Asker {
     } else {
       for (int64_t i = 0; i < bytes; i += 64) ask_for(codes + i);
     }
-    ask_for(scales);
-    ask_for(minima);
+    // A line of scales serves several pieces: it is asked for with the first one.
+    if (first || (reinterpret_cast<uintptr_t>(scales) & 63) < scales_of_piece) {
+      ask_for(scales);
+      ask_for(minima);
+    }
     codes += codes_bytes;
     scales += scales_bytes;
     minima += scales_bytes;

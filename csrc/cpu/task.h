@@ -44,6 +44,9 @@ class Task {
   virtual void prepare(const Call& call, Pool& pool, Workspace& workspace) = 0;
   // Takes what memory calls of up to as many rows need.
   virtual void reserve(const Call& call, Pool& pool, Workspace& workspace) { prepare(call, pool, workspace); }
+  // Asks for some of what the thread will read first, whatever the input, while the input of the next call is waited for. False
+  // where nothing is left to ask for. On every thread of the pool, before `prepare`.
+  virtual bool read_ahead(int) { return false; }
   // On every thread of the pool.
   virtual void run(const Call& call, Pool& pool, int thread) = 0;
   // Of the weights that the call prepared last reads, where its input decides that; 0 for tasks that always read all of theirs.
