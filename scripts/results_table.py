@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4", "h200-cores", "h200-graphs", "h200-fixed")
+FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4", "h200-cores", "h200-graphs", "h200-fixed", "h200-ahead")
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 COLUMNS = (

@@ -338,7 +338,7 @@ def test_experts_are_fetched_only_where_that_promises_enough():
     layouts, blocks = a_mixture()
     plan = decide_residency(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
     for cores, share in ((100.0, 128 / (128 + 9.5)), (200.0, 1.0)):
-        rates = BesideLink(1, 50.0, 50.0, cores, cores, cores, 0.0)
+        rates = BesideLink(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
         split = best_split(plan.with_shares_computed(1.0, 0.0), rates, 0, False)
         assert split.of_experts == pytest.approx(share) and split.of_others == 0
 

@@ -13,7 +13,7 @@ from zero_inference.errors import RunError
 from zero_inference.link.copy import rate_of
 from zero_inference.measure import limits, rates
 from zero_inference.measure.limits import LeastWork
-from zero_inference.measure.rates import AroundLoops, LinkRate, with_link
+from zero_inference.measure.rates import AroundLoops, LinkRate, with_cores, with_link
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import MovedPerStep
@@ -99,6 +99,20 @@ def test_links_that_were_idle_do_not_say_what_all_can_do_at_once():
     often_idle()
     often_idle()
     assert (often_idle.reached_gb_per_s, often_idle.ahead_bytes) == (0.0, 5)
+
+
+def test_link_and_cores_are_as_fast_as_they_were_in_the_loops():
+    """So that no step is faster than its limit: here 3 GB over the link and 4 read by the cores."""
+    moved = MovedPerStep(3 * 10**9, 0, 0, 4 * 10**9, 0.05)
+    planned = replace(RATES, link_beside_cores_gb_per_s=48.0, cores_gb_per_s=60.0)
+    found = with_cores(planned, ONE, moved, 53.0)
+    assert (found.link_beside_cores_gb_per_s, found.cores_gb_per_s) == (53.0, 80.0)
+    limit = limit_of(rates=found, moved=moved, decode_s=4 * 0.06)
+    assert limit.bound_by == "link" and limit.floor_step_s.link_and_cores == pytest.approx(7 / 133)
+    of_three = with_cores(planned, Three(0, 1, 0, 1, CPU), moved, 53.0)
+    assert (of_three.link_beside_cores_gb_per_s, of_three.cores_gb_per_s) == (159.0, 240.0)
+    slower = with_cores(planned, ONE, replace(moved, cores_busy_s_per_step=0.09), 0.0)
+    assert slower == planned and with_cores(RATES, ONE, moved, 53.0) == RATES, "cores that take no part have no rate"
 
 
 class Uses:

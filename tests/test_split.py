@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from zero_inference.engines.stream import balance
 from zero_inference.engines.stream.balance import LAST_PASS, Balance, surplus_bytes
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cores import CoresPlan
@@ -36,8 +37,8 @@ def residency(attention: int = GB, mlp: int = 2 * GB, layers: int = 10, computab
     return Residency(layouts, [], list(range(2 * layers)), 3, 0, blocks)
 
 
-def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, crossing_s=0.0) -> BesideLink:
-    return BesideLink(1, alone, link, cores, cores, read, crossing_s)
+def rates(link=50.0, cores=100.0, read=110.0, alone=55.0, crossing_s=0.0, device=4000.0) -> BesideLink:
+    return BesideLink(1, alone, link, cores, cores, read, crossing_s, device)
 
 
 def test_link_and_cores_end_together():
@@ -54,6 +55,13 @@ def test_what_the_device_needs_for_itself_is_time_that_the_cores_lose():
     assert split.of_others * 30 == pytest.approx((30 - 10e-3 * 50) * 100 / 150), "ten feed-forwards, a meeting for each"
     more = best_split(residency(mlp=GB // 2), rates(crossing_s=1e-3), 0, False)
     assert more.of_others * 15 == pytest.approx((15 - 20e-3 * 50) * 100 / 150, rel=0.01), "and two for each attention"
+
+
+def test_what_the_device_reads_itself_is_time_that_the_cores_lose():
+    half = replace(residency(), resident=list(range(10)), in_host_memory=list(range(10, 20)))
+    split = best_split(half, rates(device=1000.0), 0, False)
+    assert split.of_others * 15 == pytest.approx((15 - 15 / 1000 * 50) * 100 / 150), "15 GB take the device 15 ms"
+    assert split.step_s == pytest.approx((1 - split.of_others) * 15 / 50)
 
 
 @pytest.mark.parametrize("share, attention, forward", [(0.28, 0, 4), (0.6, 0, 9), (0.8, 4, 10), (1.0, 10, 10)])
@@ -113,31 +121,46 @@ def test_keys_and_values_alone():
 def test_what_the_link_waited_is_work_that_it_gets():
     placed = residency().with_shares_computed(0, 0.8)
     before = placed.nbytes_of(placed.computed)
-    # in each of 4 steps the link was idle for 0.06 s of 0.2: 2 GB of the cores' 24 take it 0.04 s, and them 0.02
-    use = LinkUse(4, 0.56, 0.04, 0.2, 0.0, 0, 0)
+    # in a step of 0.2 s the link is idle for 0.06: 2 GB of the cores' 24 take it 0.04 s, and them 0.02
     for automatic, busy_share, moved in ((True, 0.9, 2 * GB), (True, 0.3, 0), (False, 0.9, 0)):
         plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=automatic)
-        surplus = surplus_bytes(plan, use, busy_share)
+        surplus = surplus_bytes(plan, 0.2, 0.14, busy_share)
         after = placed.with_fewer_computed(surplus)
         assert after.computed <= placed.computed and bool(surplus) == bool(moved)
         assert before - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB)
-    busy = LinkUse(4, 0.8, 0.0, 0.0, 0.0, 0, 0)
     plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
-    assert surplus_bytes(plan, busy, 1.0) == 0
+    assert surplus_bytes(plan, 0.2, 0.2, 1.0) == 0
 
 
-def test_the_division_is_corrected_once_by_passes_that_follow_each_other():
-    use = LinkUse(4, 0.56, 0.04, 0.2, 0.0, 0, 0)
+def test_the_division_is_corrected_once_by_passes_that_follow_each_other(monkeypatch):
+    """Passes of 0.2 s in which the cores always work, and the link brings 50 GB/s: with 6 GB it needs 0.12 s."""
+    clock = itertools.count(step=0.2)
+    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     asked = []
+    use = LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0)
     timeline = SimpleNamespace(link_use=lambda first: asked.append(first) or use, forward=7)
-    cores = SimpleNamespace(busy_s=time.perf_counter)  # always at work
-    plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
-    team = SimpleNamespace(plan=plan, cores=cores, of_first_rank=lambda value: value)
+    team = SimpleNamespace(cores=SimpleNamespace(busy_s=itertools.count(step=0.2).__next__), of_first_rank=int)
+    team.plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
     placed = residency().with_shares_computed(0, 0.8)
-    balance = Balance(team, timeline)
+    looks = Balance(team, timeline)
     for few in [True] * (LAST_PASS - 1) + [False] + [True] * (LAST_PASS - 1):
-        assert balance.of(placed, few) is placed
-    corrected = balance.of(placed, True)
-    assert corrected.computed < placed.computed and asked == [7]
+        assert looks.of(placed, few) is placed
+    corrected = looks.of(placed, True)
+    moved = placed.nbytes_of(placed.computed) - corrected.nbytes_of(corrected.computed)
+    assert moved == pytest.approx(0.08 * 50 * 100 / 150 * GB, abs=GB) and asked == [7]
     for _ in range(2 * LAST_PASS):
-        assert balance.of(corrected, True) is corrected
+        assert looks.of(corrected, True) is corrected
+
+
+@pytest.mark.parametrize("attends, ranks, moves", [(False, 1, False), (True, 1, True), (False, 2, True)])
+def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, ranks, moves):
+    """Keys and values of 4 GB, unless the cores attend; and the links of two ranks carry twice as much."""
+    clock = itertools.count(step=0.2)
+    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    timeline = SimpleNamespace(link_use=lambda first: LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0), forward=7)
+    team = SimpleNamespace(cores=SimpleNamespace(busy_s=itertools.count(step=0.2).__next__), of_first_rank=int)
+    team.plan = CoresPlan((-1,), 0.8, 1, rates(), attends, 4 * GB, automatic=True, ranks=ranks)
+    placed = residency().with_shares_computed(0, 0.8)
+    looks = Balance(team, timeline)
+    found = [looks.of(placed, True) for _ in range(LAST_PASS)]
+    assert (found[-1] is not placed) == moves

@@ -264,7 +264,7 @@ def test_a_bound_far_from_usual_values_and_the_order_of_gate_and_up_are_found():
 
 def test_experts_are_the_cores_first_and_then_what_the_link_would_be_late_with():
     """Of a model with 2 GB of experts, of which a pass of one token reads an eighth, and other blocks."""
-    rates = BesideLink(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0)
+    rates = BesideLink(1, 50.0, 50.0, 100.0, 120.0, 100.0, 0.0, 4000.0)
     experts = replace(read_experts(Clamped(None, False)), number=8, chosen=1)
 
     def residency(of_others: int) -> Residency:

@@ -6,10 +6,12 @@ tensor at a multiple of 32 bytes. A block of Q4_0 holds 32 weights: a float16 sc
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,7 @@ BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18
 FLOAT32, Q4_0 = 0, 2  # types of tensors
 UINT32_VALUE, FLOAT32_VALUE, STRING_VALUE = 4, 6, 8  # types of metadata
 CHUNK_BLOCKS = 1 << 21  # 36 MiB of random blocks, written again and again
+WRITERS = 8  # threads: a virtual machine is slow to hand out memory for a file in /dev/shm
 ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 
 
@@ -45,15 +48,16 @@ def write_random_gguf(config: dict[str, Any], path: Path, seed: int = 0) -> int:
     tensors = list(tensors_of(config))
     if odd := next((t for t in tensors if t.type == Q4_0 and t.shape[0] % BLOCK_WEIGHTS), None):
         raise ValueError(f"{odd.name}: rows of {odd.shape[0]} do not divide into blocks of {BLOCK_WEIGHTS}")
-    blocks = random_blocks(CHUNK_BLOCKS, seed)
-    with path.open("wb") as file:
-        file.write(header_of(metadata_of(config), tensors))
-        for tensor in tensors:
-            file.write(bytes(-file.tell() % ALIGNMENT))
-            if tensor.type == Q4_0:
-                write_repeated(file, blocks, tensor.nbytes)
-            else:
-                file.write(norm_or_router(tensor, seed))
+    blocks = memoryview(random_blocks(CHUNK_BLOCKS, seed).reshape(-1))
+    header = header_of(metadata_of(config), tensors)
+    with path.open("wb") as file, ThreadPoolExecutor(WRITERS) as writers:
+        file.write(header)
+        file.flush()
+        for writing in [
+            writers.submit(write_tensor, file.fileno(), tensor, len(header) + offset, blocks, seed)
+            for tensor, offset in zip(tensors, offsets_of(tensors))
+        ]:
+            writing.result()
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -129,13 +133,19 @@ def header_of(metadata: dict[str, str | int | float], tensors: list[Tensor]) -> 
             out.append(struct.pack("<If", FLOAT32_VALUE, value))
         else:
             out.append(struct.pack("<II", UINT32_VALUE, value))
-    offset = 0
-    for tensor in tensors:
+    for tensor, offset in zip(tensors, offsets_of(tensors)):
         out += [_string(tensor.name), struct.pack("<I", len(tensor.shape))]
         out.append(struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape, tensor.type, offset))
-        offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
     header = b"".join(out)
     return header + bytes(-len(header) % ALIGNMENT)
+
+
+def offsets_of(tensors: list[Tensor]) -> Iterator[int]:
+    """Bytes from the begin of the data to each tensor."""
+    offset = 0
+    for tensor in tensors:
+        yield offset
+        offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
 
 
 def random_blocks(count: int, seed: int) -> np.ndarray:
@@ -154,11 +164,17 @@ def norm_or_router(tensor: Tensor, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, *tensor.name.encode()]).standard_normal(tensor.nbytes // 4, np.float32) * 0.02
 
 
-def write_repeated(file: BinaryIO, blocks: np.ndarray, nbytes: int) -> None:
-    """Write `nbytes` of the blocks, from the first again after the last: 0.1 s to draw, and then as fast as the file takes them."""
-    whole = memoryview(blocks.reshape(-1))
-    for begin in range(0, nbytes, len(whole)):
-        file.write(whole[: min(len(whole), nbytes - begin)])
+def write_tensor(file: int, tensor: Tensor, offset: int, blocks: memoryview, seed: int) -> None:
+    """Write a tensor's bytes at `offset`: of Q4_0 those of the blocks, from the first again after the last."""
+    data = blocks if tensor.type == Q4_0 else memoryview(norm_or_router(tensor, seed).reshape(-1).view(np.uint8))
+    for begin in range(0, tensor.nbytes, len(data)):
+        write_at(file, data[: min(len(data), tensor.nbytes - begin)], offset + begin)
+
+
+def write_at(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def head_width(config: dict[str, Any]) -> int:

@@ -106,6 +106,7 @@ class Cores:
         flags: uint8 [`flag_bytes(ranks)`], page-locked, for calls in the order of a stream; None for calls at once.
         instructions: one of `INSTRUCTIONS`, or "auto" for the best that the CPU has.
         ranks: that a call in the order of streams is made for: of each as many rows, one behind the other.
+        library: another build of the kernels, to compare them.
 
     Raises:
         RuntimeError: the library is not there.
@@ -118,8 +119,9 @@ class Cores:
         flags: torch.Tensor | None = None,
         instructions: str = "auto",
         ranks: int = 1,
+        library: ctypes.CDLL | None = None,
     ):
-        self.library = needed_library()
+        self.library = library or needed_library()
         self.threads = len(cpus)
         self.instructions = best_instructions() if instructions == "auto" else instructions
         self.flags, self.ranks = flags, ranks

@@ -18,6 +18,7 @@ from zero_inference.cores.meeting_place import own_place
 from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
 from zero_inference.link.caches import block_bytes
+from zero_inference.link.compute import device_copy_gb_per_s
 from zero_inference.link.copies import RANDOM_BYTES, Copies, random_bytes
 from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
 from zero_inference.quantization.groups import GroupQuantization
@@ -26,7 +27,7 @@ from zero_inference.runtime.distributed import Ranks
 MATRIX_BYTES = 32 << 20
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
-PRODUCTS_S = 0.3
+PRODUCTS_S, DEVICE_S = 0.3, 0.02
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class BesideLink:
         read_gb_per_s: host memory read by the cores, while the link is busy.
         crossing_s: from the moment when the device has an input for the cores to the one when it has their output, while the link is
             busy, for a feed-forward between as many columns as the weights have, and of hardly any width.
+        device_gb_per_s: copies inside the memory of the device, read and written bytes both counted.
     """
 
     rows: int
@@ -50,6 +52,7 @@ class BesideLink:
     cores_alone_gb_per_s: float
     read_gb_per_s: float
     crossing_s: float
+    device_gb_per_s: float
 
 
 @functools.cache  # a plan is made for many options
@@ -87,6 +90,7 @@ def measure_beside_link(
             cores_alone,
             statistics.median(read_beside(cpus, link, products.kept) for _ in range(READS)),
             crossing_s(Meeting(cores, place, link), dtype, rows, columns),
+            device_copy_gb_per_s(device, DEVICE_S),
         )
     finally:
         torch.cuda.synchronize(device)

@@ -14,8 +14,10 @@ import torch
 from zero_inference.cores.cores import SPIN_US, Cores, CoresOfFirstRank
 from zero_inference.cores.meeting_place import meeting_place
 from zero_inference.errors import RunError
+from zero_inference.link.compute import device_copy_gb_per_s
 from zero_inference.link.copies import Copies
 from zero_inference.link.cores import (
+    DEVICE_S,
     PRODUCTS_S,
     READ_ROUNDS,
     READS,
@@ -86,8 +88,9 @@ def measure_beside_links(
         spent_s = crossing_s(Meeting(cores, place, link, ranks.rank), dtype, rows, columns)
         torch.cuda.synchronize(device)
     del link, products
+    device_gb_per_s = device_copy_gb_per_s(device, DEVICE_S)
     torch.cuda.empty_cache()  # the plan looks at the memory that is free
-    found = BesideLink(count * rows, mine.alone, mine.beside, beside, alone, read, spent_s)
+    found = BesideLink(count * rows, mine.alone, mine.beside, beside, alone, read, spent_s, device_gb_per_s)
     of_ranks = ranks.gather_objects((found, mine))
     return of_all_ranks(of_ranks[0][0], [link for _, link in of_ranks])
 

@@ -16,6 +16,7 @@ from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rat
 from zero_inference.link.disk import disk_read_gb_per_s
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import LinkUse, Rates
+from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import CoresUse
 from zero_inference.runtime.distributed import Ranks
 
@@ -93,6 +94,11 @@ class AroundLoops:
         )
 
     @property
+    def while_busy_gb_per_s(self) -> float:
+        """The same of all loops, however long the link was idle: what it gave beside cores that multiply most of the time."""
+        return statistics.median([use.gb_per_s_while_busy or 0.0 for use in self.uses] or [0.0])
+
+    @property
     def ahead_bytes(self) -> int:
         """What this rank had copied of a loop's decode steps before the first of them, the median of the loops."""
         return int(statistics.median([use.ahead_bytes for use in self.uses] or [0]))
@@ -153,6 +159,25 @@ def with_link(rates: Rates, link: LinkRate, reached_gb_per_s: float = 0.0) -> Ra
     in_loops = 0.0 if unknown else link.ranks.total(int(reached_gb_per_s * 1e6)) / 1e6
     faster, came_from = max((rate.gb_per_s, "rounds"), (in_loops, "loops"))
     return replace(rates, link_gb_per_s=faster, link_from=came_from, link_spread=rate.spread_gb_per_s / faster)
+
+
+def with_cores(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: float) -> Rates:
+    """`rates` with what link and cores gave beside each other in the loops, where that is more than was measured for the plan: the cores
+    read ahead while they wait, and a host whose memory others use is not the same for minutes. All ranks call it together.
+
+    Args:
+        moved: in a step of this rank.
+        link_gb_per_s: that of this rank's own copies in the loops, 0 if it is not known.
+    """
+    if rates.cores_gb_per_s is None or rates.link_beside_cores_gb_per_s is None:
+        return rates
+    links, read = ranks.total(int(link_gb_per_s * 1e6)) / 1e6, ranks.total(int(moved.cores_bytes_per_step or 0))
+    in_loops = read / moved.cores_busy_s_per_step / 1e9 if moved.cores_busy_s_per_step else 0.0
+    return replace(
+        rates,
+        cores_gb_per_s=max(rates.cores_gb_per_s, in_loops),
+        link_beside_cores_gb_per_s=max(rates.link_beside_cores_gb_per_s, links),
+    )
 
 
 def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:

@@ -16,7 +16,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.measure import generation
 from zero_inference.measure.profiling import trace_generation
-from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_link
+from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_cores, with_link
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.plan.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
@@ -112,6 +112,8 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
             f"{config.warmup_spread:.0%}"
         )
     rates = with_link(rates, link, around.reached_gb_per_s)
+    if job.on_gpu:
+        rates = with_cores(rates, ranks, measurement.loops[-1].moved, around.while_busy_gb_per_s)
     return Session(plan, loaded, own, make_cache, measurement, rates, around)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 
@@ -79,8 +80,10 @@ def explain(error: BaseException, config: RunConfig) -> str:
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return "stopped by the user" if isinstance(error, KeyboardInterrupt) else STOPPED
     if isinstance(error, torch.OutOfMemoryError):
+        pieces = re.search(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated", str(error))
+        unused = f" {pieces[1]} lie in pieces that are too small." if pieces else ""
         return (
-            f"the device is out of memory ({text[:120]}); lower --batch-size or --prompt-len, add --kv-offload, "
+            f"the device is out of memory ({text[:120].strip()}{unused}); lower --batch-size or --prompt-len, add --kv-offload, "
             "or see what fits with --dry-run."
         )
     if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:

@@ -79,8 +79,9 @@ def print_results(block: str, result: Result) -> None:
         print(f"decode fetches {to_device / 1e9:.3f} GB a step; without a GPU there is no link to cross")
     if measured.transfers.cores_bytes_per_step:
         last = measured.loops[-1]  # what was moved is the last loop's
-        step_s, rates = last.decode_s / len(last.step_s), measured.limit.rates
-        print(cores_in_words(measured.transfers, step_s, rates.cores_gb_per_s, on_gpu))
+        planned = engine.stream.cores if engine.stream is not None else None
+        measured_before = planned.of_step_gb_per_s if planned is not None else None
+        print(cores_in_words(measured.transfers, last.decode_s / len(last.step_s), measured_before, on_gpu))
     if measured.experts is not None:
         print(experts_in_words(measured.experts))
     graph = engine.stream.decode_graph if engine.stream is not None else None

@@ -8,17 +8,16 @@ from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.timeline import Timeline
-from zero_inference.records.limit import LinkUse
 
 FIRST_PASS, LAST_PASS = (
-    3,
-    10,
-)  # of few tokens one behind the other, counted from 1: the very first have copies that are there already
+    2,
+    7,
+)  # of few tokens one behind the other, counted from 1: the first one follows a prefill, or a trial
 # Of the time, that cores are busy in steps that wait for them: the rest is the device's own. With less Python is late, and more work
 # for the link would not help.
 LEAST_BUSY_SHARE = 0.7
 UNKNOWN = -1
-MOST_LINK_SHARE = 0.97  # of the time, that the link is busy where there is something to gain
+MOST_LINK_SHARE = 0.97  # of a step, that the link needs for what it brings where there is something to gain
 
 
 class Balance:
@@ -52,23 +51,29 @@ class Balance:
             return residency
         use = self.timeline.link_use(self.first)  # waits for the device, once in a run
         passed_s, busy_s = (after - before for after, before in zip(now, self.start))
-        surplus = UNKNOWN if use is None else surplus_bytes(self.team.plan, use, busy_s / passed_s)
+        plan, surplus = self.team.plan, UNKNOWN
+        if use is not None and use.gb_per_s_while_busy:
+            sent = residency.nbytes_of(residency.fetched) + (0 if plan.attends else plan.kv_bytes)
+            link_s = sent / (plan.ranks * use.gb_per_s_while_busy * 1e9)
+            surplus = surplus_bytes(plan, passed_s / (LAST_PASS - FIRST_PASS), link_s, busy_s / passed_s)
         surplus = self.team.of_first_rank(surplus)
         self.done = surplus != UNKNOWN
         return residency.with_fewer_computed(surplus) if surplus > 0 else residency
 
 
-def surplus_bytes(plan: CoresPlan, use: LinkUse, busy_share: float) -> int:
-    """The plan does not know how long the device computes for itself. Where the cores are late by that, the link has waited for them, and
+def surplus_bytes(plan: CoresPlan, step_s: float, link_s: float, busy_share: float) -> int:
+    """The plan does not know how long the device computes for itself. Where the cores are late by that, the link waits for them, and
     gets so much of their work that both end together; no share that was asked for is changed.
 
     Args:
-        use: what the link did in some decode steps; of several, which end together, one is as good as another.
+        step_s: what some decode steps took, each.
+        link_s: what the link needs for the copies of one, at the rate it had in these. That it was busy says less: in the first steps it
+            fills the ring when it need not wait.
         busy_share: of their time, that the cores were at work.
     """
     rates = plan.rates
-    if rates is None or not plan.automatic or busy_share < LEAST_BUSY_SHARE or use.busy_share > MOST_LINK_SHARE:
+    if rates is None or not plan.automatic or busy_share < LEAST_BUSY_SHARE or link_s > MOST_LINK_SHARE * step_s:
         return 0
-    idle_s = (use.slot_wait_s + use.host_late_s + use.step_start_s) / use.steps
+    idle_s = step_s - link_s
     link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     return int(idle_s * link * cores / (link + cores))

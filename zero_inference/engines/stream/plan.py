@@ -18,6 +18,9 @@ from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.environment import available_host_bytes
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
+# Of the activations, an estimate of what the allocator holds in free blocks that are too small: it keeps those of hidden states while a
+# feed-forward takes larger ones. For 4096 tokens of Llama-3.1-405B these are 8 of 128 MiB and 3 of 416, with 2 GiB of both in use.
+UNUSABLE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth:
     blocks, layouts, outside = lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
     budget = None
     if job.free_device_bytes is not None:
-        budget = job.free_device_bytes - outside - job.kv_device_bytes - job.activation_bytes - RESERVE_BYTES
+        activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
+        budget = job.free_device_bytes - outside - job.kv_device_bytes - activations - RESERVE_BYTES
     return decide_residency(layouts, outside, budget, config.gpu_memory, depth or config.ring_depth, ranks, blocks)
 
 

@@ -48,10 +48,11 @@ def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_atten
 def _balanced(
     residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool, meetings: int
 ) -> tuple[Split, int]:
-    """T = max(S / B_link, R / B_cores + h), with S the bytes that are sent, R those that the cores read, and h the time of the
-    `meetings` with the device, in which they cannot work. Of experts the cores read a part of what would be sent, so they come first: other
-    blocks are the cores' only where these would wait for the link with all experts. Where the device keeps some experts, the cores read
-    less than R, which takes all to be used alike; then experts are sent only where that promises as much as cores have to.
+    """T = max(S / B_link, R / B_cores + D / B_device + h), with S the bytes that are sent, R those that the cores read, D those of blocks
+    that stay on the device, which reads them while the cores wait, and h the time of the `meetings`, in which they cannot work. Of experts
+    the cores read a part of what would be sent, so they come first: other blocks are the cores' only where these would wait for the
+    link with all experts. Where the device keeps some experts, the cores read less than R, which takes all to be used alike; then experts
+    are sent only where that promises as much as cores have to.
 
     Returns:
         the division, with the step that it takes with the meetings that it has; and how many these are.
@@ -62,7 +63,8 @@ def _balanced(
     of_others = residency.host_bytes - of_experts
     most_of_others = (residency.nbytes_of(residency.computable) - of_experts) / of_others if of_others else 0.0
     sent_s = (residency.host_bytes + (0 if attends else kv_bytes)) / link  # if the cores multiply nothing
-    cores_s = meetings * rates.crossing_s
+    resident = sum(map(residency.read_bytes, residency.resident))
+    cores_s = meetings * rates.crossing_s + resident / (rates.device_gb_per_s * 1e9)
     if attends:
         cores_s += kv_bytes / (rates.read_gb_per_s * 1e9) + residency.layers * rates.crossing_s
     first = second = 0.0
