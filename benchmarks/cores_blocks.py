@@ -1,7 +1,7 @@
 """How fast the host's cores multiply feed-forwards as a decode step asks for them, in builds of the kernels that take turns.
 
     python benchmarks/cores_blocks.py [--formats int4 int8] [--rows 1 8 32] [--gaps 0 150] [--hidden 5120] [--inner 13824] [--blocks 16]
-        [--rounds 3] [--threads N] [--busy-link] [--flags "-DZERO_INFERENCE_AHEAD_BYTES=0"]
+        [--rounds 3] [--threads N] [--busy-link] [--flags="-DZERO_INFERENCE_AHEAD_BYTES=0"]
 
 Blocks of gate, up and down are multiplied one behind the other through the queue that an engine uses. A gap is the microseconds from
 when a call is asked for until its input arrives: in a step the device computes for itself meanwhile, and the cores read ahead. A
@@ -40,11 +40,16 @@ def main() -> int:
     parser.add_argument("--threads", type=int, help="default: one for each CPU of this process but one")
     parser.add_argument("--busy-link", action="store_true", help="copy to the GPU meanwhile")
     parser.add_argument(
-        "--flags", action="append", help="for the compiler, behind the usual ones; again for another build"
+        "--flags",
+        action="append",
+        help="for the compiler, behind the usual ones (--flags=-DNAME=1); again for another build",
     )
     args = parser.parse_args()
     cpus = sorted(os.sched_getaffinity(0), reverse=True)
-    args.cpus = cpus[: args.threads or max(1, len(cpus) - 1)]
+    args.threads = args.threads or max(1, len(cpus) - 1)
+    if args.threads > len(cpus):
+        parser.error(f"--threads {args.threads}: this process may use {len(cpus)} CPUs")
+    args.cpus = cpus[: args.threads]
     builds = {flags: Build(flags, args.cpus) for flags in args.flags or [""]}
     print(f"{processor()}, {len(args.cpus)} threads, feed-forwards {args.hidden} x {args.inner}, gap/rows:", flush=True)
     asked = [(gap, rows) for gap in args.gaps for rows in args.rows]

@@ -2,13 +2,13 @@
 
     python benchmarks/cores_products.py [--formats bf16 fp16 int8 int4] [--rows 1 2 4 8 16 32 64] [--instructions avx512 amx]
         [--shape 8192x8192] [--threads N] [--set-gb 4] [--seconds 0.2] [--rounds 1] [--peer] [--busy-link]
-        [--flags "-DZERO_INFERENCE_PREFETCH=3"] [--json FILE]
+        [--flags="-DZERO_INFERENCE_PREFETCH=3"] [--json FILE]
 
 All weights of a set are multiplied one behind the other, over and over, by threads pinned to a core each; the set is larger than the
 caches. A figure is GB/s (1e9 bytes) of the weights as stored, scales and minima included. "read" is a loop that only adds up the
 words. --peer: torch's own products of bfloat16 and int4 beside, with as many threads. --busy-link: page-locked memory is copied to
-the GPU meanwhile, in blocks of 256 MiB, and its rate stands behind. --flags: the kernels are compiled with more flags than usual, to
-compare builds: each --flags, which may be empty, is a build, and they take turns. --rounds: a figure is the median of so many.
+the GPU meanwhile, in blocks of 256 MiB, and its rate is in the next column. --flags: the kernels are compiled with more flags than
+usual, to compare builds: each --flags, which may be empty, is a build, and they take turns. --rounds N: each figure is the median of N rounds.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ def main() -> int:
     parser.add_argument("--peer", action="store_true", help="torch's own products beside")
     parser.add_argument("--busy-link", action="store_true", help="copy to the GPU meanwhile")
     parser.add_argument(
-        "--flags", action="append", help="for the compiler, behind the usual ones; again for another build"
+        "--flags",
+        action="append",
+        help="for the compiler, behind the usual ones (--flags=-DNAME=1); again for another build",
     )
-    parser.add_argument("--rounds", type=int, default=1, help="of each figure")
+    parser.add_argument("--rounds", type=int, default=1, help="each figure is the median of so many")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args()
     cpus = sorted(os.sched_getaffinity(0))
@@ -79,7 +81,8 @@ def main() -> int:
     args.libraries = [
         declared(find_or_build(lambda line: print(line, file=sys.stderr), flags.split())) for flags in args.flags
     ]
-    best = [library.zero_inference_best_instructions() for library in args.libraries][0]  # each asks for AMX
+    for library in args.libraries:
+        best = library.zero_inference_best_instructions()  # which asks the system for the use of AMX
     args.instructions = args.instructions or list(INSTRUCTIONS[max(0, best - 1) : best + 1])
     torch.set_num_threads(args.threads)
     print(

@@ -449,12 +449,19 @@ def test_a_tensor_of_the_wrong_shape(refused, checkpoints, tmp_path):
 
 
 def test_out_of_device_memory(refused, checkpoints, monkeypatch):
+    """What PyTorch says, as far as it helps."""
+
     def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 397.12 MiB is free. "
+            "Including non-PyTorch memory, this process has 78.71 GiB memory in use. Of the allocated memory 76.30 GiB is allocated by "
+            "PyTorch, and 1.55 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting something."
+        )
 
     monkeypatch.setattr(transformers.GenerationMixin, "generate", full)
     message = refused("--model", checkpoints("opt"), "--cpu-offload", code=1, records=1)
     assert "--batch-size" in message and "--kv-offload" in message and "20.00 GiB" in message
+    assert "397.12 MiB is free. PyTorch held 1.55 GiB more that it could not use for this.)" in message
 
 
 def test_out_of_memory_in_a_real_process(checkpoints, run_model):

@@ -100,7 +100,7 @@ def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
 def test_what_the_cores_read():
     moved = MovedPerStep(10**9, 0, 0, 4 * 10**9, 0.05)
     assert cores_in_words(moved, 0.1, 90.0, True) == (
-        "each decode step: 1.000 GB copied to the device, 4.000 GB read by the host's cores at 80.0 GB/s (90.0 measured beside a "
+        "each decode step: 1.000 GB copied to the device, 4.000 GB read by the host's cores at 80.0 GB/s (90.0 measured before, beside a "
         "busy link), busy 50% of the time"
     )
     assert cores_in_words(moved, 0.1, None, True).endswith("at 80.0 GB/s, busy 50% of the time")

@@ -132,35 +132,38 @@ def test_what_the_link_waited_is_work_that_it_gets():
     assert surplus_bytes(plan, 0.2, 0.2, 1.0) == 0
 
 
-def test_the_division_is_corrected_once_by_passes_that_follow_each_other(monkeypatch):
-    """Passes of 0.2 s in which the cores always work, and the link brings 50 GB/s: with 6 GB it needs 0.12 s."""
-    clock = itertools.count(step=0.2)
+def watched(monkeypatch, plan: CoresPlan, *uses: LinkUse | None) -> Balance:
+    """Of passes that take 0.2 s each, in which the cores always work; `uses` are what is known of the link, time after time."""
+    clock, said = itertools.count(step=0.2), iter(uses)
     monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    asked = []
-    use = LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0)
-    timeline = SimpleNamespace(link_use=lambda first: asked.append(first) or use, forward=7)
-    team = SimpleNamespace(cores=SimpleNamespace(busy_s=itertools.count(step=0.2).__next__), of_first_rank=int)
-    team.plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
-    placed = residency().with_shares_computed(0, 0.8)
-    looks = Balance(team, timeline)
-    for few in [True] * (LAST_PASS - 1) + [False] + [True] * (LAST_PASS - 1):
+    timeline = SimpleNamespace(link_use=lambda first: next(said), forward=7)
+    busy_s = itertools.count(step=0.2).__next__
+    return Balance(SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=busy_s), of_first_rank=int), timeline)
+
+
+FIFTY = LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0)  # GB/s while it is busy
+
+
+def test_the_division_is_corrected_once_by_passes_that_follow_each_other(monkeypatch):
+    """With 6 GB the link needs 0.12 s of a step's 0.2."""
+    placed = residency(GB // 10, GB // 5, 100).with_shares_computed(0, 0.8)
+    looks = watched(monkeypatch, CoresPlan((-1,), 0.8, 1, rates(), automatic=True), None, FIFTY)
+    passes = [True] * (LAST_PASS - 1) + [False]  # of many tokens between them; and behind one window nothing is known
+    for few in passes + passes + [True] * LAST_PASS + [False] + [True] * (LAST_PASS - 1):
         assert looks.of(placed, few) is placed
     corrected = looks.of(placed, True)
     moved = placed.nbytes_of(placed.computed) - corrected.nbytes_of(corrected.computed)
-    assert moved == pytest.approx(0.08 * 50 * 100 / 150 * GB, abs=GB) and asked == [7]
+    assert moved == pytest.approx(0.08 * 50 * 100 / 150 * GB, abs=GB // 10)
     for _ in range(2 * LAST_PASS):
         assert looks.of(corrected, True) is corrected
 
 
 @pytest.mark.parametrize("attends, ranks, moves", [(False, 1, False), (True, 1, True), (False, 2, True)])
 def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, ranks, moves):
-    """Keys and values of 4 GB, unless the cores attend; and the links of two ranks carry twice as much."""
-    clock = itertools.count(step=0.2)
-    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    timeline = SimpleNamespace(link_use=lambda first: LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0), forward=7)
-    team = SimpleNamespace(cores=SimpleNamespace(busy_s=itertools.count(step=0.2).__next__), of_first_rank=int)
-    team.plan = CoresPlan((-1,), 0.8, 1, rates(), attends, 4 * GB, automatic=True, ranks=ranks)
+    """Keys and values of 5 GB, unless the cores attend; and the links of two ranks carry twice as much as one."""
     placed = residency().with_shares_computed(0, 0.8)
-    looks = Balance(team, timeline)
+    alone = rates(alone=55.0 * ranks)
+    plan = CoresPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, ranks=ranks)
+    looks = watched(monkeypatch, plan, FIFTY)
     found = [looks.of(placed, True) for _ in range(LAST_PASS)]
     assert (found[-1] is not placed) == moves

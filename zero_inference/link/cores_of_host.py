@@ -73,10 +73,11 @@ def measure_beside_links(
     place = meeting_place(ranks, *crossed_bytes(rows, columns, dtype), pinned=True)
     cores = Cores(cpus, SPIN_US, place.flags, ranks=count) if ranks.is_first else CoresOfFirstRank(count)
     with contextlib.closing(cores):
-        products, link, problem = None, None, None
+        products, link, device_gb_per_s, problem = None, None, 0.0, None
         try:
             link = Copies(device)
             products = Products(cores, dtype, scheme, count * rows, columns) if ranks.is_first else None
+            device_gb_per_s = device_copy_gb_per_s(device, DEVICE_S)
         except (RunError, torch.OutOfMemoryError) as error:
             problem = str(error)
         problems = [found for found in ranks.gather_objects(problem) if found]
@@ -88,7 +89,6 @@ def measure_beside_links(
         spent_s = crossing_s(Meeting(cores, place, link, ranks.rank), dtype, rows, columns)
         torch.cuda.synchronize(device)
     del link, products
-    device_gb_per_s = device_copy_gb_per_s(device, DEVICE_S)
     torch.cuda.empty_cache()  # the plan looks at the memory that is free
     found = BesideLink(count * rows, mine.alone, mine.beside, beside, alone, read, spent_s, device_gb_per_s)
     of_ranks = ranks.gather_objects((found, mine))

@@ -95,7 +95,7 @@ class AroundLoops:
 
     @property
     def while_busy_gb_per_s(self) -> float:
-        """The same of all loops, however long the link was idle: what it gave beside cores that multiply most of the time."""
+        """The same of all loops, however long the link was idle. No step can have taken less than its bytes at this rate."""
         return statistics.median([use.gb_per_s_while_busy or 0.0 for use in self.uses] or [0.0])
 
     @property

@@ -80,11 +80,11 @@ def explain(error: BaseException, config: RunConfig) -> str:
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return "stopped by the user" if isinstance(error, KeyboardInterrupt) else STOPPED
     if isinstance(error, torch.OutOfMemoryError):
-        pieces = re.search(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated", str(error))
-        unused = f" {pieces[1]} lie in pieces that are too small." if pieces else ""
+        unused = re.search(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated", text)
+        held = f" PyTorch held {unused[1]} more that it could not use for this." if unused else ""
         return (
-            f"the device is out of memory ({text[:120].strip()}{unused}); lower --batch-size or --prompt-len, add --kv-offload, "
-            "or see what fits with --dry-run."
+            f"the device is out of memory ({text.partition(' Including')[0][:160]}{held}); lower --batch-size or --prompt-len, "
+            "add --kv-offload, or see what fits with --dry-run."
         )
     if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
         return (

@@ -35,15 +35,15 @@ class Rates:
     )
     link_beside_cores_gb_per_s: float | None = key(
         "GB/s",
-        "host to device while the host's cores multiply: measured for the plan, or that of the loops' own copies, if faster",
+        "host to device while the host's cores multiply: the faster of what was measured for the plan and of the loops' own copies",
         "link_beside_cores_gbps",
         only_with=_CORES,
         default=None,
     )
     cores_gb_per_s: float | None = key(
         "GB/s",
-        "what the host's cores read for a step's products, keys and values, while the link is busy: measured for the plan, or in the "
-        "loops while they worked, if faster",
+        "what the host's cores read for a step's products, keys and values, while the link is busy: the faster of "
+        "what was measured for the plan and of what they reached in the loops while they worked",
         "cores_gbps",
         only_with=_CORES,
         default=None,

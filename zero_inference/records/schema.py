@@ -160,6 +160,9 @@ class CoresUse:
     crossing_s: float | None = key(
         "s", "from the device to the cores and back beside a busy link, for a feed-forward of hardly any width"
     )
+    device_gb_per_s: float | None = key(
+        "GB/s", "copy inside the device's memory, bytes read and bytes written", "device_gbps", default=None
+    )
 
 
 @dataclass(frozen=True, slots=True)

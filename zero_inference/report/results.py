@@ -105,9 +105,9 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
         )
     elif limit.bound_by == "link_and_cores":
         what = (
-            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step (beside the cores at "
-            f"{rates.link_beside_cores_gb_per_s or 0:.1f} GB/s), multiplies {(moved.cores_bytes_per_step or 0) / 1e9:.3f} GB on the "
-            f"host's cores (beside the link at {rates.cores_gb_per_s or 0:.1f} GB/s)"
+            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step (link: "
+            f"{rates.link_beside_cores_gb_per_s or 0:.1f} GB/s beside the cores), multiplies {(moved.cores_bytes_per_step or 0) / 1e9:.3f} "
+            f"GB on the host's cores ({rates.cores_gb_per_s or 0:.1f} GB/s beside the link)"
         )
     elif limit.bound_by == "disk":
         read = (moved.disk_read_bytes_per_step or 0) / 1e9
@@ -132,7 +132,7 @@ def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | N
     if not moved.cores_busy_s_per_step:
         return line
     busy = moved.cores_busy_s_per_step / step_s
-    beside = "" if cores_gb_per_s is None else f" ({cores_gb_per_s:.1f} measured beside a busy link)"
+    beside = "" if cores_gb_per_s is None else f" ({cores_gb_per_s:.1f} measured before, beside a busy link)"
     return f"{line} at {of_cores / moved.cores_busy_s_per_step:.1f} GB/s{beside}, busy {busy:.0%} of the time"
 
 

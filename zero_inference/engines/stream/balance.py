@@ -13,11 +13,10 @@ FIRST_PASS, LAST_PASS = (
     2,
     7,
 )  # of few tokens one behind the other, counted from 1: the first one follows a prefill, or a trial
-# Of the time, that cores are busy in steps that wait for them: the rest is the device's own. With less Python is late, and more work
-# for the link would not help.
+# Of a step, that the cores must be busy. Where they are less, Python is the bottleneck, and more work for the link would not help.
 LEAST_BUSY_SHARE = 0.7
 UNKNOWN = -1
-MOST_LINK_SHARE = 0.97  # of a step, that the link needs for what it brings where there is something to gain
+MOST_LINK_SHARE = 0.97  # of a step: where the link needs more of it for its copies, there is nothing to gain
 
 
 class Balance:
@@ -53,12 +52,20 @@ class Balance:
         passed_s, busy_s = (after - before for after, before in zip(now, self.start))
         plan, surplus = self.team.plan, UNKNOWN
         if use is not None and use.gb_per_s_while_busy:
-            sent = residency.nbytes_of(residency.fetched) + (0 if plan.attends else plan.kv_bytes)
-            link_s = sent / (plan.ranks * use.gb_per_s_while_busy * 1e9)
+            weights_s = residency.nbytes_of(residency.fetched) / (plan.ranks * use.gb_per_s_while_busy * 1e9)
+            link_s = max(weights_s, link_s_with_cache(plan, residency))
             surplus = surplus_bytes(plan, passed_s / (LAST_PASS - FIRST_PASS), link_s, busy_s / passed_s)
         surplus = self.team.of_first_rank(surplus)
         self.done = surplus != UNKNOWN
         return residency.with_fewer_computed(surplus) if surplus > 0 else residency
+
+
+def link_s_with_cache(plan: CoresPlan, residency: Residency) -> float:
+    """Seconds of the link for weights, and for keys and values that cross it. These are copied beside the weights, and the rate of the
+    weights' own copies is lower by that; so this is at the rate of a link alone."""
+    carried = 0 if plan.attends else plan.kv_bytes
+    rate = 0.0 if plan.rates is None else plan.rates.link_alone_gb_per_s
+    return (residency.nbytes_of(residency.fetched) + carried) / (rate * 1e9) if rate else 0.0
 
 
 def surplus_bytes(plan: CoresPlan, step_s: float, link_s: float, busy_share: float) -> int:
@@ -67,8 +74,7 @@ def surplus_bytes(plan: CoresPlan, step_s: float, link_s: float, busy_share: flo
 
     Args:
         step_s: what some decode steps took, each.
-        link_s: what the link needs for the copies of one, at the rate it had in these. That it was busy says less: in the first steps it
-            fills the ring when it need not wait.
+        link_s: what the link needs for the copies of one. Its busy time is no measure: in the first steps it also fills the ring.
         busy_share: of their time, that the cores were at work.
     """
     rates = plan.rates

@@ -71,7 +71,7 @@ class CoresPlan:
     def facts(self, computed_bytes: int) -> CoresUse:
         """For the record."""
         of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
-        names = (*of_both, "read_gb_per_s", "crossing_s")
+        names = (*of_both, "read_gb_per_s", "crossing_s", "device_gb_per_s")
         return CoresUse(
             threads=len(self.cpus),
             instructions=best_instructions(),

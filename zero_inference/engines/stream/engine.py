@@ -51,7 +51,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     store.complete()
     model.to(ranks.device)  # buffers
     if job.on_gpu:
-        torch.cuda.empty_cache()  # else ring and workspace lie in pieces of what quantizing took, whose rest nothing can use
+        torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the remainders stay unusable
     transfers = Transfers()
     team = CoreTeam(plan.cores, job, residency, store, scheme, transfers) if plan.cores is not None else None
     feeder = BlockFeeder(model, residency, store, scheme, ranks, transfers, job.group, team)

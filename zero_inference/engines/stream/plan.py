@@ -18,8 +18,8 @@ from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.environment import available_host_bytes
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
-# Of the activations, an estimate of what the allocator holds in free blocks that are too small: it keeps those of hidden states while a
-# feed-forward takes larger ones. For 4096 tokens of Llama-3.1-405B these are 8 of 128 MiB and 3 of 416, with 2 GiB of both in use.
+# Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps
+# those of hidden states while a feed-forward takes larger ones.
 UNUSABLE_SHARE = 0.25
 
 

@@ -49,10 +49,10 @@ def _balanced(
     residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool, meetings: int
 ) -> tuple[Split, int]:
     """T = max(S / B_link, R / B_cores + D / B_device + h), with S the bytes that are sent, R those that the cores read, D those of blocks
-    that stay on the device, which reads them while the cores wait, and h the time of the `meetings`, in which they cannot work. Of experts
-    the cores read a part of what would be sent, so they come first: other blocks are the cores' only where these would wait for the
-    link with all experts. Where the device keeps some experts, the cores read less than R, which takes all to be used alike; then experts
-    are sent only where that promises as much as cores have to.
+    that stay on the device, which reads them while the cores wait (what it reads of fetched ones is little), and h the time of the
+    `meetings`, in which they cannot work. Of experts the cores read a part of what would be sent, so they come first: other blocks are the
+    cores' only where these would wait for the link with all experts. Where the device keeps some experts, the cores read less than R,
+    which takes all to be used alike; then experts are sent only where that promises as much as cores have to.
 
     Returns:
         the division, with the step that it takes with the meetings that it has; and how many these are.
