@@ -8,7 +8,8 @@ All weights of a set are multiplied one behind the other, over and over, by thre
 caches. A figure is GB/s (1e9 bytes) of the weights as stored, scales and minima included. "read" is a loop that only adds up the
 words. --peer: torch's own products of bfloat16 and int4 beside, with as many threads. --busy-link: page-locked memory is copied to
 the GPU meanwhile, in blocks of 256 MiB, and its rate is in the next column. --flags: the kernels are compiled with more flags than
-usual, to compare builds: each --flags, which may be empty, is a build, and they take turns. --rounds N: each figure is the median of N rounds.
+usual, to compare builds: each --flags, which may be empty, is a build, and they take turns. --rounds N: each figure is the median of N
+rounds.
 """
 
 from __future__ import annotations

@@ -455,7 +455,7 @@ def test_out_of_device_memory(refused, checkpoints, monkeypatch):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 397.12 MiB is free. "
             "Including non-PyTorch memory, this process has 78.71 GiB memory in use. Of the allocated memory 76.30 GiB is allocated by "
-            "PyTorch, and 1.55 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting something."
+            "PyTorch, and 1.55 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large, try something."
         )
 
     monkeypatch.setattr(transformers.GenerationMixin, "generate", full)

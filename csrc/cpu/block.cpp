@@ -21,26 +21,21 @@ constexpr int64_t kMostRows = 256;  // of a part, for which there is memory
 // small parts, so that all end together.
 constexpr double kOwnShare = 0.75;
 
-// Rows that each thread begins with, of so many.
-int64_t own_rows(int64_t rows, int threads) {
-  return static_cast<int64_t>(kOwnShare * static_cast<double>(rows) / threads) / kLeastRows * kLeastRows;
-}
-
-// Calls work(first, last) for the parts of those of a thread.
+// Calls work(first, last) for the parts of the rows that a thread begins with, of so many. Returns how many each thread has of
+// its own.
 template <typename Function>
-void for_own_rows(int64_t rows, int threads, int thread, const Function& work) {
-  const int64_t own = own_rows(rows, threads);
+int64_t for_own_rows(int64_t rows, int threads, int thread, const Function& work) {
+  const int64_t own = static_cast<int64_t>(kOwnShare * static_cast<double>(rows) / threads) / kLeastRows * kLeastRows;
   for (int64_t first = thread * own, end = first + own; first < end; first += kMostRows) {
     work(first, std::min(first + kMostRows, end));
   }
+  return own;
 }
 
 // Calls work(first, last) for parts of `rows` rows, each once over all threads.
 template <typename Function>
 void share_out(int64_t rows, Pool& pool, int thread, const Function& work) {
-  for_own_rows(rows, pool.threads(), thread, work);
-  const int64_t own = own_rows(rows, pool.threads());
-  const int64_t shared = own * pool.threads();
+  const int64_t shared = for_own_rows(rows, pool.threads(), thread, work) * pool.threads();
   for (int64_t first; (first = shared + pool.next_part() * kLeastRows) < rows;) work(first, std::min(first + kLeastRows, rows));
 }
 
@@ -50,7 +45,7 @@ int64_t parts_of(int64_t rows, int64_t rows_of_part) { return (rows + rows_of_pa
 
 size_t size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
-// Rows that a stage shares out: those of all products as if they were one's, or the same ones of each.
+// Rows that a stage shares out: those of all its products, or where these are combined, of one of them.
 int64_t rows_of(const Stage& stage) {
   int64_t rows = 0;
   for (int i = 0; i < (stage.combine == Combine::none ? stage.products : 1); ++i) rows += stage.matrices[i].rows;

@@ -12,20 +12,6 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Of a loop that waits: the core is held for a while, then the thread naps again and again.
-class Spin {
- public:
-  explicit Spin(int64_t spin_us) : until_(now_ns() + spin_us * 1000) {}
-  void wait() {
-    pause_core();
-    if (++spins_ % 64 == 0 && now_ns() >= until_) std::this_thread::sleep_for(kNap);
-  }
-
- private:
-  const int64_t until_;
-  int spins_ = 0;
-};
-
 }  // namespace
 
 class Cores::OnPool : public Pool::Work {
@@ -38,30 +24,40 @@ class Cores::OnPool : public Pool::Work {
   const Call& call_;
 };
 
-// The first thread waits for the input of a call; all ask for what they will read first.
-class Cores::Waiting : public Pool::Work {
+// Asks for what the threads will read first of a call, until its input is there or all of that is asked for.
+class Cores::ReadingAhead : public Pool::Work {
  public:
-  Waiting(Cores& cores, uint32_t number, Task& task) : cores_(cores), number_(number), task_(task) {}
-  bool arrived() const { return arrived_; }
+  ReadingAhead(Cores& cores, uint32_t number, Task& task)
+      : cores_(cores), number_(number), task_(task), others_(cores.pool_.threads() - 1) {}
+
+  // When the input was there; 0 if it is still to come.
+  int64_t arrived_ns() const { return arrived_ns_; }
 
   void run(Pool&, int thread) override {
-    if (thread == 0) {
-      arrived_ = cores_.wait_for(number_, [&] { task_.read_ahead(0); });
-      over_.store(true, std::memory_order_release);
+    if (thread > 0) {
+      while (!over_.load(std::memory_order_acquire) && task_.read_ahead(thread)) {
+      }
+      others_.fetch_sub(1);
       return;
     }
-    Spin spin(cores_.spin_us_);
-    while (!over_.load(std::memory_order_acquire)) {
-      if (!task_.read_ahead(thread)) spin.wait();
+    for (bool more = true; (more || others_.load() > 0) && !cores_.ends_.load(std::memory_order_relaxed);) {
+      if (cores_.all_arrived(number_)) {
+        arrived_ns_ = now_ns();
+        break;
+      }
+      more = more && task_.read_ahead(0);
+      pause_core();
     }
+    over_.store(true, std::memory_order_release);
   }
 
  private:
   Cores& cores_;
   const uint32_t number_;
   Task& task_;
-  bool arrived_ = false;
+  int64_t arrived_ns_ = 0;
   std::atomic<bool> over_{false};
+  std::atomic<int> others_;  // that still ask
 };
 
 Cores::Cores(const std::vector<int>& cpus, int64_t spin_us, Flag* flags, int64_t ranks)
@@ -90,10 +86,10 @@ int64_t Cores::add(std::unique_ptr<Task> task) {
 
 void Cores::reserve(const Call& call) {
   while (leader_.joinable() && flags_[kDone].number.load() != last_.load()) std::this_thread::sleep_for(kNap);
-  tasks_[call.task]->reserve(call, pool_, workspace_);
+  task_of(call).reserve(call, pool_, workspace_);
 }
 
-void Cores::run(const Call& call) { execute(call, task_of(call)); }
+void Cores::run(const Call& call) { execute(call, task_of(call), now_ns()); }
 
 void Cores::submit(const Call& call, uint32_t number) {
   const uint64_t place = submitted_.load();
@@ -115,11 +111,12 @@ void Cores::lead() {
   pool_.pin(0);
   Submitted submitted;
   while (next(submitted)) {
-    const int64_t asked = now_ns();
+    const int64_t asked_ns = now_ns();
     Task& task = task_of(submitted.call);
-    if (!arrived(submitted.number, task)) return;
-    late_ns_.fetch_add(now_ns() - asked);
-    execute(submitted.call, task);
+    const int64_t arrived_ns = wait_for_input(submitted.number, task);
+    if (arrived_ns == 0) return;
+    late_ns_.fetch_add(arrived_ns - asked_ns);
+    execute(submitted.call, task, arrived_ns);
     flags_[kDone].number.store(submitted.number, std::memory_order_release);
   }
 }
@@ -148,39 +145,36 @@ Task& Cores::task_of(const Call& call) {
   return *tasks_[call.task];
 }
 
-// Waits for the input of a call, of all ranks; false when this ends first.
-bool Cores::arrived(uint32_t number, Task& task) {
-  if (!task.read_ahead(0)) {
-    return wait_for(number, [] {});
-  }
-  Waiting waiting(*this, number, task);
-  pool_.run(waiting);
-  return waiting.arrived();
-}
-
-// Calls `meanwhile` again and again. The numbers may pass the end of 32 bits.
-template <typename Meanwhile>
-bool Cores::wait_for(uint32_t number, const Meanwhile& meanwhile) {
-  Spin spin(spin_us_);
-  int64_t rank = 0;
-  while (rank < ranks_) {
-    if (static_cast<int32_t>(flags_[kArrived + rank].number.load(std::memory_order_acquire) - number) >= 0) {
-      ++rank;
-      continue;
-    }
-    if (ends_.load(std::memory_order_relaxed)) return false;
-    meanwhile();
-    spin.wait();
+// Whether the input of a call is there, of all ranks. The numbers may pass the end of 32 bits.
+bool Cores::all_arrived(uint32_t number) const {
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    if (static_cast<int32_t>(flags_[kArrived + rank].number.load(std::memory_order_acquire) - number) < 0) return false;
   }
   return true;
 }
 
-void Cores::execute(const Call& call, Task& task) {
-  const int64_t start = now_ns();
+// When the input was there; 0 when this ends first. Threads that would not watch for the next call do not read ahead either.
+int64_t Cores::wait_for_input(uint32_t number, Task& task) {
+  if (all_arrived(number)) return now_ns();
+  const int64_t until = now_ns() + spin_us_ * 1000;
+  if (spin_us_ > 0 && task.read_ahead(0)) {
+    ReadingAhead work(*this, number, task);
+    pool_.run(work);
+    if (work.arrived_ns() != 0) return work.arrived_ns();
+  }
+  for (int spins = 1; !all_arrived(number); ++spins) {
+    if (ends_.load(std::memory_order_relaxed)) return 0;
+    pause_core();
+    if (spins % 64 == 0 && now_ns() >= until) std::this_thread::sleep_for(kNap);
+  }
+  return now_ns();
+}
+
+void Cores::execute(const Call& call, Task& task, int64_t since_ns) {
   task.prepare(call, pool_, workspace_);
   OnPool work(task, call);
   pool_.run(work);
-  busy_ns_.fetch_add(now_ns() - start);
+  busy_ns_.fetch_add(now_ns() - since_ns);
   chosen_bytes_.fetch_add(task.chosen_bytes());
   calls_.fetch_add(1);
 }

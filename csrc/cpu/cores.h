@@ -40,7 +40,7 @@ class Cores {
   int64_t add(std::unique_ptr<Task> task);
   // Takes the memory that calls with up to so many rows need; throws std::bad_alloc.
   void reserve(const Call& call);
-  // At once, with the calling thread as one of the pool's.
+  // At once, with the calling thread as one of the pool's; while no call that was submitted is under way.
   void run(const Call& call);
   // When the input of all ranks has arrived, in the order of submission; `number` rises from call to call. Returns at once.
   void submit(const Call& call, uint32_t number);
@@ -52,15 +52,14 @@ class Cores {
     uint32_t number;
   };
   class OnPool;
-  class Waiting;
+  class ReadingAhead;
 
   void lead();
   bool next(Submitted& submitted);
   Task& task_of(const Call& call);
-  bool arrived(uint32_t number, Task& task);
-  template <typename Meanwhile>
-  bool wait_for(uint32_t number, const Meanwhile& meanwhile);
-  void execute(const Call& call, Task& task);
+  bool all_arrived(uint32_t number) const;
+  int64_t wait_for_input(uint32_t number, Task& task);
+  void execute(const Call& call, Task& task, int64_t since_ns);
 
   static constexpr uint64_t kPlaces =
       4096;  // more than a pass of any model has calls, so that Python is never held up for long

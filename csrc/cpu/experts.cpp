@@ -64,7 +64,6 @@ Experts::Experts(std::vector<Expert> experts, Activation activation, Dtype dtype
     : experts_(std::move(experts)), activation_(activation), dtype_(dtype), instructions_(instructions), use_(use) {}
 
 void Experts::prepare(const Call& call, Pool& pool, Workspace& workspace) {
-  if (call.input == nullptr) return reserve(call, pool, workspace);
   group(call);
   if (use_ != nullptr) count(call);
   const Matrix &first = experts_[0].gate, &last = experts_[0].down;

@@ -28,8 +28,9 @@ class Experts : public Task {
   // `dtype`: of input and output. `use` may be null; whoever gives it keeps its memory.
   Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions, int64_t* use);
 
-  // A call without an input takes the memory for any choice of `extra[0]` experts a row.
   void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
+  // For any choice of `extra[0]` experts a row.
+  void reserve(const Call& call, Pool& pool, Workspace& workspace) override;
   void run(const Call& call, Pool& pool, int thread) override;
   int64_t chosen_bytes() const override { return chosen_bytes_; }
 
@@ -50,7 +51,6 @@ class Experts : public Task {
     int64_t chosen, first, last;  // `chosen` is its index in `chosen_`
   };
 
-  void reserve(const Call& call, Pool& pool, Workspace& workspace);
   void take(size_t input, int64_t pairs, int64_t most_rows, int64_t count, Pool& pool, Workspace& workspace);
   void group(const Call& call);
   void count(const Call& call);

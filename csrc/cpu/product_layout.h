@@ -53,9 +53,9 @@ constexpr int64_t kPanelRows = 2 * kTileRows;  // rows of the weight that are re
 constexpr int64_t kPanelColumns = ZERO_INFERENCE_PANEL_COLUMNS;
 constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 
-// Rows of the weight that are multiplied together with codes in tiles: for each 512 columns, x comes from L2 once. Of more rows
-// x comes less often, but memory is read in pieces of 256 bytes of ever more rows, which it gives more slowly: with 128 rows
-// 13824 columns of int4 took 41 GB/s with 32 tokens, with 32 rows 58 (15 cores beside a busy link). Others can be tried
+// Rows of the weight that are multiplied together with codes in tiles: for each 512 columns, x comes from L2 once. With more
+// rows x is read less often, but memory is read in pieces of 256 bytes of more rows, which is slower: with 128 rows, 13824
+// columns of int4 took 41 GB/s with 32 tokens, with 32 rows 58 (15 cores beside a busy link). Others can be tried
 // (benchmarks/cores_products.py --flags): multiples of 16.
 #if !defined(ZERO_INFERENCE_CODE_ROWS)
 #define ZERO_INFERENCE_CODE_ROWS 32
@@ -68,7 +68,7 @@ static_assert(kCodeRows > 0 && kCodeRows % kTileRows == 0, "whole tiles of rows"
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kFixedScratchBytes = (4 + 4 + 4 + 2) * kTileBytes + kCodeRows / kTileRows * kTileBytes + 8 * 64;
 
-// Columns of a piece of up to 32 rows of x where codes are restored in tiles, whose tiles of x are then 16 KiB; half of them
+// Columns of a piece of up to 32 rows of x where codes are restored in tiles, whose tiles of x are then 32 KiB; half of them
 // for up to 64 rows. Others can be tried (benchmarks/cores_products.py --flags): 256 or 512.
 #if !defined(ZERO_INFERENCE_RESTORED_COLUMNS)
 #define ZERO_INFERENCE_RESTORED_COLUMNS 512

@@ -16,7 +16,7 @@
 //   132 loads, two a cycle: 16 codes, 32 scales and minima, 64 for four tiles, 16 prefetches, 4 to convert  66 cycles
 //   36 stores, one a cycle                                                                                  36 cycles
 //   4 tile products                                                                                         64 cycles
-// and half a tile of sums is loaded and stored, 4 tiles in a piece of 4096 bytes.
+// and a fourth of a tile of sums is loaded and stored, 4 tiles in a piece of 8192 bytes.
 
 struct RestoredScratch {
   // Of a step, by blocks of 32 columns. Two panels take turns, and as they lie the addresses of one never agree with those of

@@ -1,7 +1,7 @@
 // In which order a weight's codes are read for tiles. Included by product_amx.cpp behind product_wide.h.
 //
-// Rows are taken in strips of 16, or of 32 where codes are restored. All strips are multiplied with one piece of x, which stays
-// in L1, before the next is begun. Meanwhile the piece behind is asked for from memory.
+// Rows are taken in strips of 16, or of 32 where codes are restored. All strips of kCodeRows rows are multiplied with one piece
+// of x, which stays in L1, before the next is begun. Meanwhile the piece behind is asked for from memory.
 
 // Columns of a piece of fixed-point x, whose tiles are 8 or 16 KiB. Others can be tried (benchmarks/cores_products.py --flags):
 // 256 or 512.
@@ -40,7 +40,7 @@ inline int64_t scale_bytes(const Matrix& matrix, int64_t row, int64_t column) {
 }
 
 // Asks for the codes of one piece after the other, row by row, meanwhile another one is multiplied: of each row the codes, and
-// the lines in which its scales begin.
+// the lines of its scales and minima.
 template <int64_t kPieceColumns, int kBits>
 struct Asker {
   static constexpr int64_t kRowBytes = kPieceColumns * kBits / 8;  // of a piece, where it is not the row's last one
@@ -59,7 +59,7 @@ struct Asker {
   int64_t scales_bytes = groups_in(matrix, matrix.columns) * 2;
   const char* minima;
   bool first;  // piece of the row
-  uintptr_t scales_of_piece = static_cast<uintptr_t>(groups_in(matrix, kPieceColumns) * 2);
+  uintptr_t scales_of_piece = static_cast<uintptr_t>((kPieceColumns + matrix.group - 1) / matrix.group * 2);  // bytes
 
   Asker(const Matrix& matrix, const Pieces& pieces, int64_t behind) : matrix(matrix), pieces(pieces), behind(behind) {
     begin(pieces.begin());
@@ -77,6 +77,12 @@ struct Asker {
     minima = static_cast<const char*>(matrix.minima) + at;
   }
 
+  // The line in which a row's scales or minima of a piece end, unless those of the piece before reach it.
+  [[gnu::always_inline]] inline void ask_for_end(const char* p) {
+    p += scales_of_piece - 1;
+    if ((reinterpret_cast<uintptr_t>(p) & 63) < scales_of_piece) ask_for(p);
+  }
+
   [[gnu::always_inline]] inline void ask_for_row() {
     if (--rows < 0) return;
     if (bytes == kRowBytes) {
@@ -85,11 +91,12 @@ struct Asker {
     } else {
       for (int64_t i = 0; i < bytes; i += 64) ask_for(codes + i);
     }
-    // A line of scales serves several pieces: it is asked for with the first one.
-    if (first || (reinterpret_cast<uintptr_t>(scales) & 63) < scales_of_piece) {
+    if (first) {
       ask_for(scales);
       ask_for(minima);
     }
+    ask_for_end(scales);
+    ask_for_end(minima);
     codes += codes_bytes;
     scales += scales_bytes;
     minima += scales_bytes;

@@ -8,7 +8,7 @@ namespace zero_inference::cpu {
 
 namespace {
 
-constexpr int64_t kLineBytes = 64;
+constexpr uintptr_t kLineBytes = 64;
 constexpr int kLinesAtOnce = 32;  // half a microsecond; then the thread looks for its input again
 
 // Three quarters of the L2 cache: x and what lies between products need the rest. Nothing where the system does not tell its
@@ -42,7 +42,7 @@ void ReadAhead::add(const void* data, int64_t first, int64_t bytes) {
   const int64_t some = std::min(bytes, most_bytes() - bytes_);
   if (some <= 0) return;
   const char* const at = static_cast<const char*>(data) + first;
-  runs_.push_back({at, at + some});
+  runs_.push_back({at - reinterpret_cast<uintptr_t>(at) % kLineBytes, at + some});
   bytes_ += some;
 }
 
