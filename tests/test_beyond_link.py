@@ -69,7 +69,11 @@ def test_a_case_that_hangs_is_ended(tmp_path, program, capsys, monkeypatch):
 
 def test_what_the_limit_leaves_no_time_for_is_left_out(tmp_path, program, capsys):
     assert run(tmp_path / "results", program, "llama405b-int4-bs1-off", "llama13b-int4-bs1-off", "--limit-s", "60") == 1
-    assert "llama405b-int4-bs1-off: left out, estimated 159 s of 60 s" in capsys.readouterr().err
+    expected = beyond_link.CASES["llama405b-int4-bs1-off"].estimate_s
+    assert (
+        expected > 110
+        and f"llama405b-int4-bs1-off: left out, estimated {expected:.0f} s of 60 s" in capsys.readouterr().err
+    )
     assert set(table(tmp_path / "results")) == {("llama13b-int4-bs1-off", "1")}
 
 
