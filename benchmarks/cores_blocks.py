@@ -23,9 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.cores_products import FORMATS, busy_link, fill, processor
+from benchmarks.common.host_cores import FORMATS, GROUP, busy_link, fill, library_of, processor
 from zero_inference.cores.cores import ARRIVED, DONE, FLAG_BYTES, SPIN_US, Cores, Stage, Task, Weight, flag_bytes
-from zero_inference.cores.library import declared, find_or_build
 
 
 def main() -> int:
@@ -57,6 +56,8 @@ def main() -> int:
     with busy_link() if args.busy_link else contextlib.nullcontext():
         for name in args.formats:
             measure(args, name, builds, asked)
+    for build in builds.values():
+        build.cores.close()
     return 0
 
 
@@ -64,7 +65,7 @@ def measure(args: argparse.Namespace, name: str, builds: dict[str, Build], asked
     """One line for each build."""
     dtype, bits = FORMATS[name]
     elements = args.hidden * args.inner
-    size = elements * bits // 8 + elements // 64 * 2 * dtype.itemsize if bits else elements * dtype.itemsize
+    size = elements * bits // 8 + elements // GROUP * 2 * dtype.itemsize if bits else elements * dtype.itemsize
     memory = torch.empty(3 * args.blocks * size, dtype=torch.uint8)
     wide = fill(memory[: 2 * args.blocks * size], name, args.inner, args.hidden)
     down = fill(memory[2 * args.blocks * size :], name, args.hidden, args.inner)
@@ -91,10 +92,8 @@ class Build:
     """The cores as one build of their library drives them; this process is the device that they wait for."""
 
     def __init__(self, flags: str, cpus: list[int]):
-        library = declared(find_or_build(lambda line: print(line, file=sys.stderr), flags.split()))
-        library.zero_inference_best_instructions()  # asks the system for the use of AMX
         self.flags = torch.zeros(flag_bytes(1), dtype=torch.uint8)
-        self.cores = Cores(cpus, SPIN_US, self.flags, library=library)
+        self.cores = Cores(cpus, SPIN_US, self.flags, library=library_of(flags))
         self.number = 0
 
     def times(self, tasks: list[Task], rows: int, gap_us: int, dtype: torch.dtype) -> list[float]:
@@ -103,7 +102,7 @@ class Build:
         x = torch.randn(rows, tasks[0].columns).to(dtype)
         out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
         found = []
-        for task in [tasks[-1], *tasks]:  # the first call takes the memory that calls of so many rows need
+        for task in [tasks[-1], *tasks]:  # the first one does not count
             self.cores.reserve(task, rows)
             self.number += 1
             self.cores.submit(task, rows, x.data_ptr(), out.data_ptr(), self.number)

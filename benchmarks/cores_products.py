@@ -20,10 +20,8 @@ import ctypes
 import functools
 import json
 import os
-import platform
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,15 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.common.host_cores import FORMATS, GROUP, Link, busy_link, fill, library_of, processor
 from benchmarks.common.shapes import shape_of
-from zero_inference.cores.library import declared, find_or_build
-from zero_inference.cores.matrix import DTYPES, INSTRUCTIONS, Matrix
-
-GROUP = 64
-FORMATS = {"bf16": (torch.bfloat16, 0), "fp16": (torch.float16, 0), "fp32": (torch.float32, 0)}
-FORMATS |= {"int8": (torch.bfloat16, 8), "int4": (torch.bfloat16, 4)}
-FORMATS |= {"int8-fp16": (torch.float16, 8), "int4-fp16": (torch.float16, 4)}
-LINK_BLOCK_BYTES = 256 << 20
+from zero_inference.cores.matrix import DTYPES, INSTRUCTIONS
 
 
 @dataclass
@@ -79,11 +71,8 @@ def main() -> int:
     args.threads = args.threads or max(1, len(cpus) - 1)
     args.cpus = (ctypes.c_int32 * args.threads)(*(cpus[-1 - index % len(cpus)] for index in range(args.threads)))
     args.flags = args.flags or [""]
-    args.libraries = [
-        declared(find_or_build(lambda line: print(line, file=sys.stderr), flags.split())) for flags in args.flags
-    ]
-    for library in args.libraries:
-        best = library.zero_inference_best_instructions()  # which asks the system for the use of AMX
+    args.libraries = [library_of(flags) for flags in args.flags]
+    best = args.libraries[0].zero_inference_best_instructions()
     args.instructions = args.instructions or list(INSTRUCTIONS[max(0, best - 1) : best + 1])
     torch.set_num_threads(args.threads)
     print(
@@ -101,14 +90,6 @@ def main() -> int:
 
 def given(args: argparse.Namespace) -> dict:
     return {name: value for name, value in vars(args).items() if name not in ("json", "cpus", "libraries")}
-
-
-def processor() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def measure_all(args: argparse.Namespace, link: Link | None) -> Iterator[Row]:
@@ -145,36 +126,6 @@ def measure_all(args: argparse.Namespace, link: Link | None) -> Iterator[Row]:
         if args.peer and name in PEERS:
             for rows in args.rows:
                 yield from figures(f"{name} torch", "", rows, {"": lambda: PEERS[name](args, memory, rows)})
-
-
-def fill(memory: torch.Tensor, name: str, height: int, width: int) -> ctypes.Array:
-    """Weights of a format one behind the other in `memory`: copies of one block of random values for all."""
-    dtype, bits = FORMATS[name]
-    code_bytes = height * width * bits // 8
-    scales = height * width // GROUP
-    size = code_bytes + 2 * scales * dtype.itemsize if bits else height * width * dtype.itemsize
-    block = torch.empty(size, dtype=torch.uint8)
-    generator = torch.Generator().manual_seed(0)
-    if bits:
-        block[:code_bytes].random_(0, 256, generator=generator)
-        block[code_bytes:].view(dtype).copy_(torch.rand(2 * scales, generator=generator) * 0.01)
-    else:
-        block.view(dtype).copy_(
-            torch.randn(1 << 20, generator=generator).mul_(0.02).repeat((height * width >> 20) + 1)[: height * width]
-        )
-    number = len(memory) // size
-    if number == 0:
-        raise SystemExit(f"--set-gb holds {len(memory)} bytes, a weight of {name} has {size}: give more")
-    memory[: number * size].view(number, size).copy_(block)
-    matrices = (Matrix * number)()
-    for index in range(number):
-        at = memory.data_ptr() + index * size
-        if bits:
-            minima = at + code_bytes + scales * dtype.itemsize
-            matrices[index] = Matrix(at, at + code_bytes, minima, height, width, GROUP, bits, DTYPES[dtype])
-        else:
-            matrices[index] = Matrix(at, None, None, height, width, 0, 0, DTYPES[dtype])
-    return matrices
 
 
 def product_rate(
@@ -261,47 +212,6 @@ def torch_rate(args: argparse.Namespace, number: int, size: int, multiply: Calla
         multiply(turns % number)
         turns += 1
     return turns * size / (time.perf_counter() - begin) / 1e9
-
-
-class Link:
-    """Copies to the GPU that go on until `stop`."""
-
-    def __init__(self) -> None:
-        self.stop = False
-        self.copied = 0
-        self.source = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.target = torch.empty(2, LINK_BLOCK_BYTES, dtype=torch.uint8, device="cuda")
-
-    def run(self) -> None:
-        done = [torch.cuda.Event(blocking=True) for _ in range(2)]
-        for turn in range(1 << 40):
-            if self.stop:
-                return torch.cuda.synchronize()
-            if turn >= 2:
-                done[turn % 2].synchronize()
-                self.copied += LINK_BLOCK_BYTES
-            self.target[turn % 2].copy_(self.source[turn % 2], non_blocking=True)
-            done[turn % 2].record()
-
-    def now(self) -> tuple[int, float]:
-        return self.copied, time.perf_counter()
-
-    def rate_since(self, copied: int, at: float) -> float:
-        return (self.copied - copied) / (time.perf_counter() - at) / 1e9
-
-
-@contextlib.contextmanager
-def busy_link() -> Iterator[Link]:
-    if not torch.cuda.is_available():
-        raise SystemExit("--busy-link needs a CUDA device, and there is none")
-    link = Link()
-    thread = threading.Thread(target=link.run)
-    thread.start()
-    try:
-        yield link
-    finally:
-        link.stop = True
-        thread.join()
 
 
 if __name__ == "__main__":

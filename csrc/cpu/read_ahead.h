@@ -11,7 +11,7 @@ namespace zero_inference::cpu {
 // Of one thread, on cache lines of its own.
 class alignas(64) ReadAhead {
  public:
-  // Rows [first, last) of a weight are read next, with their scales and minima. What there is no room for is left out.
+  // Rows [first, last) of a weight are read next, with their scales and minima. What the cache does not hold is left out.
   void add(const Matrix& matrix, int64_t first, int64_t last);
   // From the first line on again.
   void restart();

@@ -9,10 +9,8 @@ from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.timeline import Timeline
 
-FIRST_PASS, LAST_PASS = (
-    2,
-    7,
-)  # of few tokens one behind the other, counted from 1: the first one follows a prefill, or a trial
+# Of few tokens one behind the other, counted from 1: the first one follows a prefill, or a trial.
+FIRST_PASS, LAST_PASS = 2, 7
 # Of a step, that the cores must be busy. Where they are less, Python is the bottleneck, and more work for the link would not help.
 LEAST_BUSY_SHARE = 0.7
 UNKNOWN = -1
@@ -52,20 +50,21 @@ class Balance:
         passed_s, busy_s = (after - before for after, before in zip(now, self.start))
         plan, surplus = self.team.plan, UNKNOWN
         if use is not None and use.gb_per_s_while_busy:
-            weights_s = residency.nbytes_of(residency.fetched) / (plan.ranks * use.gb_per_s_while_busy * 1e9)
-            link_s = max(weights_s, link_s_with_cache(plan, residency))
+            link_s = link_s_of_step(plan, residency, use.gb_per_s_while_busy)
             surplus = surplus_bytes(plan, passed_s / (LAST_PASS - FIRST_PASS), link_s, busy_s / passed_s)
         surplus = self.team.of_first_rank(surplus)
         self.done = surplus != UNKNOWN
         return residency.with_fewer_computed(surplus) if surplus > 0 else residency
 
 
-def link_s_with_cache(plan: CoresPlan, residency: Residency) -> float:
-    """Seconds of the link for weights, and for keys and values that cross it. These are copied beside the weights, and the rate of the
-    weights' own copies is lower by that; so this is at the rate of a link alone."""
-    carried = 0 if plan.attends else plan.kv_bytes
-    rate = 0.0 if plan.rates is None else plan.rates.link_alone_gb_per_s
-    return (residency.nbytes_of(residency.fetched) + carried) / (rate * 1e9) if rate else 0.0
+def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> float:
+    """Seconds of the link in a decode step: for the weights at the rate of a rank's own copies of them, `gb_per_s`, or for weights and the
+    keys and values that cross it at the rate of a link alone. These are copied beside each other, which lowers the former rate."""
+    weights = residency.nbytes_of(residency.fetched)
+    weights_s = weights / (plan.ranks * gb_per_s * 1e9)
+    if plan.attends or plan.rates is None:
+        return weights_s
+    return max(weights_s, (weights + plan.kv_bytes) / (plan.rates.link_alone_gb_per_s * 1e9))
 
 
 def surplus_bytes(plan: CoresPlan, step_s: float, link_s: float, busy_share: float) -> int:
