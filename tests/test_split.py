@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from zero_inference.engines.stream import balance
-from zero_inference.engines.stream.balance import LAST_PASS, Balance, surplus_bytes
+from zero_inference.engines.stream.balance import LAST_PASS, MOST_CORRECTIONS, Balance, Step, bytes_for_link
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.layout import BlockLayout
@@ -73,8 +72,19 @@ def test_feed_forwards_come_first(share, attention, forward):
 
     placed = residency().with_shares_computed(0, share)
     assert numbers(placed.computed) == (attention, forward) and placed.meetings == 2 * attention + forward
-    fewer = placed.with_fewer_computed(3 * GB)
+    able = range(20)
+    fewer = placed.with_work_moved(3 * GB, able)
     assert numbers(placed.computed - fewer.computed) == (min(3, attention), 0 if attention else 2), "and go last"
+    more = placed.with_work_moved(-3 * GB, able)
+    assert placed.computed <= more.computed and len(more.computed & set(placed.fetched)) == len(
+        more.computed - placed.computed
+    )
+    left = 10 - forward
+    assert numbers(more.computed - placed.computed) == (
+        min(10 - attention, 3 - 2 * min(1, left)) if left < 2 else 0,
+        min(2, left),
+    )
+    assert placed.with_work_moved(-3 * GB, ()) is placed and placed.with_work_moved(0, able) is placed
 
 
 @pytest.mark.parametrize(
@@ -118,52 +128,116 @@ def test_keys_and_values_alone():
     assert not best_split(nothing, rates(read=20.0), 10 * GB, True).attends
 
 
-def test_what_the_link_waited_is_work_that_it_gets():
-    placed = residency().with_shares_computed(0, 0.8)
-    before = placed.nbytes_of(placed.computed)
-    # in a step of 0.2 s the link is idle for 0.06: 2 GB of the cores' 24 take it 0.04 s, and them 0.02
-    for automatic, busy_share, moved in ((True, 0.9, 2 * GB), (True, 0.3, 0), (False, 0.9, 0)):
-        plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=automatic)
-        surplus = surplus_bytes(plan, 0.2, 0.14, busy_share)
-        after = placed.with_fewer_computed(surplus)
-        assert after.computed <= placed.computed and bool(surplus) == bool(moved)
-        assert before - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB)
-    plan = CoresPlan((-1,), 0.8, 1, rates(), automatic=True)
-    assert surplus_bytes(plan, 0.2, 0.2, 1.0) == 0
+@pytest.mark.parametrize(
+    "step, moved",
+    [
+        (Step(0.2, 0.14, 0.16, 0.0), 2 * GB),  # the link is 0.06 s ahead: 2 GB take it 0.04 s, and the cores 0.02
+        (Step(0.2, 0.14, 0.16, 0.03), GB),  # but they would be, too, if the device never waited for it
+        (Step(0.2, 0.2, 0.16, 0.03), -GB),
+        (Step(0.2, 0.2, 0.08, 0.03), -1.2 * GB),  # they are twice as fast as was measured
+        (Step(0.2, 0.197, 0.16, 0.001), 0),
+        (Step(0.2, 0.14, 0.06, 0.0), 0),  # Python is late
+    ],
+)
+def test_who_is_done_first_gets_more_of_the_work(step, moved):
+    placed = residency(GB // 10, GB // 5, 100).with_shares_computed(0, 16 / 30)
+    plan = CoresPlan((-1,), 16 / 30, 1, rates(), automatic=True)
+    found = bytes_for_link(plan, placed, step)
+    assert found == pytest.approx(moved, rel=0.01)
+    after = placed.with_work_moved(found, range(200))
+    assert placed.nbytes_of(placed.computed) - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB // 10)
+    assert bytes_for_link(replace(plan, automatic=False), placed, step) == 0, "a share that was asked for stays"
 
 
-def watched(monkeypatch, plan: CoresPlan, *uses: LinkUse | None) -> Balance:
-    """Of passes that take 0.2 s each, in which the cores always work; `uses` are what is known of the link, time after time."""
-    clock, said = itertools.count(step=0.2), iter(uses)
-    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    timeline = SimpleNamespace(link_use=lambda first: next(said), forward=7)
-    busy_s = itertools.count(step=0.2).__next__
-    return Balance(SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=busy_s), of_first_rank=int), timeline)
+def test_rates_of_the_cores_in_steps():
+    placed = residency().with_shares_computed(0, 16 / 30)
+    plan = CoresPlan((-1,), 16 / 30, 1, rates(), kv_bytes=11 * GB)
+    assert plan.in_steps_gb_per_s(placed, 0.2) == pytest.approx(80.0)
+    assert replace(plan, attends=True).in_steps_gb_per_s(placed, 0.2) == pytest.approx(130.0), "of that, 0.1 s reading"
+    assert plan.in_steps_gb_per_s(replace(placed, computed=frozenset()), 0.2) == 100.0, "not known"
+
+
+def watched(monkeypatch, plan: CoresPlan, uses, waited_s: float = 0.0, step_s=(0.2,)) -> Balance:
+    """Of passes that take `step_s` of one look after the other, and the last one of all further ones, in which the cores always work;
+    `uses` are what is known of the link, time after time."""
+    said, looks = iter(uses), {"made": 0, "now": 0.0}
+
+    def now():
+        looks["now"] += step_s[min(looks["made"], len(step_s) - 1)]
+        return looks["now"]
+
+    def link_use(first):
+        looks["made"] += 1
+        return next(said)
+
+    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=now))
+    timeline = SimpleNamespace(
+        link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - balance.FIRST_PASS), forward=7
+    )
+    team = SimpleNamespace(
+        plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]), of_first_rank=int, able=range(200)
+    )
+    return Balance(team, timeline)
 
 
 FIFTY = LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0)  # GB/s while it is busy
+AUTOMATIC = CoresPlan((-1,), 0.8, 1, rates(cores=120.0), automatic=True)  # 24 GB in 0.2 s, as in `watched`
 
 
-def test_the_division_is_corrected_once_by_passes_that_follow_each_other(monkeypatch):
+def fine(share: float) -> Residency:
+    return residency(GB // 10, GB // 5, 100).with_shares_computed(0, share)
+
+
+def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch):
     """With 6 GB the link needs 0.12 s of a step's 0.2."""
-    placed = residency(GB // 10, GB // 5, 100).with_shares_computed(0, 0.8)
-    looks = watched(monkeypatch, CoresPlan((-1,), 0.8, 1, rates(), automatic=True), None, FIFTY)
+    placed = fine(0.8)
+    looks = watched(monkeypatch, AUTOMATIC, [None, FIFTY, FIFTY])
     passes = [True] * (LAST_PASS - 1) + [False]  # of many tokens between them; and behind one window nothing is known
     for few in passes + passes + [True] * LAST_PASS + [False] + [True] * (LAST_PASS - 1):
         assert looks.of(placed, few) is placed
     corrected = looks.of(placed, True)
     moved = placed.nbytes_of(placed.computed) - corrected.nbytes_of(corrected.computed)
-    assert moved == pytest.approx(0.08 * 50 * 100 / 150 * GB, abs=GB // 10)
-    for _ in range(2 * LAST_PASS):
-        assert looks.of(corrected, True) is corrected
+    assert moved == pytest.approx(0.08 * 50 * 120 / 170 * GB, abs=GB // 10)
+
+
+def corrected(looks: Balance, placed: Residency) -> list[Residency]:
+    """How blocks are placed from look to look, as long as there could be one."""
+    found = [placed]
+    for _ in range((MOST_CORRECTIONS + 2) * LAST_PASS):
+        after = looks.of(found[-1], True)
+        if after is not found[-1]:
+            found.append(after)
+    return found
+
+
+def test_the_division_is_looked_at_again(monkeypatch):
+    found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.195, 0.19)), fine(0.8))
+    assert len(found) == 1 + MOST_CORRECTIONS
+    computed = [each.nbytes_of(each.computed) for each in found]
+    assert computed == sorted(computed, reverse=True)
+
+
+def test_work_goes_to_the_cores_where_the_device_waits_for_the_link(monkeypatch):
+    placed = fine(0.66)
+    found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, waited_s=0.05, step_s=(0.21, 0.2, 0.195)), placed)
+    assert found[0].computed < found[1].computed
+
+
+def test_a_correction_that_makes_steps_slower_is_taken_back(monkeypatch):
+    placed = fine(0.8)
+    found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.21)), placed)
+    assert len(found) == 3 and found[1].computed != placed.computed and found[2] is placed
+
+
+def test_a_division_that_is_right_stays(monkeypatch):
+    placed = fine(2 / 3)
+    assert corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9), placed) == [placed]
 
 
 @pytest.mark.parametrize("attends, ranks, moves", [(False, 1, False), (True, 1, True), (False, 2, True)])
 def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, ranks, moves):
     """Keys and values of 5 GB, unless the cores attend; and the links of two ranks carry twice as much as one."""
-    placed = residency().with_shares_computed(0, 0.8)
     alone = rates(alone=55.0 * ranks)
     plan = CoresPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, ranks=ranks)
-    looks = watched(monkeypatch, plan, FIFTY)
-    found = [looks.of(placed, True) for _ in range(LAST_PASS)]
-    assert (found[-1] is not placed) == moves
+    found = corrected(watched(monkeypatch, plan, [FIFTY] * 9), fine(0.8))
+    assert (len(found) > 1) == moves

@@ -610,6 +610,15 @@ def test_a_pass_begins_with_its_first_block_wherever_that_is_computed():
     assert [span.pass_start is spans[3].start for span in spans] == [False, False, False, True, True]
 
 
+def test_how_long_the_device_waited_for_the_link():
+    timeline = Timeline(DeviceStreams(torch.device("cpu")))
+    for forward, reached, start in ((1, 0, 50), (2, 60, 70), (2, None, 90), (3, 100, 103)):
+        at = None if reached is None else Moment(reached)
+        timeline.spans.append(BlockSpan(0, Moment(start), Moment(0), reached=at, forward=forward))
+    assert timeline.waited_for_link_s(2) == pytest.approx(0.013)
+    assert timeline.waited_for_link_s(4) == 0
+
+
 def test_what_crossed_before_the_first_decode_step_counts_by_its_share_of_time():
     timeline = Timeline(DeviceStreams(torch.device("cpu")))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from zero_inference.engines.stream import core_team
 from zero_inference.engines.stream.blocks import find_blocks
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.errors import UsageError
@@ -107,6 +110,40 @@ def feeder_of(loaded) -> BlockFeeder:
     """What the engine installed in the model."""
     cells = [cell.cell_contents for cell in loaded.close.__closure__]
     return next(each for each in cells if isinstance(each, BlockFeeder))
+
+
+@pytest.mark.parametrize("bits, graph", [(16, "off"), (4, "on")])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph, checkpoints, expected, monkeypatch):
+    """As `balance` has it where a plan chose the share."""
+    own = core_team.CoreTeam.__init__
+
+    def chosen(self, plan, *args):
+        own(self, replace(plan, automatic=True), *args)
+
+    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen)
+    options = {"gen_len": 6 * GEN, "decode_graph": graph} | (
+        {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
+    )
+    loaded, spec, ranks = load(checkpoints(family), cpu_compute="off", **options)
+    ids = generate(loaded, spec, ranks, 6 * GEN).output_ids
+    loaded.close()
+    if bits == 16:
+        assert torch.equal(ids[:, :GEN], expected(family))
+    loaded, spec, ranks = load(checkpoints(family), cpu_compute="0.4", **options)
+    feeder, placed = feeder_of(loaded), []
+    ahead = iter([0] * 12 + [-(10**9)] + [0] * 12 + [10**9] + [0] * 10**6)  # all to the cores, and then all to the link
+
+    def moved(residency, few):
+        after = residency.with_work_moved(next(ahead), feeder.team.able) if few else residency
+        placed.append(len(after.computed))
+        return after
+
+    monkeypatch.setattr(feeder.balance, "of", moved)
+    found = generate(loaded, spec, ranks, 6 * GEN)
+    loaded.close()
+    assert torch.equal(found.output_ids, ids)
+    assert len(set(placed)) == 3 and max(placed) == len(feeder.residency.computable) and placed[-1] == 0
 
 
 def test_a_pass_that_broke_off_leaves_the_next_one_right(checkpoints, expected):

@@ -1,24 +1,28 @@
-"""The division between link and cores, corrected once by what the first decode steps show."""
+"""The division between link and cores, corrected by what the first decode steps show."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.timeline import Timeline
 
-# Of few tokens one behind the other, counted from 1: the first one follows a prefill, or a trial.
+# Of few tokens one behind the other, counted from 1: the first one follows a prefill, a trial or another division.
 FIRST_PASS, LAST_PASS = 2, 7
+MOST_CORRECTIONS = 2
+LEAST_AHEAD = 0.03  # of a step, that link or cores are ahead of the other: less is not worth a change
 # Of a step, that the cores must be busy. Where they are less, Python is the bottleneck, and more work for the link would not help.
 LEAST_BUSY_SHARE = 0.7
-UNKNOWN = -1
-MOST_LINK_SHARE = 0.97  # of a step: where the link needs more of it for its copies, there is nothing to gain
+SLOWER = 1.01  # times as long a step, from which on a correction is taken back
+# In place of bytes, as the first rank tells them to the others.
+UNKNOWN, BACK = 1 << 62, (1 << 62) + 1
 
 
 class Balance:
-    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, in the first generation that has as many. Of several ranks, whose
+    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, corrects the division, and looks again. Of several ranks, whose
     passes are alike, the first one looks for all.
 
     Args:
@@ -27,9 +31,10 @@ class Balance:
 
     def __init__(self, team: CoreTeam | None, timeline: Timeline):
         self.team, self.timeline = team, timeline
-        self.passes, self.done = 0, False
+        self.passes, self.corrections, self.done = 0, 0, False
         self.start = 0.0, 0.0
         self.first = 1  # call of the model that is looked at
+        self.before: tuple[float, Residency] | None = None  # seconds of a step, and the division then
 
     def begin_again(self) -> None:
         """Passes so far are not like those to come."""
@@ -46,15 +51,48 @@ class Balance:
             self.start, self.first = now, self.timeline.forward
         if self.passes != LAST_PASS:
             return residency
-        use = self.timeline.link_use(self.first)  # waits for the device, once in a run
-        passed_s, busy_s = (after - before for after, before in zip(now, self.start))
-        plan, surplus = self.team.plan, UNKNOWN
-        if use is not None and use.gb_per_s_while_busy:
-            link_s = link_s_of_step(plan, residency, use.gb_per_s_while_busy)
-            surplus = surplus_bytes(plan, passed_s / (LAST_PASS - FIRST_PASS), link_s, busy_s / passed_s)
-        surplus = self.team.of_first_rank(surplus)
-        self.done = surplus != UNKNOWN
-        return residency.with_fewer_computed(surplus) if surplus > 0 else residency
+        step_s, busy_s = ((after - before) / (LAST_PASS - FIRST_PASS) for after, before in zip(now, self.start))
+        found = self.team.of_first_rank(self._bytes_for_link(residency, step_s, busy_s))
+        if found == UNKNOWN:
+            return residency
+        self.passes = 0
+        self.corrections += 1
+        if found == BACK and self.before is not None:
+            self.done = True
+            return self.before[1]
+        changed = residency.with_work_moved(found, self.team.able) if found else residency
+        self.done = changed is residency or self.corrections == MOST_CORRECTIONS
+        self.before = step_s, residency
+        return changed
+
+    def _bytes_for_link(self, residency: Residency, step_s: float, busy_s: float) -> int:
+        """What the link gets of the cores' work, less what they get of its work; or `UNKNOWN`, or `BACK`."""
+        assert self.team is not None
+        use = self.timeline.link_use(self.first)  # waits for the device
+        if use is None or not use.gb_per_s_while_busy:
+            return UNKNOWN
+        if self.before is not None and step_s > SLOWER * self.before[0]:
+            return BACK
+        waited_s = self.timeline.waited_for_link_s(self.first) / (LAST_PASS - FIRST_PASS)
+        link_s = link_s_of_step(self.team.plan, residency, use.gb_per_s_while_busy)
+        return bytes_for_link(self.team.plan, residency, Step(step_s, link_s, busy_s, waited_s))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step as it was measured, in seconds.
+
+    Attributes:
+        whole: what it took.
+        link: what the link needs for the copies of one. Its busy time is no measure: in the first steps it also fills the ring.
+        cores: that they were at work.
+        waited: for blocks to arrive. The device waited, and so did the cores.
+    """
+
+    whole: float
+    link: float
+    cores: float
+    waited: float
 
 
 def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> float:
@@ -67,18 +105,19 @@ def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> fl
     return max(weights_s, (weights + plan.kv_bytes) / (plan.rates.link_alone_gb_per_s * 1e9))
 
 
-def surplus_bytes(plan: CoresPlan, step_s: float, link_s: float, busy_share: float) -> int:
-    """The plan does not know how long the device computes for itself. Where the cores are late by that, the link waits for them, and
-    gets so much of their work that both end together; no share that was asked for is changed.
+def bytes_for_link(plan: CoresPlan, residency: Residency, step: Step) -> int:
+    """What the link gets of the cores' work so that both end a step together, or they of its work, which is negative; no share that was
+    asked for is changed.
 
-    Args:
-        step_s: what some decode steps took, each.
-        link_s: what the link needs for the copies of one. Its busy time is no measure: in the first steps it also fills the ring.
-        busy_share: of their time, that the cores were at work.
+    The plan does not know how long the device computes for itself, in which the cores cannot work. A step takes that, the cores' work
+    and the time that the device waits for the link. So without that wait the cores would be done `step.waited` earlier, and the link
+    could be done `step.whole - step.link` earlier: it is ahead of them by the difference, and each byte that it gets brings both nearer.
     """
     rates = plan.rates
-    if rates is None or not plan.automatic or busy_share < LEAST_BUSY_SHARE or link_s > MOST_LINK_SHARE * step_s:
+    ahead_s = step.whole - step.link - step.waited
+    if rates is None or not plan.automatic or abs(ahead_s) <= LEAST_AHEAD * step.whole:
         return 0
-    idle_s = step_s - link_s
-    link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
-    return int(idle_s * link * cores / (link + cores))
+    if ahead_s > 0 and step.cores < LEAST_BUSY_SHARE * step.whole:
+        return 0
+    link, cores = rates.link_gb_per_s * 1e9, plan.in_steps_gb_per_s(residency, step.cores) * 1e9
+    return int(ahead_s * link * cores / (link + cores))

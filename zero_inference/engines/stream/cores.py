@@ -82,6 +82,21 @@ class CoresPlan:
             **{name: None if self.rates is None else getattr(self.rates, name) for name in names},
         )
 
+    def in_steps_gb_per_s(self, residency: Residency, busy_s: float) -> float:
+        """GB/s of products in steps that kept the cores busy for `busy_s` each; the measured rate where experts leave open what was read.
+
+        Raises:
+            ValueError: there are no rates.
+        """
+        if self.rates is None:
+            raise ValueError("no rates were measured")
+        expected_s = residency.computed_bytes / (self.rates.cores_gb_per_s * 1e9)
+        if self.attends:
+            expected_s += self.kv_bytes / (self.rates.read_gb_per_s * 1e9)
+        if residency.expert_blocks or not busy_s or not expected_s:
+            return self.rates.cores_gb_per_s
+        return self.rates.cores_gb_per_s * expected_s / busy_s
+
     def _of_step_gb_per_s(self, computed_bytes: int) -> float | None:
         """Of products, and of reading keys and values, each with its part of the bytes."""
         rates, attended = self.rates, self.kv_bytes if self.attends else 0

@@ -108,7 +108,7 @@ class BlockFeeder:
             module = block.of(layers[block.layer])
             self._find_views(index, block, module)
             self._use_codes(index, module)
-            if index in self.residency.computed and team is not None:
+            if team is not None and index in team.able:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
             self.hooks += [
@@ -249,8 +249,9 @@ class BlockFeeder:
 
     def _acquire(self, index: int) -> int:
         def acquire() -> int:
+            reached = self.timeline.block_reached()
             slot = self.ring.acquire(index)
-            self.timeline.block_begins(index)
+            self.timeline.block_begins(index, reached)
             return slot
 
         return acquire() if self.between is None else self.between(acquire)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from zero_inference.engines.stream.blocks import Block
@@ -134,11 +134,18 @@ class Residency:
         chosen = {*self._spread_evenly(self.expert_blocks, of_experts), *self._spread_in_turn(others, of_others)}
         return replace(self, computed=frozenset(chosen))
 
-    def with_fewer_computed(self, nbytes: float) -> Residency:
-        """The same with about `nbytes` less for the cores, of blocks that are no experts, evenly spaced; feed-forwards last."""
-        others = sorted(self.computed - set(self.expert_blocks))
-        dropped = self._spread_in_turn(others, nbytes / max(1, self.nbytes_of(others)), feed_forwards_last=True)
-        return replace(self, computed=self.computed - dropped) if dropped else self
+    def with_work_moved(self, nbytes: float, able: Collection[int]) -> Residency:
+        """The same with about `nbytes` of the cores' work given to the link, or if negative of the link's to the cores, in evenly spaced
+        blocks that are no experts. Feed-forwards go to the cores first, and leave them last.
+
+        Args:
+            able: blocks that may go to the cores.
+        """
+        to_link, experts = nbytes > 0, set(self.expert_blocks)
+        movable = sorted((self.computed if to_link else set(able).intersection(self.fetched)) - experts)
+        share = min(1.0, abs(nbytes) / max(1, self.nbytes_of(movable)))
+        moved = self._spread_in_turn(movable, share, feed_forwards_last=to_link)
+        return replace(self, computed=self.computed ^ moved) if moved else self
 
     def with_budget_used(self) -> Residency:
         """The same with fetched blocks on the device, evenly spaced, where single experts leave room for them."""

@@ -22,12 +22,16 @@ class BlockSpan:
 
     Attributes:
         pass_start: when the first block of the same call of the model began.
+        reached: when the device came to a block that is fetched, and began to wait for it.
+        forward: which call of the model it is part of, 0 for the prefill.
     """
 
     block: int
     start: Any
     pass_start: Any
     end: Any = None
+    reached: Any = None
+    forward: int = 0
 
 
 @dataclass
@@ -111,13 +115,17 @@ class Timeline:
         self.copies.append(Copy(block, nbytes, slot_free, freed_by, start, end, self.forward, self.asked == 0, gather))
         self.asked += 1
 
-    def block_begins(self, block: int) -> None:
+    def block_reached(self) -> Any:
+        """The moment from which the device waits for a block that is fetched, for `block_begins`."""
+        return None if self.is_paused else self.streams.recorded(self.streams.current())
+
+    def block_begins(self, block: int, reached: Any = None) -> None:
         if self.is_paused:
             return
         start = self.streams.recorded(self.streams.current())
         if self.pass_start is None:
             self.pass_start = start
-        self.spans.append(BlockSpan(block, start, self.pass_start))
+        self.spans.append(BlockSpan(block, start, self.pass_start, reached=reached, forward=self.forward))
 
     def block_ends(self) -> None:
         if self.is_paused:
@@ -153,6 +161,12 @@ class Timeline:
             sum(copy.nbytes for copy in decode[1:]),
             self._ahead_bytes(),
         )
+
+    def waited_for_link_s(self, first: int) -> float:
+        """Seconds that the device waited for blocks to arrive, from call `first` of the model on."""
+        self.streams.synchronize()
+        waits = [span for span in self.spans if span.forward >= first and span.reached is not None]
+        return sum(self._between(span.reached, span.start) for span in waits)
 
     def _ahead_bytes(self) -> int:
         """Copies that were half done count by the share of their time."""
