@@ -346,8 +346,9 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
                                          : (layout.sections == 1 ? multiply_fixed<8, 1> : multiply_fixed<8, 2>);
   FixedScratch& scratch = scratch_beside(input, memory);
   tiles_begin();
-  for (int64_t row = first; row < last; row += kCodeRows) {
-    const int64_t end = last - row < kCodeRows ? last : row + kCodeRows;
+  const int64_t rows_together = code_rows(matrix);
+  for (int64_t row = first; row < last; row += rows_together) {
+    const int64_t end = last - row < rows_together ? last : row + rows_together;
     for (int64_t m = 0; m < count; m += tokens_at_once(layout)) {
       const int64_t some = count - m < tokens_at_once(layout) ? count - m : tokens_at_once(layout);
       multiply(matrix, layout, scratch, row, end, input + m / tokens_at_once(layout) * fixed_input_bytes(layout), last);

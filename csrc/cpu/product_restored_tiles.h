@@ -218,8 +218,9 @@ void product_of_restored(const Matrix& matrix, const Layout& layout, int64_t cou
                          int64_t last, float* out, int64_t stride, char* memory) {
   RestoredScratch& scratch = *reinterpret_cast<RestoredScratch*>(memory);
   tiles_begin();
-  for (int64_t row = first; row < last; row += kCodeRows) {
-    const int64_t end = last - row < kCodeRows ? last : row + kCodeRows;
+  const int64_t rows_together = code_rows(matrix);
+  for (int64_t row = first; row < last; row += rows_together) {
+    const int64_t end = last - row < rows_together ? last : row + rows_together;
     for (int64_t m = 0; m < count; m += kRestoredTokens) {
       const int64_t some = count - m < kRestoredTokens ? count - m : kRestoredTokens;
       const auto multiply = some <= 16   ? multiply_restored<1>

@@ -1,7 +1,7 @@
 // In which order a weight's codes are read for tiles. Included by product_amx.cpp behind product_wide.h.
 //
-// Rows are taken in strips of 16, or of 32 where codes are restored. All strips of kCodeRows rows are multiplied with one piece
-// of x, which stays in L1, before the next is begun. Meanwhile the piece behind is asked for from memory.
+// Rows are taken in strips of 16, or of 32 where codes are restored. All strips of code_rows() rows are multiplied with one
+// piece of x, which stays in L1, before the next is begun. Meanwhile the piece behind is asked for from memory.
 
 // Columns of a piece of fixed-point x, whose tiles are 8 or 16 KiB. Others can be tried (benchmarks/cores_products.py --flags):
 // 256 or 512.
