@@ -4,7 +4,7 @@
     python scripts/results_table.py              prints it
     python scripts/results_table.py --write      puts it into README.md, between its two marks
 
-A row a record of the folders below, the last one of a file; GB is 1e9 bytes, GiB 2^30.
+A row a record of the folders below, the last one of a file, and of what was measured again the last one; GB is 1e9 bytes, GiB 2^30.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4", "h200-cores", "h200-graphs", "h200-fixed", "h200-ahead")
+FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
+CORES = ("h200-graphs", "h200-fixed", "h200-ahead", "h200-balanced")  # the last one that has a case
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 COLUMNS = (
@@ -60,9 +61,11 @@ def table() -> str:
     from zero_inference.records.schema import STATUS_OK
 
     rows = []
-    for folder in FOLDERS:
+    latest = {path.stem: path for folder in CORES for path in sorted((RESULTS / folder).glob("*.jsonl"))}
+    groups = [sorted((RESULTS / folder).glob("*.jsonl")) for folder in FOLDERS] + [list(latest.values())]
+    for paths in groups:
         found = []
-        for path in sorted((RESULTS / folder).glob("*.jsonl")):
+        for path in paths:
             record = json.loads(path.read_text().splitlines()[-1])
             if record["status"] == STATUS_OK and record["gen_len"] > FEWEST_TOKENS:
                 found.append(

@@ -223,12 +223,6 @@ def test_work_goes_to_the_cores_where_the_device_waits_for_the_link(monkeypatch)
     assert found[0].computed < found[1].computed
 
 
-def test_a_correction_that_makes_steps_slower_is_taken_back(monkeypatch):
-    placed = fine(0.8)
-    found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.21)), placed)
-    assert len(found) == 3 and found[1].computed != placed.computed and found[2] is placed
-
-
 def test_a_division_that_is_right_stays(monkeypatch):
     placed = fine(2 / 3)
     assert corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9), placed) == [placed]

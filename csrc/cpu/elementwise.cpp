@@ -2,10 +2,12 @@
 
 #include <cstring>
 
-// One copy of a function for each of these, chosen when the library is loaded; the compiler writes the vectors. Only of
-// functions that no header declares: clang 14 makes none of others, and names them so that other files do not find them.
+// One copy of a function for each of these, chosen when the library is loaded; the compiler writes the vectors. By
+// instructions: what arch= names is chosen on that one processor only, and all others would take the default
+// (benchmarks/cpu_activations.cpp). Only of functions that no header declares: clang 14 makes none of others, and names them so
+// that other files do not find them.
 #if defined(__x86_64__) && defined(__gnu_linux__)
-#define ZI_FOR_EACH_CPU __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define ZI_FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define ZI_FOR_EACH_CPU
 #endif

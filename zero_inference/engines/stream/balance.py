@@ -16,9 +16,7 @@ MOST_CORRECTIONS = 2
 LEAST_AHEAD = 0.03  # of a step, that link or cores are ahead of the other: less is not worth a change
 # Of a step, that the cores must be busy. Where they are less, Python is the bottleneck, and more work for the link would not help.
 LEAST_BUSY_SHARE = 0.7
-SLOWER = 1.01  # times as long a step, from which on a correction is taken back
-# In place of bytes, as the first rank tells them to the others.
-UNKNOWN, BACK = 1 << 62, (1 << 62) + 1
+UNKNOWN = 1 << 62  # in place of bytes, as the first rank tells them to the others
 
 
 class Balance:
@@ -34,7 +32,6 @@ class Balance:
         self.passes, self.corrections, self.done = 0, 0, False
         self.start = 0.0, 0.0
         self.first = 1  # call of the model that is looked at
-        self.before: tuple[float, Residency] | None = None  # seconds of a step, and the division then
 
     def begin_again(self) -> None:
         """Passes so far are not like those to come."""
@@ -57,22 +54,16 @@ class Balance:
             return residency
         self.passes = 0
         self.corrections += 1
-        if found == BACK and self.before is not None:
-            self.done = True
-            return self.before[1]
         changed = residency.with_work_moved(found, self.team.able) if found else residency
         self.done = changed is residency or self.corrections == MOST_CORRECTIONS
-        self.before = step_s, residency
         return changed
 
     def _bytes_for_link(self, residency: Residency, step_s: float, busy_s: float) -> int:
-        """What the link gets of the cores' work, less what they get of its work; or `UNKNOWN`, or `BACK`."""
+        """What the link gets of the cores' work, less what they get of its work; or `UNKNOWN`."""
         assert self.team is not None
         use = self.timeline.link_use(self.first)  # waits for the device
         if use is None or not use.gb_per_s_while_busy:
             return UNKNOWN
-        if self.before is not None and step_s > SLOWER * self.before[0]:
-            return BACK
         waited_s = self.timeline.waited_for_link_s(self.first) / (LAST_PASS - FIRST_PASS)
         link_s = link_s_of_step(self.team.plan, residency, use.gb_per_s_while_busy)
         return bytes_for_link(self.team.plan, residency, Step(step_s, link_s, busy_s, waited_s))
