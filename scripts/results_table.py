@@ -21,7 +21,7 @@ from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  
 
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
-CORES = ("h200-graphs", "h200-fixed", "h200-ahead", "h200-balanced")  # the last one that has a case
+CORES = ("h200-cores", "h200-graphs", "h200-fixed", "h200-ahead", "h200-balanced")  # the last one that has a case
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 COLUMNS = (
@@ -58,28 +58,32 @@ def replaced(text: str, new: str) -> str:
 
 def table() -> str:
     """Markdown, without a line break at its end."""
-    from zero_inference.records.schema import STATUS_OK
-
     rows = []
-    latest = {path.stem: path for folder in CORES for path in sorted((RESULTS / folder).glob("*.jsonl"))}
-    groups = [sorted((RESULTS / folder).glob("*.jsonl")) for folder in FOLDERS] + [list(latest.values())]
-    for paths in groups:
+    latest = {path.stem: path for folder in CORES for path in measured(folder)}
+    for paths in (*map(measured, FOLDERS), latest.values()):
         found = []
         for path in paths:
-            record = json.loads(path.read_text().splitlines()[-1])
-            if record["status"] == STATUS_OK and record["gen_len"] > FEWEST_TOKENS:
-                found.append(
-                    (
-                        record["model"],
-                        record["quant_bits"] != 16,
-                        -record["quant_bits"],
-                        record["engine"],
-                        row(record, path),
-                    )
-                )
-        rows += [each[-1] for each in sorted(found, key=lambda each: (*each[:-1], texts_of([each[-1]], COLUMNS)))]
+            record = last_record(path)
+            order = record["model"], record["quant_bits"] != 16, -record["quant_bits"], record["engine"]
+            found.append((order, row(record, path)))
+        rows += [each for _, each in sorted(found, key=lambda each: (each[0], texts_of([each[1]], COLUMNS)))]
     lines = [[column.header for column in COLUMNS], ["---"] * len(COLUMNS), *texts_of(rows, COLUMNS)]
     return "\n".join(map(pipe_row, lines))
+
+
+def measured(folder: str) -> list[Path]:
+    """Its files whose last record is of a run that succeeded, and decoded."""
+    from zero_inference.records.schema import STATUS_OK
+
+    paths = sorted((RESULTS / folder).glob("*.jsonl"))
+    records = map(last_record, paths)
+    return [
+        path for path, found in zip(paths, records) if found["status"] == STATUS_OK and found["gen_len"] > FEWEST_TOKENS
+    ]
+
+
+def last_record(path: Path) -> dict:
+    return json.loads(path.read_text().splitlines()[-1])
 
 
 def row(record: dict, path: Path) -> dict[str, object]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from zero_inference.engines.stream import balance
-from zero_inference.engines.stream.balance import LAST_PASS, MOST_CORRECTIONS, Balance, Step, bytes_for_link
+from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS, Balance, Step, bytes_for_link
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.layout import BlockLayout
@@ -149,6 +149,20 @@ def test_who_is_done_first_gets_more_of_the_work(step, moved):
     assert bytes_for_link(replace(plan, automatic=False), placed, step) == 0, "a share that was asked for stays"
 
 
+def test_where_the_cores_attend_they_get_no_more_work():
+    """Their keys and values are fewer in the first steps than later."""
+    placed = fine(16 / 30)
+    plan = CoresPlan((-1,), 16 / 30, 1, rates(), attends=True, kv_bytes=GB, automatic=True)
+    assert bytes_for_link(plan, placed, Step(0.2, 0.2, 0.16, 0.03)) == 0
+    assert bytes_for_link(plan, placed, Step(0.2, 0.14, 0.16, 0.0)) > 0
+
+
+def test_what_is_less_than_a_feed_forward_moves_as_attention():
+    placed = residency(attention=GB // 4).with_shares_computed(0, 0.5)
+    moved = placed.with_work_moved(-0.6 * GB, range(20)).computed - placed.computed
+    assert moved and all(block % 2 == 0 for block in moved)
+
+
 def test_rates_of_the_cores_in_steps():
     placed = residency().with_shares_computed(0, 16 / 30)
     plan = CoresPlan((-1,), 16 / 30, 1, rates(), kv_bytes=11 * GB)
@@ -174,13 +188,12 @@ def watched(monkeypatch, plan: CoresPlan, uses, waited_s: float = 0.0, step_s=(0
     timeline = SimpleNamespace(
         link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - balance.FIRST_PASS), forward=7
     )
-    team = SimpleNamespace(
-        plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]), of_first_rank=int, able=range(200)
-    )
+    team = SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]), of_first_rank=int)
     return Balance(team, timeline)
 
 
 FIFTY = LinkUse(4, 1.0, 0.0, 0.0, 0.0, 50 * GB, 0)  # GB/s while it is busy
+ALL = range(200)
 AUTOMATIC = CoresPlan((-1,), 0.8, 1, rates(cores=120.0), automatic=True)  # 24 GB in 0.2 s, as in `watched`
 
 
@@ -194,8 +207,8 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
     looks = watched(monkeypatch, AUTOMATIC, [None, FIFTY, FIFTY])
     passes = [True] * (LAST_PASS - 1) + [False]  # of many tokens between them; and behind one window nothing is known
     for few in passes + passes + [True] * LAST_PASS + [False] + [True] * (LAST_PASS - 1):
-        assert looks.of(placed, few) is placed
-    corrected = looks.of(placed, True)
+        assert looks.of(placed, few, ALL) is placed
+    corrected = looks.of(placed, True, ALL)
     moved = placed.nbytes_of(placed.computed) - corrected.nbytes_of(corrected.computed)
     assert moved == pytest.approx(0.08 * 50 * 120 / 170 * GB, abs=GB // 10)
 
@@ -203,8 +216,8 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
 def corrected(looks: Balance, placed: Residency) -> list[Residency]:
     """How blocks are placed from look to look, as long as there could be one."""
     found = [placed]
-    for _ in range((MOST_CORRECTIONS + 2) * LAST_PASS):
-        after = looks.of(found[-1], True)
+    for _ in range((MOST_LOOKS + 2) * LAST_PASS):
+        after = looks.of(found[-1], True, ALL)
         if after is not found[-1]:
             found.append(after)
     return found
@@ -212,7 +225,7 @@ def corrected(looks: Balance, placed: Residency) -> list[Residency]:
 
 def test_the_division_is_looked_at_again(monkeypatch):
     found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.195, 0.19)), fine(0.8))
-    assert len(found) == 1 + MOST_CORRECTIONS
+    assert len(found) == 1 + MOST_LOOKS
     computed = [each.nbytes_of(each.computed) for each in found]
     assert computed == sorted(computed, reverse=True)
 
@@ -221,6 +234,11 @@ def test_work_goes_to_the_cores_where_the_device_waits_for_the_link(monkeypatch)
     placed = fine(0.66)
     found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, waited_s=0.05, step_s=(0.21, 0.2, 0.195)), placed)
     assert found[0].computed < found[1].computed
+
+
+def test_where_nothing_is_fetched_nothing_is_looked_at(monkeypatch):
+    placed = fine(1.0)
+    assert not placed.fetched and corrected(watched(monkeypatch, AUTOMATIC, []), placed) == [placed]
 
 
 def test_a_division_that_is_right_stays(monkeypatch):

@@ -112,16 +112,20 @@ def feeder_of(loaded) -> BlockFeeder:
     return next(each for each in cells if isinstance(each, BlockFeeder))
 
 
+def chosen_by_plan(own):
+    """`CoreTeam.__init__`, as if no share had been asked for."""
+
+    def begin(self, plan, *args):
+        own(self, replace(plan, automatic=True), *args)
+
+    return begin
+
+
 @pytest.mark.parametrize("bits, graph", [(16, "off"), (4, "on")])
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph, checkpoints, expected, monkeypatch):
     """As `balance` has it where a plan chose the share."""
-    own = core_team.CoreTeam.__init__
-
-    def chosen(self, plan, *args):
-        own(self, replace(plan, automatic=True), *args)
-
-    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen)
+    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen_by_plan(core_team.CoreTeam.__init__))
     options = {"gen_len": 6 * GEN, "decode_graph": graph} | (
         {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
     )
@@ -134,8 +138,8 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
     feeder, placed = feeder_of(loaded), []
     ahead = iter([0] * 12 + [-(10**9)] + [0] * 12 + [10**9] + [0] * 10**6)  # all to the cores, and then all to the link
 
-    def moved(residency, few):
-        after = residency.with_work_moved(next(ahead), feeder.team.able) if few else residency
+    def moved(residency, few, candidates):
+        after = residency.with_work_moved(next(ahead), candidates) if few else residency
         placed.append(len(after.computed))
         return after
 
@@ -144,6 +148,21 @@ def test_blocks_that_change_hands_while_tokens_are_generated(family, bits, graph
     loaded.close()
     assert torch.equal(found.output_ids, ids)
     assert len(set(placed)) == 3 and max(placed) == len(feeder.residency.computable) and placed[-1] == 0
+
+
+def test_a_fetched_block_that_is_never_called_keeps_no_other_from_the_cores(checkpoints, monkeypatch):
+    class Skipped(torch.nn.Module):
+        def forward(self, hidden_states, **others):
+            return torch.zeros_like(hidden_states), None
+
+    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen_by_plan(core_team.CoreTeam.__init__))
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.4")
+    feeder = feeder_of(loaded)
+    assert 0 not in feeder.residency.computed and 0 in feeder.core_blocks
+    loaded.model.model.layers[0].self_attn = Skipped()
+    assert generate(loaded, spec, ranks).loops[-1].moved.cores_busy_s_per_step > 0
+    assert 0 not in feeder.known and feeder.known >= feeder.residency.computed
+    loaded.close()
 
 
 def test_a_pass_that_broke_off_leaves_the_next_one_right(checkpoints, expected):

@@ -2,6 +2,11 @@
 
 #include <cstring>
 
+// g++ makes no vectors of most choices between two numbers otherwise, because a comparison might trap.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-trapping-math")
+#endif
+
 // One copy of a function for each of these, chosen when the library is loaded; the compiler writes the vectors. By
 // instructions: what arch= names is chosen on that one processor only, and all others would take the default
 // (benchmarks/cpu_activations.cpp). Only of functions that no header declares: clang 14 makes none of others, and names them so

@@ -55,9 +55,9 @@ constexpr int64_t kPanelBytes = kPanelRows * kPanelColumns * 2;
 
 // Rows of the weight that are multiplied together with codes in tiles: for each 512 columns, x comes from L2 once. With more
 // rows x is read less often, but memory is read in pieces of 256 bytes of more rows, which is slower: with 128 rows, 13824
-// columns of int4 took 41 GB/s with 32 tokens, with 32 rows 58 (15 cores beside a busy link). Codes of 8 bits have half as many
-// rows, and so as many bytes: 69 GB/s in place of 57. Others can be tried (benchmarks/cores_blocks.py --flags): multiples
-// of 32.
+// columns of int4 took 41 GB/s with 32 tokens, with 32 rows 58 (15 cores beside a busy link). Codes of 8 bits go through half
+// as many rows, which is faster: 69 GB/s in place of 57 with 32 tokens. Others can be tried
+// (benchmarks/cores_blocks.py --flags): multiples of 32.
 #if !defined(ZERO_INFERENCE_CODE_ROWS)
 #define ZERO_INFERENCE_CODE_ROWS 32
 #endif

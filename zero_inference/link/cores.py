@@ -161,7 +161,7 @@ class Products:
         self.cores = cores
         of_row = columns * dtype.itemsize if scheme is None else scheme.stored_bytes(columns, dtype)
         height = max(64, MATRIX_BYTES // of_row // 64 * 64)
-        count = max(1, 2 * block_bytes() // (height * of_row))
+        count = -(-2 * block_bytes() // (height * of_row))
         self.kept = random_bytes(count * height * of_row)
         self.tasks: list[Task] = []
         for index in range(count):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from zero_inference.engines.stream.core_team import CoreTeam
@@ -12,11 +13,11 @@ from zero_inference.engines.stream.timeline import Timeline
 
 # Of few tokens one behind the other, counted from 1: the first one follows a prefill, a trial or another division.
 FIRST_PASS, LAST_PASS = 2, 7
-MOST_CORRECTIONS = 2
+MOST_LOOKS = 2
 LEAST_AHEAD = 0.03  # of a step, that link or cores are ahead of the other: less is not worth a change
 # Of a step, that the cores must be busy. Where they are less, Python is the bottleneck, and more work for the link would not help.
 LEAST_BUSY_SHARE = 0.7
-UNKNOWN = 1 << 62  # in place of bytes, as the first rank tells them to the others
+UNKNOWN = 1 << 62  # takes the place of bytes, where the first rank tells them to the others
 
 
 class Balance:
@@ -29,7 +30,7 @@ class Balance:
 
     def __init__(self, team: CoreTeam | None, timeline: Timeline):
         self.team, self.timeline = team, timeline
-        self.passes, self.corrections, self.done = 0, 0, False
+        self.passes, self.looks, self.done = 0, 0, False
         self.start = 0.0, 0.0
         self.first = 1  # call of the model that is looked at
 
@@ -37,8 +38,8 @@ class Balance:
         """Passes so far are not like those to come."""
         self.passes = 0
 
-    def of(self, residency: Residency, few: bool) -> Residency:
-        """The placement for the pass that begins, which is of few tokens or not."""
+    def of(self, residency: Residency, few: bool, candidates: Collection[int]) -> Residency:
+        """The placement for the pass that begins, which is of few tokens or not; `candidates` are blocks that may go to the cores."""
         if self.done or not few or self.team is None:
             self.passes = 0
             return residency
@@ -49,24 +50,25 @@ class Balance:
         if self.passes != LAST_PASS:
             return residency
         step_s, busy_s = ((after - before) / (LAST_PASS - FIRST_PASS) for after, before in zip(now, self.start))
-        found = self.team.of_first_rank(self._bytes_for_link(residency, step_s, busy_s))
+        found = self.team.of_first_rank(self._look(self.team.plan, residency, step_s, busy_s))
         if found == UNKNOWN:
             return residency
         self.passes = 0
-        self.corrections += 1
-        changed = residency.with_work_moved(found, self.team.able) if found else residency
-        self.done = changed is residency or self.corrections == MOST_CORRECTIONS
+        self.looks += 1
+        changed = residency.with_work_moved(found, candidates) if found else residency
+        self.done = changed is residency or self.looks == MOST_LOOKS
         return changed
 
-    def _bytes_for_link(self, residency: Residency, step_s: float, busy_s: float) -> int:
-        """What the link gets of the cores' work, less what they get of its work; or `UNKNOWN`."""
-        assert self.team is not None
+    def _look(self, plan: CoresPlan, residency: Residency, step_s: float, busy_s: float) -> int:
+        """`bytes_for_link` of the passes that were looked at; or `UNKNOWN`."""
+        if not residency.fetched:
+            return 0  # the plan had its reasons
         use = self.timeline.link_use(self.first)  # waits for the device
         if use is None or not use.gb_per_s_while_busy:
             return UNKNOWN
         waited_s = self.timeline.waited_for_link_s(self.first) / (LAST_PASS - FIRST_PASS)
-        link_s = link_s_of_step(self.team.plan, residency, use.gb_per_s_while_busy)
-        return bytes_for_link(self.team.plan, residency, Step(step_s, link_s, busy_s, waited_s))
+        link_s = link_s_of_step(plan, residency, use.gb_per_s_while_busy)
+        return bytes_for_link(plan, residency, Step(step_s, link_s, busy_s, waited_s))
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Step:
     Attributes:
         whole: what it took.
         link: what the link needs for the copies of one. Its busy time is no measure: in the first steps it also fills the ring.
-        cores: that they were at work.
-        waited: for blocks to arrive. The device waited, and so did the cores.
+        cores: time the cores were busy.
+        waited: time the device waited for blocks; the cores were idle then.
     """
 
     whole: float
@@ -97,18 +99,19 @@ def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> fl
 
 
 def bytes_for_link(plan: CoresPlan, residency: Residency, step: Step) -> int:
-    """What the link gets of the cores' work so that both end a step together, or they of its work, which is negative; no share that was
-    asked for is changed.
+    """Bytes of the cores' work that the link takes over, so that both end a step together; negative where the cores take over the link's.
+    0 where a share was asked for.
 
     The plan does not know how long the device computes for itself, in which the cores cannot work. A step takes that, the cores' work
     and the time that the device waits for the link. So without that wait the cores would be done `step.waited` earlier, and the link
     could be done `step.whole - step.link` earlier: it is ahead of them by the difference, and each byte that it gets brings both nearer.
+    Where the cores attend, their work grows from token to token, and they get no more of it for being ahead in the first steps.
     """
     rates = plan.rates
     ahead_s = step.whole - step.link - step.waited
     if rates is None or not plan.automatic or abs(ahead_s) <= LEAST_AHEAD * step.whole:
         return 0
-    if ahead_s > 0 and step.cores < LEAST_BUSY_SHARE * step.whole:
+    if step.cores < LEAST_BUSY_SHARE * step.whole if ahead_s > 0 else plan.attends:
         return 0
     link, cores = rates.link_gb_per_s * 1e9, plan.in_steps_gb_per_s(residency, step.cores) * 1e9
     return int(ahead_s * link * cores / (link + cores))

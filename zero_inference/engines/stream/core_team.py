@@ -35,9 +35,9 @@ class CoreTeam:
     ):
         self.plan, self.residency, self.store, self.scheme = plan, residency, store, scheme
         self.dtype, self.few_rows = job.spec.dtype, plan.few_rows
-        self.able = residency.computed  # blocks that the cores may multiply
-        if plan.automatic and job.ranks.world_size == 1:  # the ranks of a host share no memory for more
-            self.able = self.able.union(set(residency.computable) - set(residency.expert_blocks))
+        self.computable = residency.computed  # blocks that may be theirs at any time
+        if plan.automatic and job.ranks.world_size == 1:  # several ranks share memory for the others only
+            self.computable = self.computable.union(set(residency.computable) - set(residency.expert_blocks))
         self.python_cpus: set[int] | None = None  # where this thread could run before
         self.agreement: Agreement | None = None
         ranks, count = job.ranks, job.ranks.world_size

@@ -83,7 +83,8 @@ class CoresPlan:
         )
 
     def in_steps_gb_per_s(self, residency: Residency, busy_s: float) -> float:
-        """GB/s of products in steps that kept the cores busy for `busy_s` each; the measured rate where experts leave open what was read.
+        """GB/s of products as seen in steps that kept the cores busy for `busy_s` each; the plan's rate where experts leave open
+        what was read.
 
         Raises:
             ValueError: there are no rates.

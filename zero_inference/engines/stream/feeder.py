@@ -75,7 +75,7 @@ class BlockFeeder:
         self.balance = Balance(team if self.ring is not None else None, self.timeline)
         self.between: Between | None = None  # while a pass is recorded: does what the host does between two graphs
         self.changed: Callable[[Residency], None] = lambda residency: None  # told what is fetched from now on
-        self.core_blocks: dict[int, CoreBlock | ExpertBlock] = {}
+        self.core_blocks: dict[int, CoreBlock | ExpertBlock] = {}  # that the cores multiply, or could
         self.hooks: list[Any] = []
         self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
         self._install(model, team)
@@ -108,7 +108,7 @@ class BlockFeeder:
             module = block.of(layers[block.layer])
             self._find_views(index, block, module)
             self._use_codes(index, module)
-            if team is not None and index in team.able:
+            if team is not None and index in team.computable:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
             self.hooks += [
@@ -179,7 +179,8 @@ class BlockFeeder:
         """A pass of so many tokens begins: by a call of the model, or by a graph of one."""
         self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
         self.tokens = tokens
-        few = self.team is not None and self.team.all_few(tokens) and self.core_blocks.keys() <= self.known
+        computed = self.core_blocks.keys() & self.residency.computed
+        few = self.team is not None and self.team.all_few(tokens) and computed <= self.known
         self._place_anew(few)
         was_few, self.few = self.few, few and bool(self.core_blocks)
         if self.experts is not None:
@@ -281,13 +282,13 @@ class BlockFeeder:
         return bool(self.few) and index in self.core_blocks and index in self.residency.computed
 
     def _place_anew(self, few: bool) -> None:
-        """Blocks that turned out to be no work for the cores, or too much, are fetched from this pass on, which has few tokens or not."""
-        unsuited = [index for index, block in self.core_blocks.items() if not block.suits]
-        for index in unsuited:
+        """For this pass, which has few tokens or not, and those behind: blocks that do not suit the cores are fetched, others may move."""
+        for index in [index for index, block in self.core_blocks.items() if not block.suits]:
             del self.core_blocks[index]
-        placed = self.balance.of(self.residency, few)
+        placed = self.residency
         if not self.core_blocks.keys() >= placed.computed:
             placed = replace(placed, computed=placed.computed.intersection(self.core_blocks))
+        placed = self.balance.of(placed, few, self.core_blocks.keys() & self.known)
         if placed is not self.residency:
             self.residency = placed
             self.changed(placed)

@@ -134,15 +134,15 @@ class Residency:
         chosen = {*self._spread_evenly(self.expert_blocks, of_experts), *self._spread_in_turn(others, of_others)}
         return replace(self, computed=frozenset(chosen))
 
-    def with_work_moved(self, nbytes: float, able: Collection[int]) -> Residency:
-        """The same with about `nbytes` of the cores' work given to the link, or if negative of the link's to the cores, in evenly spaced
-        blocks that are no experts. Feed-forwards go to the cores first, and leave them last.
+    def with_work_moved(self, nbytes: float, candidates: Collection[int]) -> Residency:
+        """The same with about `nbytes` of the cores' work given to the link; if negative, of the link's to the cores. Evenly spaced blocks
+        move, no experts. Feed-forwards go to the cores first, and leave them last.
 
         Args:
-            able: blocks that may go to the cores.
+            candidates: blocks that may go to the cores.
         """
         to_link, experts = nbytes > 0, set(self.expert_blocks)
-        movable = sorted((self.computed if to_link else set(able).intersection(self.fetched)) - experts)
+        movable = sorted((self.computed if to_link else set(candidates).intersection(self.fetched)) - experts)
         share = min(1.0, abs(nbytes) / max(1, self.nbytes_of(movable)))
         moved = self._spread_in_turn(movable, share, feed_forwards_last=to_link)
         return replace(self, computed=self.computed ^ moved) if moved else self
@@ -168,8 +168,9 @@ class Residency:
             kinds[feeds_forward is feed_forwards_last].append(block)
         wanted, chosen = share * self.nbytes_of(blocks), set()
         for kind in kinds:
-            chosen |= self._spread_evenly(kind, min(1.0, wanted / max(1, self.nbytes_of(kind))))
-            wanted = max(0.0, wanted - self.nbytes_of(kind))
+            some = self._spread_evenly(kind, min(1.0, wanted / max(1, self.nbytes_of(kind))))
+            wanted = max(0.0, wanted - self.nbytes_of(some))
+            chosen |= some
         return chosen
 
     def _spread_evenly(self, blocks: Sequence[int], share: float) -> set[int]:
