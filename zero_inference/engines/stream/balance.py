@@ -111,7 +111,9 @@ def bytes_for_link(plan: CoresPlan, residency: Residency, step: Step) -> int:
     ahead_s = step.whole - step.link - step.waited
     if rates is None or not plan.automatic or abs(ahead_s) <= LEAST_AHEAD * step.whole:
         return 0
-    if step.cores < LEAST_BUSY_SHARE * step.whole if ahead_s > 0 else plan.attends:
+    if ahead_s > 0 and step.cores < LEAST_BUSY_SHARE * step.whole:
+        return 0
+    if ahead_s < 0 and plan.attends:
         return 0
     link, cores = rates.link_gb_per_s * 1e9, plan.in_steps_gb_per_s(residency, step.cores) * 1e9
     return int(ahead_s * link * cores / (link + cores))
