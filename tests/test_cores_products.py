@@ -78,8 +78,8 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
         return False
     if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
         return count < RESTORED_FROM or dtype == torch.float16
-    groups = matrix.group in (32, 64, 128, 256)
-    return instructions in ("avx512", "amx") and groups and count <= 4
+    in_vectors = count <= (16 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
+    return in_vectors and matrix.group in (32, 64, 128, 256)
 
 
 def quantized(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Matrix, tuple, torch.Tensor]:
@@ -236,7 +236,7 @@ def test_nothing_is_read_behind_the_end(instructions, use, at_the_end):
 
 
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 32), (8, 32), (4, 12), (8, 40), (4, 512), (8, 512)])
-@pytest.mark.parametrize("instructions", ["avx512", "amx", EMULATED])
+@pytest.mark.parametrize("instructions", ["avx2", "avx512", "amx", EMULATED])
 def test_bfloat16_codes_count_as_the_values_that_a_device_restores(instructions, bits, group_size, use):
     name = use(instructions)
     columns = group_size * 3

@@ -11,6 +11,8 @@ namespace {
 // From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
 // once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
+// With AVX2, whose restored codes are float32, it is so from here on: with 16 rows both are about as fast.
+constexpr int64_t kRowsForRestoredFloats = 17;
 // And with codes in fixed-point products: int4 and one row take 27.4 GB/s a core from the caches in vectors, 13.3 in tiles,
 // four rows 9.0 and 13.8. Others can be tried (benchmarks/cores_products.py --flags).
 #if !defined(ZERO_INFERENCE_ROWS_FOR_FIXED_TILES)
@@ -47,7 +49,10 @@ bool fixed_in_vectors(const Matrix& matrix) {
 }
 
 Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
-  if (instructions < Instructions::avx512 || matrix.dtype == Dtype::float32) return Form::float32;
+  if (instructions == Instructions::portable || matrix.dtype == Dtype::float32) return Form::float32;
+  if (instructions == Instructions::avx2) {
+    return count < kRowsForRestoredFloats && fixed_in_vectors(matrix) ? Form::fixed : Form::float32;
+  }
   const bool brain = matrix.dtype == Dtype::bfloat16;
   const bool amx = instructions == Instructions::amx;
   const bool fixed = fixed_in_tiles(matrix);

@@ -90,6 +90,25 @@ inline void split_pairs(Vector one, Vector two, Vector& even, Vector& odd) {
 
 #include "product_narrow.h"
 
+namespace {
+
+#include "product_fixed_narrow.h"
+
+}  // namespace
+
+void prepare_input(const Layout& layout, int64_t count, const void* x, Dtype x_dtype, int64_t stride, int64_t first,
+                   int64_t last, int64_t columns, void* input) {
+  const auto prepare = layout.form == Form::float32 ? prepare_float32 : layout.bits == 4 ? prepare_fixed<4> : prepare_fixed<8>;
+  prepare(layout, count, static_cast<const char*>(x), x_dtype, stride, first, last, columns, static_cast<char*>(input));
+}
+
+void product(const Matrix& matrix, const Layout& layout, int64_t count, const void* input, int64_t first, int64_t last,
+             float* out, int64_t stride, void* scratch) {
+  const char* const x = static_cast<const char*>(input);
+  if (layout.form == Form::fixed) return product_of_fixed(matrix, layout, count, x, first, last, out, stride);
+  product_float32(matrix, layout, count, x, first, last, out, stride, static_cast<char*>(scratch));
+}
+
 uint64_t read_bytes_sum(const void* data, int64_t bytes) {
   const char* const p = static_cast<const char*>(data);
   __m256i total[4] = {};

@@ -1,5 +1,5 @@
 // x as fixed-point numbers, for products with codes in integers. Included by product_avx512.cpp and product_amx.cpp behind
-// product_wide.h.
+// product_wide.h; product_fixed_narrow.h has its own for AVX2.
 //
 //   y = sum_s step[s] * (scale[s] * sum_k code[k] * n[k] + minimum[s] * sum_k n[k]), with x[k] = step[s] * n[k] for k in
 //   section s
@@ -24,22 +24,6 @@ struct FixedBlock {
   float steps[2];  // of its sections
   float sums[2];   // of its sections' values
 };
-
-// The power of two that 16 bits of numbers up to `most` are counted in, and its inverse.
-inline void find_step(__m512i magnitudes, float& step, float& inverse) {
-  constexpr float kOver = 32768.0f / 32639;  // 127 * 256 + 127 is the greatest number
-  const uint32_t most = _mm512_reduce_max_epu32(magnitudes);
-  float value;
-  __builtin_memcpy(&value, &most, 4);
-  value *= kOver;
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, 4);
-  const uint32_t exponent = bits >> 23;                 // 255 where the product is too large for float32
-  const uint32_t from = exponent < 15 ? 15 : exponent;  // below, the step would be no normal number
-  const uint32_t step_bits = most >= 0x7f800000u ? 0x7fc00000u : (from - 14) << 23, inverse_bits = (268 - from) << 23;
-  __builtin_memcpy(&step, &step_bits, 4);
-  __builtin_memcpy(&inverse, &inverse_bits, 4);
-}
 
 inline __m512i magnitude(Vector value) { return _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(0x7fffffff)); }
 
@@ -69,7 +53,7 @@ inline void fix_block(const Layout& layout, const char* x, Dtype dtype, int64_t 
   float sums[2];
   float inverse[2];
   for (int part = 0; part < 2; ++part) {
-    find_step(most[part], block.steps[part], inverse[part]);
+    find_step(_mm512_reduce_max_epu32(most[part]), block.steps[part], inverse[part]);
     __m512i numbers[2], upper[2], lower[2];
     for (int i = 0; i < 2; ++i) {
       numbers[i] = _mm512_cvtps_epi32(_mm512_mul_ps(values[part][i], broadcast(inverse[part])));

@@ -12,10 +12,6 @@ constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are ne
 template <int kBits>
 constexpr int64_t kChunkColumns = kChunkBytes * 8 / kBits;
 
-inline int64_t steps_at(const Layout& layout) { return layout.columns * 2; }
-
-inline int64_t sums_at(const Layout& layout) { return steps_at(layout) + layout.columns * layout.bits / 8; }
-
 template <int kBits>
 void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_dtype, int64_t stride, int64_t first,
                    int64_t last, int64_t columns, char* input) {

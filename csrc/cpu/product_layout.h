@@ -106,6 +106,26 @@ static inline int64_t input_stride(const Layout& layout) {
   return layout.columns * 2 + layout.columns * layout.bits / 8 + sums + kRowGap;
 }
 
+// Of such a row where x is in fixed-point numbers: where their steps begin, and where the sums over groups.
+static inline int64_t steps_at(const Layout& layout) { return layout.columns * 2; }
+static inline int64_t sums_at(const Layout& layout) { return steps_at(layout) + layout.columns * layout.bits / 8; }
+
+// The power of two that 16 bits of numbers up to `most`, the bits of a float32 without its sign, are counted in, and its
+// inverse.
+static inline void find_step(uint32_t most, float& step, float& inverse) {
+  constexpr float kOver = 32768.0f / 32639;  // 127 * 256 + 127 is the greatest number
+  float value;
+  __builtin_memcpy(&value, &most, 4);
+  value *= kOver;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint32_t exponent = bits >> 23;                 // 255 where the product is too large for float32
+  const uint32_t from = exponent < 15 ? 15 : exponent;  // below, the step would be no normal number
+  const uint32_t step_bits = most >= 0x7f800000u ? 0x7fc00000u : (from - 14) << 23, inverse_bits = (268 - from) << 23;
+  __builtin_memcpy(&step, &step_bits, 4);
+  __builtin_memcpy(&inverse, &inverse_bits, 4);
+}
+
 static inline bool in_tiles(const Layout& layout) {
   return layout.form == Form::tiles || layout.form == Form::split_tiles || layout.form == Form::restored_tiles ||
          layout.form == Form::fixed_tiles;
