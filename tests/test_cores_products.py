@@ -78,7 +78,7 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
         return False
     if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
         return count < RESTORED_FROM or dtype == torch.float16
-    in_vectors = count <= (16 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
+    in_vectors = count <= (8 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
     return in_vectors and matrix.group in (32, 64, 128, 256)
 
 
@@ -172,6 +172,22 @@ def test_row_ranges_strides_and_threads(instructions, use):
             for out, threads in zip(outs, (1, 3), strict=True):
                 products.multiply_rows(matrix, x, 0, 133, out, name, threads)
             assert torch.equal(*outs), "threads change nothing"
+
+
+@pytest.mark.parametrize("group_size, columns", [(32, 1120), (64, 832), (256, 768)])
+@pytest.mark.parametrize("instructions", SETS)
+def test_an_input_that_several_threads_prepare(instructions, group_size, columns, use):
+    """Rows enough for several tasks, of which each thread prepares its part of the columns."""
+    name = use(instructions)
+    for bits in (8, 4):
+        matrix, kept, restored = quantized(a_weight(1203, columns, torch.bfloat16), bits, group_size)
+        for count in (1, 6):
+            x = an_input(count, columns, torch.float32)
+            outs = [torch.full((count, 1203), float("nan")) for _ in range(2)]
+            for out, threads in zip(outs, (1, 3), strict=True):
+                products.multiply_rows(matrix, x, 0, 1203, out, name, threads)
+            assert torch.equal(*outs) and outs[0].isfinite().all()
+            check(matrix, restored, x.bfloat16(), name, threads=3)
 
 
 @pytest.mark.parametrize("instructions", SETS)

@@ -11,8 +11,8 @@ namespace {
 // From so many rows of x on tiles are faster than vectors, which do one row's work at a time; and with vectors, restoring codes
 // once for all rows is faster than scaling each row's sums.
 constexpr int64_t kRowsForTiles = 5;
-// With AVX2, whose restored codes are float32, it is so from here on: with 16 rows both are about as fast.
-constexpr int64_t kRowsForRestoredFloats = 17;
+// With AVX2, restoring codes as float32 is as fast from about 16 rows on, of narrow weights from fewer.
+constexpr int64_t kRowsForRestoredFloats = 9;
 // And with codes in fixed-point products: int4 and one row take 27.4 GB/s a core from the caches in vectors, 13.3 in tiles,
 // four rows 9.0 and 13.8. Others can be tried (benchmarks/cores_products.py --flags).
 #if !defined(ZERO_INFERENCE_ROWS_FOR_FIXED_TILES)

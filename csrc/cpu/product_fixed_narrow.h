@@ -1,51 +1,66 @@
-// Products of codes with fixed-point x in vectors of 16 words. Included by product_avx2.cpp behind product_narrow.h.
+// Products of codes with fixed-point x in 16-bit numbers. Included by product_avx2.cpp behind product_narrow.h.
 //
-// What product_fixed_input.h says of x holds here, too, but its numbers stay whole: an instruction multiplies 16 words with 16
-// and adds the products up in pairs, without an error. Columns are taken 32 at a time, and in int4 those of even place come
+// Sections and steps are those of product_fixed_input.h, but the numbers stay whole: an instruction multiplies 16 of them with
+// 16 codes and adds the products up in pairs, exactly. Columns are taken 32 at a time, and in int4 those of even place come
 // before those of odd ones, as codes are opened. A row of the prepared input has the numbers, then for each section its step,
 // then the sums of x over groups.
 
-constexpr int64_t kUnit = 32;     // columns
+constexpr int64_t kUnit = 32;  // columns
+constexpr int64_t kMostSectionColumns = 64;
 constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed, at least
 
-inline int64_t section_columns(const Layout& layout) { return 64 / layout.sections; }
+inline int64_t section_columns(const Layout& layout) { return kMostSectionColumns / layout.sections; }
 
-// The number of column `i` of a section lies there.
+// 16 numbers of 32 bits as 16 bits, in their order.
+inline void put_words(__m256i one, __m256i two, int16_t* to) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(one, two), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
+}
+
 template <int kBits>
-inline int64_t number_at(int64_t i) {
-  return kBits == 8 ? i : i / kUnit * kUnit + i % 2 * (kUnit / 2) + i % kUnit / 2;
+inline void put_unit(const __m256i* whole, int16_t* to) {
+  if constexpr (kBits == 8) {
+    put_words(whole[0], whole[1], to);
+    put_words(whole[2], whole[3], to + 16);
+  } else {
+    Vector even[2], odd[2];
+    for (int i = 0; i < 2; ++i) {
+      split_pairs(_mm256_castsi256_ps(whole[2 * i]), _mm256_castsi256_ps(whole[2 * i + 1]), even[i], odd[i]);
+    }
+    put_words(_mm256_castps_si256(even[0]), _mm256_castps_si256(even[1]), to);
+    put_words(_mm256_castps_si256(odd[0]), _mm256_castps_si256(odd[1]), to + 16);
+  }
 }
 
 // Columns [k, k + size), zeros from `columns` on. Returns the sum of their values.
 template <int kBits>
 inline float fix_section(const char* x, Dtype dtype, int64_t k, int64_t size, int64_t columns, int16_t* numbers, float* step) {
-  float values[64];
-  for (int64_t i = 0; i < size; i += 2 * kLanes) {
-    Vector one, two;
-    two_vectors(x, dtype, k + i, columns, one, two);
-    store(values + i, one);
-    store(values + i + kLanes, two);
+  constexpr int64_t kMostVectors = kMostSectionColumns / kLanes;
+  Vector values[kMostVectors];
+  __m256i most = _mm256_setzero_si256();
+  for (int64_t i = 0; i < size / kLanes; i += 2) {
+    two_vectors(x, dtype, k + i * kLanes, columns, values[i], values[i + 1]);
+    for (int64_t j = i; j < i + 2; ++j) {
+      const __m256i magnitudes = _mm256_and_si256(_mm256_castps_si256(values[j]), _mm256_set1_epi32(0x7fffffff));
+      most = _mm256_max_epu32(most, magnitudes);
+    }
   }
-  uint32_t most = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, values + i, 4);
-    bits &= 0x7fffffffu;
-    most = bits > most ? bits : most;
-  }
+  uint32_t each[kLanes], greatest = 0;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(each), most);
+  for (const uint32_t one : each) greatest = one > greatest ? one : greatest;
   float inverse;
-  find_step(most, *step, inverse);
-  int32_t whole[64];
-  int32_t total = 0;
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const __m256i some = _mm256_cvtps_epi32(_mm256_mul_ps(load(values + i), broadcast(inverse)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(whole + i), some);
+  find_step(greatest, *step, inverse);
+  if (greatest == 0) *step = 0;  // else its product with a scale would be no normal number, which is slow
+  __m256i total = _mm256_setzero_si256();
+  for (int64_t i = 0; i < size / kLanes; i += 4) {
+    __m256i whole[4];
+    for (int64_t j = 0; j < 4; ++j) {
+      whole[j] = _mm256_cvtps_epi32(_mm256_mul_ps(values[i + j], broadcast(inverse)));
+      total = _mm256_add_epi32(total, whole[j]);
+    }
+    put_unit<kBits>(whole, numbers + i * kLanes);
   }
-  for (int64_t i = 0; i < size; ++i) {
-    numbers[number_at<kBits>(i)] = static_cast<int16_t>(whole[i]);
-    total += static_cast<int16_t>(whole[i]);
-  }
-  return static_cast<float>(total) * *step;
+  return sum(_mm256_cvtepi32_ps(total)) * *step;  // whole numbers of 22 bits: no sum is rounded
 }
 
 template <int kBits>
@@ -66,7 +81,7 @@ void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_d
   }
 }
 
-// Of 32 columns: the codes of two vectors of numbers.
+// Opens 32 columns of codes, for two vectors of numbers.
 template <int kBits>
 [[gnu::always_inline]] inline void open_codes(const char* p, __m256i* codes) {
   if constexpr (kBits == 8) {
@@ -79,70 +94,68 @@ template <int kBits>
   }
 }
 
-// Rows of a weight that are multiplied together, and what is asked for ahead.
-template <int kTogether>
-struct RowsOfCodes {
-  const char* codes[kTogether];
-  const char* scales[kTogether];
-  const char* minima[kTogether];
+// Two rows of a weight, and what is asked for ahead.
+struct TwoRows {
+  const char* codes[2];
+  const char* scales[2];
+  const char* minima[2];
   int64_t ahead, scales_ahead;
 };
 
 // Adds a section's products, of columns from `k` on.
-template <int kCount, int kTogether, int kBits, int kUnits>
-[[gnu::always_inline]] inline void add_section(const RowsOfCodes<kTogether>& rows, int64_t k, const float* scales,
-                                               const char* x, const char* step, int64_t x_stride, Vector (*total)[kCount]) {
-  __m256i sums[kTogether][kCount];
+template <int kCount, int kBits, int kUnits>
+[[gnu::always_inline]] inline void add_section(const TwoRows& rows, int64_t k, const float* scales, const char* x,
+                                               const char* step, int64_t x_stride, Vector (*total)[kCount]) {
+  __m256i sums[2][kCount];
 #pragma GCC unroll 2
   for (int unit = 0; unit < kUnits; ++unit) {
-    __m256i codes[kTogether][2];
+    __m256i codes[2][2];
 #pragma GCC unroll 2
-    for (int r = 0; r < kTogether; ++r) {
+    for (int r = 0; r < 2; ++r) {
       const char* const p = rows.codes[r] + (k + unit * kUnit) * kBits / 8;
       if (unit == 0) ask_for(p + rows.ahead);
       open_codes<kBits>(p, codes[r]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
     for (int m = 0; m < kCount; ++m) {
       const __m256i* const numbers = reinterpret_cast<const __m256i*>(x + m * x_stride + (k + unit * kUnit) * 2);
       const __m256i one = _mm256_loadu_si256(numbers), two = _mm256_loadu_si256(numbers + 1);
 #pragma GCC unroll 2
-      for (int r = 0; r < kTogether; ++r) {
+      for (int r = 0; r < 2; ++r) {
         const __m256i both = _mm256_add_epi32(_mm256_madd_epi16(codes[r][0], one), _mm256_madd_epi16(codes[r][1], two));
         sums[r][m] = unit == 0 ? both : _mm256_add_epi32(sums[r][m], both);
       }
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
   for (int m = 0; m < kCount; ++m) {
     const Vector of_x = _mm256_broadcast_ss(reinterpret_cast<const float*>(step + m * x_stride));
 #pragma GCC unroll 2
-    for (int r = 0; r < kTogether; ++r) {
+    for (int r = 0; r < 2; ++r) {
       const Vector factor = _mm256_mul_ps(of_x, _mm256_broadcast_ss(scales + r * kLanes));
       total[r][m] = fused(_mm256_cvtepi32_ps(sums[r][m]), factor, total[r][m]);
     }
   }
 }
 
-template <int kCount, int kTogether, int kBits, int kUnits, Dtype kDtype>
-[[gnu::always_inline]] inline void multiply_fixed(const Matrix& matrix, const Layout& layout,
-                                                  const RowsOfCodes<kTogether>& rows, const char* input,
-                                                  Vector (*total)[kCount]) {
+template <int kCount, int kBits, int kUnits, Dtype kDtype>
+[[gnu::always_inline]] inline void multiply_fixed(const Matrix& matrix, const Layout& layout, const TwoRows& rows,
+                                                  const char* input, Vector (*total)[kCount]) {
   const int64_t x_stride = input_stride(layout), groups = groups_in(matrix, matrix.columns);
   const char* const steps = input + steps_at(layout);
   const char* const sums = input + sums_at(layout);
   int64_t k = 0;
   for (int64_t g = 0; g < groups; g += kLanes) {
     const int64_t some = groups - g < kLanes ? groups - g : kLanes;
-    float scales[kTogether * kLanes];
+    float scales[2 * kLanes];
 #pragma GCC unroll 2
-    for (int r = 0; r < kTogether; ++r) {
+    for (int r = 0; r < 2; ++r) {
       const char *const scale = rows.scales[r] + g * 2, *const minimum = rows.minima[r] + g * 2;
       ask_for(scale + rows.scales_ahead);
       ask_for(minimum + rows.scales_ahead);
       store(scales + r * kLanes, some == kLanes ? from<kDtype>(scale) : from_part<kDtype>(scale, some));
       const Vector minima = some == kLanes ? from<kDtype>(minimum) : from_part<kDtype>(minimum, some);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int m = 0; m < kCount; ++m) {
         total[r][m] = fused(minima, load(reinterpret_cast<const float*>(sums + m * x_stride) + g), total[r][m]);
       }
@@ -150,37 +163,35 @@ template <int kCount, int kTogether, int kBits, int kUnits, Dtype kDtype>
     for (int64_t i = 0; i < some; ++i) {
       for (const int64_t end = k + matrix.group; k < end; k += kUnits * kUnit) {
         const char* const step = steps + k / (kUnits * kUnit) * 4;
-        add_section<kCount, kTogether, kBits, kUnits>(rows, k, scales + i, input, step, x_stride, total);
+        add_section<kCount, kBits, kUnits>(rows, k, scales + i, input, step, x_stride, total);
       }
     }
   }
 }
 
 // `kCount` rows of x from row `m` on.
-template <int kCount, int kTogether, int kBits, int kUnits, Dtype kDtype>
-[[gnu::noinline]] void multiply_rows(const Matrix& matrix, const Layout& layout, const RowsOfCodes<kTogether>& rows,
-                                     const char* input, float* out, int64_t stride, int64_t some) {
-  Vector total[kTogether][kCount];
-#pragma GCC unroll 4
-  for (int i = 0; i < kTogether * kCount; ++i) total[i / kCount][i % kCount] = zero();
-  multiply_fixed<kCount, kTogether, kBits, kUnits, kDtype>(matrix, layout, rows, input, total);
-#pragma GCC unroll 4
+template <int kCount, int kBits, int kUnits, Dtype kDtype>
+[[gnu::noinline]] void multiply_rows(const Matrix& matrix, const Layout& layout, const TwoRows& rows, const char* input,
+                                     float* out, int64_t stride, int64_t rows_left) {
+  Vector total[2][kCount];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
+  multiply_fixed<kCount, kBits, kUnits, kDtype>(matrix, layout, rows, input, total);
+#pragma GCC unroll 2
   for (int m = 0; m < kCount; ++m) {
     out[m * stride] = sum(total[0][m]);
-    if constexpr (kTogether == 2) {
-      if (some > 1) out[m * stride + 1] = sum(total[1][m]);
-    }
+    if (rows_left > 1) out[m * stride + 1] = sum(total[1][m]);
   }
 }
 
-// Two rows of the weight at a time times all rows of x, one, two or four together: then there are registers for all sums.
+// Two rows of the weight at a time, with two rows of x or the last one alone, so that all sums stay in registers.
 template <int kBits, int kUnits, Dtype kDtype>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                       float* out, int64_t stride) {
   const int64_t row_bytes = matrix.columns * kBits / 8, row_scales = groups_in(matrix, matrix.columns) * 2;
   const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2), x_stride = input_stride(layout);
   for (int64_t row = first; row < last; row += 2) {
-    RowsOfCodes<2> rows;
+    TwoRows rows;
     for (int r = 0; r < 2; ++r) {
       const int64_t here = row + r < last ? row + r : row;
       rows.codes[r] = values_at(matrix, here, 0);
@@ -190,14 +201,14 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
     const bool more = row + 1 + rows_ahead < last;
     rows.ahead = more ? rows_ahead * row_bytes : 0;
     rows.scales_ahead = more ? rows_ahead * row_scales : 0;
-    const int64_t some = last - row;
+    const int64_t left = last - row;
     float* const to = out + row - first;
     int64_t m = 0;
     for (; m + 2 <= count; m += 2) {
-      multiply_rows<2, 2, kBits, kUnits, kDtype>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, some);
+      multiply_rows<2, kBits, kUnits, kDtype>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, left);
     }
     if (m < count) {
-      multiply_rows<1, 2, kBits, kUnits, kDtype>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, some);
+      multiply_rows<1, kBits, kUnits, kDtype>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, left);
     }
   }
 }
@@ -213,8 +224,8 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
 
 inline void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
                              int64_t last, float* out, int64_t stride) {
-  const bool two = layout.sections == 1;  // units in a section
-  const auto multiply = matrix.bits == 4 ? (two ? product_of_fixed<4, 2> : product_of_fixed<4, 1>)
-                                         : (two ? product_of_fixed<8, 2> : product_of_fixed<8, 1>);
+  const bool two_units = layout.sections == 1;  // in a section
+  const auto multiply = matrix.bits == 4 ? (two_units ? product_of_fixed<4, 2> : product_of_fixed<4, 1>)
+                                         : (two_units ? product_of_fixed<8, 2> : product_of_fixed<8, 1>);
   multiply(matrix, layout, count, input, first, last, out, stride);
 }

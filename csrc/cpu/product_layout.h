@@ -10,10 +10,10 @@
 namespace zero_inference::cpu {
 
 enum class Form : int32_t {
-  float32,        // [count][columns]; products in float32
-  fixed,          // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h)
-  bfloat16,       // [count][columns]; products of bfloat16 pairs, summed up in float32
-  tiles,          // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
+  float32,   // [count][columns]; products in float32
+  fixed,     // [count], each row in fixed-point numbers, their steps, and sums over groups (product_fixed_vectors.h, _narrow.h)
+  bfloat16,  // [count][columns]; products of bfloat16 pairs, summed up in float32
+  tiles,     // [blocks of 16 rows of x][blocks of 32 columns], 1 KiB each: 16 pairs of columns, of each row one pair
   split_tiles,    // likewise, and each value in two bfloat16 terms
   fixed_tiles,    // tiles of fixed-point numbers, their steps, and sums over sections (product_fixed_tiles.h)
   restored_tiles  // tiles, and int4 in the order of nibbles; products with codes that are restored strip by strip
