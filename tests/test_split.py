@@ -72,19 +72,17 @@ def test_feed_forwards_come_first(share, attention, forward):
 
     placed = residency().with_shares_computed(0, share)
     assert numbers(placed.computed) == (attention, forward) and placed.meetings == 2 * attention + forward
-    able = range(20)
-    fewer = placed.with_work_moved(3 * GB, able)
+    candidates = range(20)
+    fewer = placed.with_work_moved(3 * GB, candidates)
     assert numbers(placed.computed - fewer.computed) == (min(3, attention), 0 if attention else 2), "and go last"
-    more = placed.with_work_moved(-3 * GB, able)
-    assert placed.computed <= more.computed and len(more.computed & set(placed.fetched)) == len(
-        more.computed - placed.computed
-    )
+    more = placed.with_work_moved(-3 * GB, candidates)
+    assert placed.computed <= more.computed
     left = 10 - forward
     assert numbers(more.computed - placed.computed) == (
         min(10 - attention, 3 - 2 * min(1, left)) if left < 2 else 0,
         min(2, left),
     )
-    assert placed.with_work_moved(-3 * GB, ()) is placed and placed.with_work_moved(0, able) is placed
+    assert placed.with_work_moved(-3 * GB, ()) is placed and placed.with_work_moved(0, candidates) is placed
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,6 @@ def test_who_is_done_first_gets_more_of_the_work(step, moved):
     assert found == pytest.approx(moved, rel=0.01)
     after = placed.with_work_moved(found, range(200))
     assert placed.nbytes_of(placed.computed) - after.nbytes_of(after.computed) == pytest.approx(moved, abs=GB // 10)
-    assert bytes_for_link(replace(plan, automatic=False), placed, step) == 0, "a share that was asked for stays"
 
 
 def test_where_the_cores_attend_they_get_no_more_work():
@@ -239,6 +236,11 @@ def test_work_goes_to_the_cores_where_the_device_waits_for_the_link(monkeypatch)
 def test_where_nothing_is_fetched_nothing_is_looked_at(monkeypatch):
     placed = fine(1.0)
     assert not placed.fetched and corrected(watched(monkeypatch, AUTOMATIC, []), placed) == [placed]
+
+
+def test_a_share_that_was_asked_for_stays(monkeypatch):
+    placed = fine(0.8)
+    assert corrected(watched(monkeypatch, replace(AUTOMATIC, automatic=False), [FIFTY] * 9), placed) == [placed]
 
 
 def test_a_division_that_is_right_stays(monkeypatch):

@@ -7,7 +7,8 @@
 
 constexpr int64_t kUnit = 32;  // columns
 constexpr int64_t kMostSectionColumns = 64;
-constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed, at least
+
+#include "product_fixed_rows.h"
 
 inline int64_t section_columns(const Layout& layout) { return kMostSectionColumns / layout.sections; }
 
@@ -93,14 +94,6 @@ template <int kBits>
     codes[1] = _mm256_srli_epi16(both, 4);
   }
 }
-
-// Two rows of a weight, and what is asked for ahead.
-struct TwoRows {
-  const char* codes[2];
-  const char* scales[2];
-  const char* minima[2];
-  int64_t ahead, scales_ahead;
-};
 
 // Adds a section's products, of columns from `k` on.
 template <int kCount, int kBits, int kUnits>
@@ -188,19 +181,8 @@ template <int kCount, int kBits, int kUnits, Dtype kDtype>
 template <int kBits, int kUnits, Dtype kDtype>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first, int64_t last,
                       float* out, int64_t stride) {
-  const int64_t row_bytes = matrix.columns * kBits / 8, row_scales = groups_in(matrix, matrix.columns) * 2;
-  const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2), x_stride = input_stride(layout);
-  for (int64_t row = first; row < last; row += 2) {
-    TwoRows rows;
-    for (int r = 0; r < 2; ++r) {
-      const int64_t here = row + r < last ? row + r : row;
-      rows.codes[r] = values_at(matrix, here, 0);
-      rows.scales[r] = static_cast<const char*>(matrix.scales) + here * row_scales;
-      rows.minima[r] = static_cast<const char*>(matrix.minima) + here * row_scales;
-    }
-    const bool more = row + 1 + rows_ahead < last;
-    rows.ahead = more ? rows_ahead * row_bytes : 0;
-    rows.scales_ahead = more ? rows_ahead * row_scales : 0;
+  const int64_t x_stride = input_stride(layout);
+  for_two_rows<kBits>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
     const int64_t left = last - row;
     float* const to = out + row - first;
     int64_t m = 0;
@@ -210,7 +192,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, int64_t count,
     if (m < count) {
       multiply_rows<1, kBits, kUnits, kDtype>(matrix, layout, rows, input + m * x_stride, to + m * stride, stride, left);
     }
-  }
+  });
 }
 
 template <int kBits, int kUnits>

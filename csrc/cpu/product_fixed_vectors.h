@@ -7,7 +7,8 @@
 // over groups.
 
 constexpr int64_t kChunkBytes = 64;
-constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed, at least
+
+#include "product_fixed_rows.h"
 
 template <int kBits>
 constexpr int64_t kChunkColumns = kChunkBytes * 8 / kBits;
@@ -38,14 +39,6 @@ void prepare_fixed(const Layout& layout, int64_t count, const char* x, Dtype x_d
     }
   }
 }
-
-// Two rows of a weight, and what is asked for ahead.
-struct TwoRows {
-  const char* codes[2];
-  const char* scales[2];
-  const char* minima[2];
-  int64_t ahead, scales_ahead;
-};
 
 // Which of 16 scales belongs to which of a chunk's sums, chunk after chunk.
 template <int kBits>
@@ -144,19 +137,7 @@ template <int kCount, int kBits, Dtype kDtype>
 template <int kCount, int kBits, Dtype kDtype>
 void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* input, int64_t first, int64_t last, float* out,
                       int64_t stride) {
-  const int64_t row_bytes = matrix.columns * kBits / 8, row_scales = groups_in(matrix, matrix.columns) * 2;
-  const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2);
-  for (int64_t row = first; row < last; row += 2) {
-    TwoRows rows;
-    for (int r = 0; r < 2; ++r) {
-      const int64_t here = row + r < last ? row + r : row;
-      rows.codes[r] = values_at(matrix, here, 0);
-      rows.scales[r] = static_cast<const char*>(matrix.scales) + here * row_scales;
-      rows.minima[r] = static_cast<const char*>(matrix.minima) + here * row_scales;
-    }
-    const bool more = row + 1 + rows_ahead < last;
-    rows.ahead = more ? rows_ahead * row_bytes : 0;
-    rows.scales_ahead = more ? rows_ahead * row_scales : 0;
+  for_two_rows<kBits>(matrix, first, last, [&](const TwoRows& rows, int64_t row) {
     Vector total[2][kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
@@ -166,7 +147,7 @@ void product_of_fixed(const Matrix& matrix, const Layout& layout, const char* in
       out[m * stride + row - first] = sum(total[0][m]);
       if (row + 1 < last) out[m * stride + row + 1 - first] = sum(total[1][m]);
     }
-  }
+  });
 }
 
 template <int kCount>

@@ -30,7 +30,8 @@ class Balance:
 
     def __init__(self, team: CoreTeam | None, timeline: Timeline):
         self.team, self.timeline = team, timeline
-        self.passes, self.looks, self.done = 0, 0, False
+        self.passes, self.looks = 0, 0
+        self.done = team is None or not team.plan.automatic  # a share that was asked for stays
         self.start = 0.0, 0.0
         self.first = 1  # call of the model that is looked at
 
@@ -100,7 +101,6 @@ def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> fl
 
 def bytes_for_link(plan: CoresPlan, residency: Residency, step: Step) -> int:
     """Bytes of the cores' work that the link takes over, so that both end a step together; negative where the cores take over the link's.
-    0 where a share was asked for.
 
     The plan does not know how long the device computes for itself, in which the cores cannot work. A step takes that, the cores' work
     and the time that the device waits for the link. So without that wait the cores would be done `step.waited` earlier, and the link
@@ -109,7 +109,7 @@ def bytes_for_link(plan: CoresPlan, residency: Residency, step: Step) -> int:
     """
     rates = plan.rates
     ahead_s = step.whole - step.link - step.waited
-    if rates is None or not plan.automatic or abs(ahead_s) <= LEAST_AHEAD * step.whole:
+    if rates is None or abs(ahead_s) <= LEAST_AHEAD * step.whole:
         return 0
     if ahead_s > 0 and step.cores < LEAST_BUSY_SHARE * step.whole:
         return 0

@@ -250,7 +250,7 @@ class BlockFeeder:
 
     def _acquire(self, index: int) -> int:
         def acquire() -> int:
-            reached = self.timeline.block_reached()
+            reached = None if self.balance.done else self.timeline.block_reached()
             slot = self.ring.acquire(index)
             self.timeline.block_begins(index, reached)
             return slot

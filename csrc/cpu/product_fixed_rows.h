@@ -1,0 +1,32 @@
+// The rows of a weight of codes that are multiplied together with fixed-point x in vectors. Included by product_fixed_vectors.h
+// and product_fixed_narrow.h, in the namespace of their set.
+
+constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are needed, at least
+
+// Two rows of a weight, and what is asked for ahead.
+struct TwoRows {
+  const char* codes[2];
+  const char* scales[2];
+  const char* minima[2];
+  int64_t ahead, scales_ahead;
+};
+
+// Calls work(rows, row) for rows [first, last), two at a time; an odd last one is there twice.
+template <int kBits, typename Function>
+[[gnu::always_inline]] inline void for_two_rows(const Matrix& matrix, int64_t first, int64_t last, const Function& work) {
+  const int64_t row_bytes = matrix.columns * kBits / 8, row_scales = groups_in(matrix, matrix.columns) * 2;
+  const int64_t rows_ahead = round_up((kAhead + row_bytes - 1) / row_bytes, 2);
+  for (int64_t row = first; row < last; row += 2) {
+    TwoRows rows;
+    for (int r = 0; r < 2; ++r) {
+      const int64_t here = row + r < last ? row + r : row;
+      rows.codes[r] = values_at(matrix, here, 0);
+      rows.scales[r] = static_cast<const char*>(matrix.scales) + here * row_scales;
+      rows.minima[r] = static_cast<const char*>(matrix.minima) + here * row_scales;
+    }
+    const bool more = row + 1 + rows_ahead < last;
+    rows.ahead = more ? rows_ahead * row_bytes : 0;
+    rows.scales_ahead = more ? rows_ahead * row_scales : 0;
+    work(rows, row);
+  }
+}
