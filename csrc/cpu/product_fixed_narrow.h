@@ -167,7 +167,7 @@ template <int kCount, int kBits, int kUnits, Dtype kDtype>
 [[gnu::noinline]] void multiply_rows(const Matrix& matrix, const Layout& layout, const TwoRows& rows, const char* input,
                                      float* out, int64_t stride, int64_t rows_left) {
   Vector total[2][kCount];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int i = 0; i < 2 * kCount; ++i) total[i / kCount][i % kCount] = zero();
   multiply_fixed<kCount, kBits, kUnits, kDtype>(matrix, layout, rows, input, total);
 #pragma GCC unroll 2
