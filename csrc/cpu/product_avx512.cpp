@@ -16,6 +16,8 @@ namespace {
 
 #include "product_wide.h"
 
+#include "product_panel.h"
+
 #include "product_direct.h"
 
 #include "product_fixed_input.h"
@@ -24,6 +26,7 @@ namespace {
 
 // Products of bfloat16 pairs. What a code stands for is rounded to bfloat16, as a device does that has the weight so.
 struct Bfloat16 {
+  static constexpr Dtype kDtype = Dtype::bfloat16;
   static constexpr int64_t kBytes = 2;
   static constexpr int64_t kBlock = kBlockBytes / kBytes;
 

@@ -12,6 +12,8 @@ inline Vector from_part(const char* p, int64_t count) {
   return from<kDtype>(part);
 }
 
+#include "product_panel.h"
+
 #include "product_direct.h"
 
 }  // namespace

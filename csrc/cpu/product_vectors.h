@@ -1,19 +1,16 @@
-// Products in vectors, for any instruction set. Included by product_narrow.h and product_wide.h in an unnamed namespace, behind
+// What products in vectors have in common, for any instruction set. Included by product_narrow.h and product_wide.h in an
+// unnamed namespace, behind
 //
-//   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x one pass over the panel multiplies
+//   Vector, kLanes, kTokens             a float32 vector, its lanes, and how many rows of x are multiplied together
 //   zero, broadcast, load, store, fused, sum
 //   from_half, from_brain               kLanes float16 or bfloat16 to float32; from_part is defined behind it
 //   rounded<dtype>                      float32 as that dtype would keep it
 //   Group, group_of<dtype>(scale, minimum), restore_bytes<dtype>, restore_pairs<dtype>   codes to float32, from kLanes bytes
 //   split_pairs(one, two, even, odd)    elements of even and odd place
 //
-// A few rows of the weight are restored into a panel in the L1 cache, a block of columns at a time, and multiplied there with
-// all rows of x. What a code stands for is rounded to the dtype of its scale, so that these are the values that a device
-// restores. While a block is restored, the next one is asked for from memory: the processor itself reads ahead only to the end
-// of a page of 4 KiB.
+// What a code stands for is rounded to the dtype of its scale, so that these are the values that a device restores.
 
 constexpr int64_t kVectorBytes = kLanes * 4;
-constexpr int kRows = 4;  // of the weight in a panel
 
 // Into the L2 cache: L1 holds the panel and x. Other places can be tried (benchmarks/cores_products.py --flags): 3 is L1, 0
 // past the caches, -1 does not ask.
@@ -141,127 +138,6 @@ inline void restore_one_by_one(const Matrix& matrix, int64_t row, int64_t k, int
   }
   for (int64_t i = count; i < padded; ++i) out[i] = 0;
   for (int64_t i = 0; i < padded; i += kLanes) store(out + i, rounded(matrix.dtype, load(out + i)));
-}
-
-// Products of float32.
-struct Float32 {
-  static constexpr int64_t kBytes = 4;
-  static constexpr int64_t kBlock = kBlockBytes / kBytes;
-
-  static Vector step(Vector total, const char* weight, const char* x) {
-    return fused(load(reinterpret_cast<const float*>(weight)), load(reinterpret_cast<const float*>(x)), total);
-  }
-
-  template <Dtype kDtype>
-  static void restore_groups(const Matrix& matrix, int64_t row, int64_t k, int64_t count, float* out, const char* next) {
-    const Scales<kBlock / kLanes + 2> scales(matrix, row, k, count);
-    const uint8_t* const codes = reinterpret_cast<const uint8_t*>(values_at(matrix, row, k));
-    int64_t left = left_in_group(matrix, k);
-    int64_t index = 0;
-    Group group = group_of<kDtype>(scales.scale[0], scales.minimum[0]);
-    const int64_t step = matrix.bits == 8 ? kLanes : 2 * kLanes;
-    for (int64_t i = 0; i < count; i += step, left -= step) {
-      if (left == 0) {
-        ++index;
-        left = matrix.group;
-        group = group_of<kDtype>(scales.scale[index], scales.minimum[index]);
-      }
-      if (matrix.bits == 8) {
-        ask_for(next + i);
-        store(out + i, restore_bytes<kDtype>(codes + i, group));
-      } else {
-        ask_for(next + i / 2);
-        Vector even, odd;
-        restore_pairs<kDtype>(codes + i / 2, group, even, odd);
-        store(out + i, even);
-        store(out + i + kLanes, odd);
-      }
-    }
-  }
-
-  // Columns [k, k + count) of a row into `out`, with zeros up to `padded`.
-  static void restore(const Matrix& matrix, const Layout& layout, int64_t row, int64_t k, int64_t count, int64_t padded,
-                      char* panel, const char* next) {
-    float* const out = reinterpret_cast<float*>(panel);
-    if (matrix.bits == 0) return widen(matrix.dtype, values_at(matrix, row, k), count, padded, out, next);
-    if (!layout.vectors) return restore_one_by_one(matrix, row, k, count, padded, out);
-    if (matrix.dtype == Dtype::float32) restore_groups<Dtype::float32>(matrix, row, k, count, out, next);
-    if (matrix.dtype == Dtype::float16) restore_groups<Dtype::float16>(matrix, row, k, count, out, next);
-    if (matrix.dtype == Dtype::bfloat16) restore_groups<Dtype::bfloat16>(matrix, row, k, count, out, next);
-    for (int64_t i = count; i < padded; i += kLanes) store(out + i, zero());
-  }
-};
-
-// `bytes` of the panel's kRows rows times as many of kCount rows of x, added to sums [kCount][kRows] of vectors. Few sums are
-// done as kTurns that do not wait for each other.
-template <class Product, int kCount, int kTurns>
-inline void multiply(const char* panel, const char* x, int64_t x_stride, int64_t bytes, float* sums, bool first) {
-  constexpr int64_t kPanelStride = kBlockBytes + kRowGap;
-  Vector total[kTurns][kCount][kRows];
-#pragma GCC unroll 16
-  for (int i = 0; i < kTurns * kCount * kRows; ++i) total[i / (kCount * kRows)][i / kRows % kCount][i % kRows] = zero();
-  for (int64_t at = 0; at < bytes; at += kTurns * kVectorBytes) {
-#pragma GCC unroll 2
-    for (int turn = 0; turn < kTurns; ++turn) {
-#pragma GCC unroll 4
-      for (int m = 0; m < kCount; ++m) {
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-          const int64_t here = at + turn * kVectorBytes;
-          total[turn][m][r] = Product::step(total[turn][m][r], panel + r * kPanelStride + here, x + m * x_stride + here);
-        }
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < kCount * kRows; ++i) {
-    Vector value = total[0][i / kRows][i % kRows];
-    if constexpr (kTurns == 2) value = value + total[1][i / kRows][i % kRows];
-    if (!first) value = value + load(sums + i * kLanes);
-    store(sums + i * kLanes, value);
-  }
-}
-
-template <class Product>
-inline void multiply_all(const char* panel, const char* x, int64_t x_stride, int64_t count, int64_t bytes, float* sums,
-                         bool first) {
-  int64_t m = 0;
-  if constexpr (kTokens == 4) {
-    for (; m + 4 <= count; m += 4) {
-      multiply<Product, 4, 1>(panel, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first);
-    }
-  }
-  for (; m + 2 <= count; m += 2) {
-    multiply<Product, 2, kTokens / 2>(panel, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first);
-  }
-  if (m < count) multiply<Product, 1, 2>(panel, x + m * x_stride, x_stride, bytes, sums + m * kRows * kLanes, first);
-}
-
-template <class Product>
-inline void product_in_vectors(const Matrix& matrix, const Layout& layout, int64_t count, const char* input, int64_t first,
-                               int64_t last, float* out, int64_t stride, char* scratch) {
-  constexpr int64_t kPanelStride = kBlockBytes + kRowGap;
-  char* const panel = scratch;
-  float* const sums = reinterpret_cast<float*>(scratch + kRows * kPanelStride);
-  const int64_t x_stride = input_stride(layout);
-  for (int64_t row = first; row < last; row += kRows) {
-    const int rows = static_cast<int>(last - row < kRows ? last - row : kRows);
-    for (int64_t k = 0; k < matrix.columns; k += Product::kBlock) {
-      const int64_t columns = matrix.columns - k < Product::kBlock ? matrix.columns - k : Product::kBlock;
-      const int64_t padded = round_up(columns, kStep);
-      const bool ends = k + columns == matrix.columns;
-      for (int r = 0; r < rows; ++r) {
-        const int64_t next_row = ends ? row + r + kRows : row + r;
-        const char* const next =
-            next_row < last ? values_at(matrix, next_row, ends ? 0 : k + columns) : values_at(matrix, row, k);
-        Product::restore(matrix, layout, row + r, k, columns, padded, panel + r * kPanelStride, next);
-      }
-      multiply_all<Product>(panel, input + k * Product::kBytes, x_stride, count, padded * Product::kBytes, sums, k == 0);
-    }
-    for (int64_t m = 0; m < count; ++m) {
-      for (int r = 0; r < rows; ++r) out[m * stride + row - first + r] = sum(load(sums + (m * kRows + r) * kLanes));
-    }
-  }
 }
 
 // 2 * kLanes elements of x from column k, with zeros from column `columns` on.
