@@ -261,7 +261,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     # a PCI domain that no machine has, so that its own sysfs adds nothing
     fake_nvml(monkeypatch, second=told | {"width": 8, "bus_id": "0000FFF1:C1:00.0"}, bus_id="0000FFF1:1B:00.0", **told)
     monkeypatch.setattr(system, "read_host", lambda: HOST)
-    args = argparse.Namespace(disk=None, json=True, local_rank=None)
+    args = argparse.Namespace(disk=None, json=True, save=None, local_rank=None)
     assert command.main(args) == 0
     report = json.loads(capsys.readouterr().out)
     ceilings = report["ceilings"]

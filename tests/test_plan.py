@@ -18,8 +18,8 @@ from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.plan import RESERVE_BYTES
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.machine import machine
 from zero_inference.models.spec import resolve_model
-from zero_inference.plan import memory
 from zero_inference.plan.changes import refuse_hopeless
 from zero_inference.plan.plan import changed, describe_job, make_plan, plan_run
 from zero_inference.quantization.groups import GroupQuantization
@@ -124,8 +124,8 @@ def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
     tight = make_plan(replace(job, free_device_bytes=12 << 30))
     assert tight.weights.residency.resident and tight.weights.residency.in_host_memory
-    kept = tight.weights.footprint.device + tight.job.kv_device_bytes + 1.25 * tight.job.activation_bytes
-    assert 11 << 30 < kept + RESERVE_BYTES <= 12 << 30, "a fourth of the activations is left for the allocator"
+    kept = tight.weights.footprint.device + tight.job.kv_device_bytes + 1.5 * tight.job.activation_bytes
+    assert 11 << 30 < kept + RESERVE_BYTES <= 12 << 30, "half of the activations is left for the allocator"
     with pytest.raises(DoesNotFit, match="do not fit into the 0.00 GiB"):
         make_plan(replace(job, free_device_bytes=2 << 30))
 
@@ -189,7 +189,7 @@ def test_deepspeed_keeps_each_partition_where_it_was_planned(options, zero, tmp_
 @pytest.fixture
 def large_host(no_gpu, monkeypatch):
     """A machine of 100 GiB, whatever this one has, for which DeepSpeed is asked too."""
-    monkeypatch.setattr(memory, "available_host_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: 100 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for name, value in (("DS_ACCELERATOR", "cpu"), ("TORCH_CUDA_ARCH_LIST", "")):
         monkeypatch.setenv(name, value)
@@ -239,7 +239,7 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
     """On a CPU, where weights are used where they are by accelerate, and a ring may be smaller than a link would want it."""
 
     def refusal(host_mib: int, **options) -> str | None:
-        monkeypatch.setattr(memory, "available_host_bytes", lambda: host_mib << 20)
+        monkeypatch.setattr(machine, "available_host_bytes", lambda: host_mib << 20)
         config = RunConfig(
             dummy=True, dtype="bfloat16", prompt_len=8, gen_len=2, cpu_offload=True, **options
         ).validate()
@@ -277,10 +277,10 @@ def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monk
     monkeypatch.setattr(stream_plan, "why_cores_stay_out", lambda job: None)
     monkeypatch.setattr(stream_plan, "place_on_cores", chosen)
     job = a_mixture_on_a_gpu_of_16_gib()
-    monkeypatch.setattr(stream_plan, "available_host_bytes", lambda: 40 << 30)
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: 40 << 30)
     large = stream_plan.plan(job)
     assert large.cores is not None and large.residency.expert_slots
-    monkeypatch.setattr(stream_plan, "available_host_bytes", lambda: large.residency.host_bytes - 1)
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: large.residency.host_bytes - 1)
     small = stream_plan.plan(job)
     assert small.cores is None and small.cores_stay_out.startswith("host memory does not hold the experts")
     assert small.residency.host_bytes < large.residency.host_bytes
@@ -319,7 +319,7 @@ def test_advice_names_the_cores_where_experts_would_be_in_memory_twice(no_gpu, m
 
     (by_cores,), (without,) = planned("1").needs, planned("off").needs
     assert without.needed + (40 << 20) < by_cores.needed
-    monkeypatch.setattr(memory, "available_host_bytes", lambda: without.needed)
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: without.needed)
     with pytest.raises(UsageError, match="use one of: --cpu-compute off"):
         refuse_hopeless(planned("1"))
     refuse_hopeless(planned("off"))

@@ -28,6 +28,7 @@ LAYERS = {
     "models": "A name becomes a config, a skeleton and weights.",
     "kv_cache": "Keys and values, on the device or in host memory.",
     "link": "Measured rates of the machine: link, disk, device.",
+    "machine": "The hardware that a plan is for: this machine, or one that a file describes.",
     "engines": "Who holds the weights and brings them to the device.",
     "plan": "What is needed where, and whether it is there and alike on all ranks, before anything is loaded.",
     "measure": "The loops, their timing, and the limit they are compared with.",

@@ -197,6 +197,17 @@ def _add_output_options(output: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="show the configuration, the sizes and whether they fit (exit code 2 if not); load nothing",
     )
+    output.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="--dry-run for another machine, which `zero-inference link --save FILE` measured",
+    )
+    output.add_argument(
+        "--assume",
+        metavar="gpus=1x24GiB,host=128GiB,...",
+        help="--dry-run for a machine that is not there, or for that of --machine with other numbers: gpus, host (memory), "
+        "link, cores, memory (rates in GB/s), matmul (TFLOP/s), disk, disk_free",
+    )
     output.add_argument("--local-rank", type=int, help="set by the deepspeed launcher")
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from zero_inference.config import RunConfig
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.machine.choose import machine_of
+from zero_inference.machine.machine import DescribedMachine, Machine
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
@@ -45,7 +47,10 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     config = config.validate()
     _quiet_libraries(config.verbose)
     ranks = detect_ranks(local_rank)
-    check_launch(config, ranks)
+    machine = machine_of(config.machine, config.assume)
+    if isinstance(machine, DescribedMachine):
+        ranks = machine.ranks_there(ranks)
+    check_launch(config, ranks, machine)
     questions = quality.prepare(config)
     spec = resolve_model(config, ranks.device.type)
     check_model(config, spec)
@@ -55,7 +60,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality."
         )
     if config.dry_run:
-        _dry_run(config, spec, ranks)
+        _dry_run(config, spec, ranks, machine)
         return
     request = request_of(config, spec, ranks, argv)
     files = RunLog.at(log_path(config, ranks), request, Result(environment=describe_environment()))
@@ -77,8 +82,8 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     stop_process_group()
 
 
-def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> None:
-    job = describe_job(config, spec, ranks)
+def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine) -> None:
+    job = describe_job(config, spec, ranks, machine=machine)
     plan: Plan | DoesNotFit
     try:
         plan = make_plan(job)

@@ -154,6 +154,11 @@ def check_companions(choices: Choices) -> None:
         raise UsageError(
             f"--log-file {choices.log_file} says where the log goes, and so does --log-dir {choices.log_dir}: keep one of the two."
         )
+    for name in ("machine", "assume"):
+        if getattr(choices, name) is not None and not choices.dry_run:
+            raise UsageError(
+                f"{_flag(name)} is about another machine than this one, where nothing can be run: add --dry-run."
+            )
     if choices.async_kv_offload and not choices.pin_kv_cache:
         raise UsageError("--async-kv-offload needs page-locked memory to copy into: add --pin-kv-cache.")
 

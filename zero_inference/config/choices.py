@@ -68,6 +68,7 @@ PATHS = (
     "quality_items",
     "log_file",
     "log_dir",
+    "machine",
 )
 QUALITY_FIELDS = ("quality", *(name for names in QUALITY_COMPANIONS.values() for name in names))
 
@@ -123,6 +124,8 @@ class Choices:
     verbose: int = 1
     trust_remote_code: bool = False
     dry_run: bool = False
+    machine: str | None = None
+    assume: str | None = None
 
     @property
     def positions(self) -> int:

@@ -32,9 +32,11 @@ def plan(job: Job) -> EnginePlan:
         )
     largest = max(p.numel() * p.element_size() for p in job.skeleton.model.parameters())
     total = job.sizes.parameter_bytes
+    brought = sum(p.numel() * p.element_size() for _, p in job.skeleton.model.named_parameters(remove_duplicate=False))
     # on a CPU it computes with the weights where they are
     footprint = Footprint(device=largest if job.on_gpu else 0, host=total, disk=total if job.config.disk_offload else 0)
-    return EnginePlan(job, footprint, pinned=False)
+    read = brought if job.config.disk_offload else 0
+    return EnginePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=brought, disk_bytes=read)
 
 
 def check(plan: EnginePlan) -> None:

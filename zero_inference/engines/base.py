@@ -23,16 +23,19 @@ from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
-from zero_inference.models.sizes import ModelSizes, activation_bytes
+from zero_inference.machine.machine import Machine, ThisMachine
+from zero_inference.models.sizes import ModelSizes
 from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import LinkUse
+from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import CoresUse
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.divisors import nearest_divisor
 from zero_inference.runtime.transfers import Transfers
 
 Progress = Callable[[int], None]
+MATMUL_WORKSPACE_BYTES = 32 << 20  # that PyTorch gives cuBLAS on Hopper; less on others
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Job:
         free_device_bytes: of each rank's device, the least of all ranks where they are connected; None for a CPU, where the
             device is host memory.
         group: what the engine's `connect` gave; None where this rank plans alone.
+        machine: the hardware that it is for.
     """
 
     config: RunConfig
@@ -51,6 +55,7 @@ class Job:
     skeleton: Skeleton
     free_device_bytes: int | None
     group: Any = None
+    machine: Machine = ThisMachine()
 
     @property
     def sizes(self) -> ModelSizes:
@@ -85,6 +90,16 @@ class Job:
         return self._kv_bytes(sum(self.sizes.kv_widths), length)
 
     @property
+    def mean_kv_bytes(self) -> int:
+        """What of them a decode step reads, the mean of the steps: they follow a prompt and the tokens 1 to G - 1."""
+        return self.kv_bytes(2 * self.config.prompt_len + self.config.gen_len) // 2
+
+    @property
+    def grown_kv_bytes(self) -> int:
+        """The keys, or the values, of a layer: what is there twice while they grow."""
+        return self._kv_bytes(max(self.sizes.kv_widths, default=0)) // 2
+
+    @property
     def kv_device_bytes(self) -> int:
         """What of them is on the device: all, or the slots that layers in host memory pass through on their way to a GPU."""
         if not self.config.kv_offload:
@@ -106,8 +121,8 @@ class Job:
 
     @property
     def activation_bytes(self) -> int:
-        """An estimate, of a rank's prefill."""
-        return activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
+        """Of a rank's prefill, at its peak."""
+        return self.skeleton.activation_bytes(self.spec, self.rank_batch, self.config.prompt_len)
 
     def _kv_bytes(self, width: int, length: int | None = None) -> int:
         positions = self.length if length is None else length
@@ -136,11 +151,48 @@ class EnginePlan:
 
     Attributes:
         pinned: whether the weights that wait in host memory are page-locked.
+        weight_bytes: of all weights, over all ranks, as the engine stores them.
+        fetched_bytes, disk_bytes: of weights, over all ranks, that a decode step brings to the devices, and reads from disk. One that two
+            modules share counts as often as it is brought.
+        cores_bytes: of weights, keys and values, over all ranks, that the host's cores read in a decode step.
+        carries_kv: whether keys and values in host memory cross the link; else the cores attend over them.
+        preallocated_cache: keys and values have all their memory from the start; else they grow, as transformers' own cache does.
     """
 
     job: Job
     footprint: Footprint
     pinned: bool
+    weight_bytes: int = field(kw_only=True)
+    fetched_bytes: int = field(default=0, kw_only=True)
+    disk_bytes: int = field(default=0, kw_only=True)
+    cores_bytes: int = field(default=0, kw_only=True)
+    carries_kv: bool = field(default=True, kw_only=True)
+    preallocated_cache: bool = field(default=False, kw_only=True)
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Most device memory of a rank: in the prefill, or at the last step where keys and values grow until then, and those of a layer are
+        copied to do so."""
+        job, weights = self.job, self.footprint.device + (MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0)
+        if self.preallocated_cache or job.config.kv_offload:
+            return weights + job.kv_device_bytes + job.activation_bytes
+        prefill = job.kv_bytes(job.config.prompt_len) + job.activation_bytes
+        return weights + max(prefill, job.kv_bytes() + job.grown_kv_bytes)
+
+    def moved_per_step(self) -> MovedPerStep:
+        """What a decode step of mean length moves, over all ranks."""
+        job, ranks = self.job, self.job.ranks.world_size
+        crosses = job.on_gpu and job.config.kv_offload and self.carries_kv
+        return MovedPerStep(
+            host_to_device_bytes_per_step=self.fetched_bytes + (ranks * job.mean_kv_bytes if crosses else 0),
+            device_to_host_bytes_per_step=ranks * job.kv_bytes(1) if crosses else 0,
+            disk_read_bytes_per_step=self.disk_bytes,
+            cores_bytes_per_step=self.cores_bytes or None,
+        )
+
+    def beside_link(self) -> tuple[float, float] | None:
+        """GB/s of the link and of what the cores read for a step, beside each other; None where these take no part."""
+        return None
 
     def in_words(self) -> list[str]:
         """Lines about what lies where and how it is used, for people; none where the sizes say all."""

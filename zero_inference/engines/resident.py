@@ -13,7 +13,8 @@ connect = no_communicator
 
 def plan(job: Job) -> EnginePlan:
     """Each rank holds the whole model and its share of the batch."""
-    return EnginePlan(job, Footprint(device=job.sizes.parameter_bytes), pinned=False)
+    total = job.sizes.parameter_bytes
+    return EnginePlan(job, Footprint(device=total), pinned=False, weight_bytes=total)
 
 
 def check(plan: EnginePlan) -> None:

@@ -7,7 +7,12 @@ Under a launcher every rank measures its own GPU at the same time, and the first
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_inference.runtime.distributed import Ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,15 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read from the disk of this folder too; writes 1 GiB there and removes it",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        type=Path,
+        help="write memory and rates to a file, for run_model.py --dry-run --machine FILE; with a GPU it takes half a minute more",
+    )
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # set by the deepspeed launcher
 
 
 def main(args: argparse.Namespace) -> int:
     """Measures and prints; 0. Raises UsageError for a folder or a GPU that is not there."""
     from zero_inference.errors import RunError, UsageError
+    from zero_inference.runtime.replace import check_output_file
 
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
+    if args.save is not None:
+        check_output_file("--save", str(args.save))
     import torch
 
     from zero_inference.link.report import as_json, make_report, print_report
@@ -40,6 +54,8 @@ def main(args: argparse.Namespace) -> int:
             f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
             "start one rank a GPU."
         )
+    if args.save is not None and ranks.world_size > 1:
+        raise UsageError("--save describes what one process finds: start it without a launcher.")
     watch = PeerWatch(ranks, lambda reason: reason)  # a rank that is lost ends the others
     watch.start()
     failed = True
@@ -64,4 +80,22 @@ def main(args: argparse.Namespace) -> int:
         print(as_json(report))
     else:
         print_report(report)
+    if args.save is not None:
+        _save(args, ranks, report)
     return 0
+
+
+def _save(args: argparse.Namespace, ranks: Ranks, report: dict[str, Any]) -> None:
+    from zero_inference.errors import RunError
+    from zero_inference.link.description import write_description
+    from zero_inference.link.saved import describe_this_machine
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    description = describe_this_machine(ranks, report["rooflines"], args.disk, say)
+    try:
+        write_description(description, args.save)
+    except OSError as error:
+        raise RunError(f"--save {args.save}: {error.strerror}; what was measured is printed and not kept.") from error
+    say(f"machine: {args.save}")

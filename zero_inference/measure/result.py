@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 
-from zero_inference.measure import limits, steadiness
+from zero_inference.measure import steadiness
 from zero_inference.measure.session import Session
+from zero_inference.plan import limits
 from zero_inference.plan.log_sizes import log_sizes
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.loops import MovedPerStep

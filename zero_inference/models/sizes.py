@@ -87,15 +87,20 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
     ]
 
 
-def activation_bytes(spec: ModelSpec, batch: int, prompt_len: int) -> int:
-    """Estimate: six hidden states and three MLP inner states of the prompt, and two rows of float32 logits a sequence."""
+def logits_bytes(spec: ModelSpec) -> int:
+    """Of a sequence, while its token is chosen: two rows of float32."""
+    return 2 * spec.text_config.vocab_size * 4
+
+
+def estimated_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
+    """Of a sequence, where `activations.prefill_peak_bytes` finds nothing: six hidden states and three MLP inner states of the prompt."""
     config = spec.text_config
     h = config.hidden_size
     inner = next(
         (v for k in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, k, None), int)),
         4 * h,
     )
-    return batch * prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize + 2 * batch * config.vocab_size * 4
+    return prompt_len * (6 * h + 3 * inner) * spec.dtype.itemsize
 
 
 def _kv_widths_by_config(spec: ModelSpec) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -10,8 +10,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zero_inference.errors import UsageError
+from zero_inference.models.activations import prefill_peak_bytes
 from zero_inference.models.greedy import drop_own_settings
-from zero_inference.models.sizes import ModelSizes, model_sizes
+from zero_inference.models.sizes import ModelSizes, estimated_prefill_bytes, logits_bytes, model_sizes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.text import first_line
 
@@ -24,10 +25,20 @@ class Skeleton:
 
     Attributes:
         model: the transformers model, as `empty_model` makes it. Loading changes it; `sizes` were counted before.
+        activations: bytes of a sequence's prefill, by its length.
     """
 
     model: Any
     sizes: ModelSizes
+    activations: dict[int, int] = field(default_factory=dict, compare=False)
+
+    def activation_bytes(self, spec: ModelSpec, batch: int, prompt_len: int) -> int:
+        """Most bytes that `batch` prompts of `prompt_len` tokens keep at once beside weights, keys and values. To be asked for before an
+        engine fills the model; later only for lengths that were asked for then."""
+        if prompt_len not in self.activations:
+            found = prefill_peak_bytes(self.model, spec.dtype, prompt_len)
+            self.activations[prompt_len] = estimated_prefill_bytes(spec, prompt_len) if found is None else found
+        return batch * max(self.activations[prompt_len], logits_bytes(spec))
 
 
 def build_skeleton(spec: ModelSpec) -> Skeleton:

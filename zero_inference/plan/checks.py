@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-
 from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import check_layer_types
+from zero_inference.machine.machine import Machine
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.choice import refuse_norm_kernels
 from zero_inference.runtime.distributed import Ranks
 
 
-def check_launch(config: RunConfig, ranks: Ranks) -> None:
+def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
     """Raises UsageError: the batch does not divide over the ranks, or there is no GPU for what was asked."""
     if config.batch_size % ranks.world_size:
         raise UsageError(f"{batch_advice(config.batch_size, ranks.world_size, f'{ranks.world_size} ranks')}.")
@@ -23,9 +22,10 @@ def check_launch(config: RunConfig, ranks: Ranks) -> None:
                 raise UsageError(f"{flag} locks memory for a GPU's copies, and there is no GPU here; drop it.")
         if config.norm_kernels == "cuda":
             raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
-    elif ranks.local_rank >= torch.cuda.device_count():
+    elif ranks.local_rank >= machine.gpus():
+        seen = "visible" if machine.is_here else "there"
         raise UsageError(
-            f"local rank {ranks.local_rank} has no GPU: {torch.cuda.device_count()} are visible; start fewer processes."
+            f"local rank {ranks.local_rank} has no GPU: {machine.gpus()} are {seen}; start fewer processes."
         )
 
 

@@ -11,10 +11,13 @@ from typing import Any
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
+from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.plan.memory import Need, memory_needs
 from zero_inference.runtime.distributed import Ranks
+
+THIS_MACHINE = ThisMachine()
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Plan:
         return all(need.fits for need in self.needs)
 
     def check(self) -> None:
-        """Whether the machine has what is needed besides memory. Raises UsageError."""
-        engine_module(self.job.config.engine).check(self.weights)
+        """Whether the machine has what is needed besides memory, if it is this one. Raises UsageError."""
+        if self.job.machine.is_here:
+            engine_module(self.job.config.engine).check(self.weights)
 
     def with_memory_of_now(self) -> Plan:
         """The same plan for the device memory that is free now, on all ranks. To be called by all of them alike.
@@ -41,29 +45,37 @@ class Plan:
         """
         if self.job.free_device_bytes is None:
             return self
-        return make_plan(replace(self.job, free_device_bytes=self.job.ranks.free_device_bytes(agreed=True)))
+        return make_plan(replace(self.job, free_device_bytes=self.job.machine.free_device_bytes(self.job.ranks, True)))
 
     def load(self, progress: Progress = lambda done: None) -> LoadedModel:
         """The model, ready to generate. Call it once: it fills the plan's own skeleton. Raises RunError."""
         return engine_module(self.job.config.engine).load(self.weights, progress)
 
 
-def describe_job(config: RunConfig, spec: ModelSpec, ranks: Ranks, group: Any = None, agreed: bool = False) -> Job:
+def describe_job(
+    config: RunConfig,
+    spec: ModelSpec,
+    ranks: Ranks,
+    group: Any = None,
+    agreed: bool = False,
+    machine: Machine = THIS_MACHINE,
+) -> Job:
     """Build the model without weights and look at the device.
 
     Args:
         agreed: take the least free memory of all ranks; a collective.
+        machine: where it is to run.
 
     Raises:
         UsageError: transformers cannot build the model.
     """
-    return Job(config, spec, ranks, build_skeleton(spec), ranks.free_device_bytes(agreed), group)
+    return Job(config, spec, ranks, build_skeleton(spec), machine.free_device_bytes(ranks, agreed), group, machine)
 
 
 def make_plan(job: Job) -> Plan:
     """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's `plan`."""
     weights = engine_module(job.config.engine).plan(job)
-    return Plan(job, weights, memory_needs(job, weights.footprint))
+    return Plan(job, weights, memory_needs(weights))
 
 
 def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:

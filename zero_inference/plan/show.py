@@ -7,9 +7,11 @@ from typing import Any
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
+from zero_inference.machine.machine import DescribedMachine
 from zero_inference.plan.changes import changes_that_fit, more_memory
 from zero_inference.plan.log_sizes import log_sizes
 from zero_inference.plan.memory import describe
+from zero_inference.plan.outlook import limit_in_words
 from zero_inference.plan.plan import Plan
 
 
@@ -22,6 +24,8 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
     Raises:
         DoesNotFit: after the plan of a run that does not, for its exit code.
     """
+    if isinstance(job.machine, DescribedMachine):
+        print(f"for another machine: {job.machine.description.in_words()}")
     pinned = plan.weights.pinned if isinstance(plan, Plan) else job.pin_weights
     print(json.dumps(_resolved(job, pinned), indent=2))
     for name, size in vars(log_sizes(job)).items():
@@ -31,6 +35,8 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
         for line in plan.weights.in_words():
             print(line)
         if plan.fits:
+            if line := limit_in_words(plan.weights):
+                print(line)
             print("It fits.", flush=True)
             return
     changes = changes_that_fit(job)

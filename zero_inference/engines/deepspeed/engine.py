@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -56,14 +57,25 @@ def plan(job: Job) -> DeepSpeedPlan:
         UsageError: see the message.
     """
     config, spec = job.config, job.spec
-    _prepare_environment(config, job.ranks)
+    _prepare_environment(config, job.ranks if job.machine.is_here else None)
     quantization = None
     if config.quantized:
         quantization = plan_quantization(job.skeleton.model, quantization_settings(config), spec.dtype)
     ds_config = _ds_config(job, quantization)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    return DeepSpeedPlan(job, _footprint(job, quantization, ds_config, pinned), pinned, ds_config, quantization)
+    stored = _bytes_by_place(job, quantization, ds_config)
+    brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
+    return DeepSpeedPlan(
+        job,
+        _footprint(job, quantization, ds_config, pinned, stored),
+        pinned,
+        ds_config,
+        quantization,
+        weight_bytes=sum(stored.values()),
+        fetched_bytes=brought["host"] + brought["disk"],
+        disk_bytes=brought["disk"],
+    )
 
 
 def check(plan: DeepSpeedPlan) -> None:
@@ -142,30 +154,60 @@ def _load(
     )
 
 
-def _footprint(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool) -> Footprint:
-    """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says."""
+def _bytes_by_place(
+    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], as_often_as_used: bool = False
+) -> dict[str, int]:
+    """Stored bytes of all ranks' weights on the device, in host memory and on disk.
+
+    Args:
+        as_often_as_used: a weight that two modules share, such as embedding and head, counts twice: each brings it.
+    """
+    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    _, layers = decoder_layers(model)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    found = dict.fromkeys(("device", "host", "disk"), 0)
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=not as_often_as_used))
+    for name, p in model.named_parameters():
+        numel = _stored_numel(quantization, name, p)
+        found[places.place(p, numel, id(p) in inside)] += numel * p.element_size() * uses[id(p)]
+    return found
+
+
+def _footprint(
+    job: Job,
+    quantization: QuantizationPlan | None,
+    ds_config: dict[str, Any],
+    pinned: bool,
+    stored: dict[str, int],
+) -> Footprint:
+    """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says.
+
+    Args:
+        stored: what `_bytes_by_place` found.
+    """
     model, ranks, zero = job.skeleton.model, job.ranks.world_size, ds_config["zero_optimization"]
     places = Places.of(ds_config, job.spec.dtype, ranks)
     _, layers = decoder_layers(model)
     inside = {id(p) for layer in layers for p in layer.parameters()}
-    share = dict.fromkeys(("device", "host", "disk"), 0)
-    elements = total = small = dequantized = 0
+    elements = small = in_layers = outside = 0
     for name, p in model.named_parameters():
         numel = _stored_numel(quantization, name, p)
-        nbytes = numel * p.element_size()
-        share[places.place(p, numel, id(p) in inside)] += nbytes
-        elements, total = elements + numel, total + nbytes
+        nbytes, elements = numel * p.element_size(), elements + numel
         if numel <= places.persistent_numel:
             small += nbytes
         if quantization and name in quantization.names:
-            dequantized = max(dequantized, p.numel() * p.element_size())
-    live = min(zero["stage3_max_live_parameters"], elements) * total // elements + small
-    share = {place: nbytes // ranks for place, nbytes in share.items()}
+            whole = p.numel() * p.element_size()
+            if id(p) in inside:
+                in_layers = max(in_layers, whole)
+            else:  # embedding and head, beside which no layer is gathered
+                outside = max(outside, nbytes + whole)
+    live = min(zero["stage3_max_live_parameters"], elements) * sum(stored.values()) // elements
+    gathered = max(live + in_layers, outside) + small
+    share = {place: nbytes // ranks for place, nbytes in stored.items()}
     buffers = 0
     if job.config.disk_offload:
         offload = zero["offload_param"]
         buffers = offload["buffer_size"] * offload["buffer_count"] * job.spec.dtype.itemsize
-    gathered = live + dequantized
     persistent = share["device"] if places.offload != "none" else 0  # DeepSpeed may keep fewer of the small ones there
     return Footprint(
         device=share["device"] + gathered,
@@ -209,13 +251,18 @@ def _check_by_deepspeed(merged: dict[str, Any], path: str | None) -> None:
         raise UsageError(f"{what}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
 
 
-def _prepare_environment(config: RunConfig, ranks: Ranks) -> None:
-    """Quiet DeepSpeed, and keep its builds apart and off architecture names it cannot parse (such as 9.0a)."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.device.type == "cuda" else "cpu")
+def _prepare_environment(config: RunConfig, ranks: Ranks | None) -> None:
+    """Quiet DeepSpeed, and keep its builds apart and off architecture names it cannot parse (such as 9.0a).
+
+    Args:
+        ranks: of this machine; None where the plan is for another one, and nothing is built.
+    """
+    device = ranks.device if ranks is not None else torch.device("cpu")
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-    use_private_folder(ranks.device.type)
-    if ranks.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(ranks.device)
+    use_private_folder(device.type)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     from deepspeed.utils import logger
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
-from zero_inference.cores.library import best_instructions, load_library, why_unavailable
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
-from zero_inference.errors import RunError, UsageError
+from zero_inference.errors import UsageError
 from zero_inference.kv_cache.diverted import why_not_attended
-from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
-from zero_inference.link.cores_of_host import measure_beside_links
+from zero_inference.link.cores import BesideLink
+from zero_inference.machine.machine import Work
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import CoresUse
-from zero_inference.runtime import extension
-from zero_inference.runtime.extension import load_extension
 
 
 @dataclass(frozen=True)
@@ -32,6 +27,7 @@ class CoresPlan:
         kv_bytes: those in host memory that a decode step reads, on average, of all ranks.
         automatic: the share was found, not asked for.
         ranks: whose rows they multiply together.
+        instructions: the instruction set of their products.
     """
 
     cpus: tuple[int, ...]
@@ -42,16 +38,21 @@ class CoresPlan:
     kv_bytes: int = 0
     automatic: bool = False
     ranks: int = 1
+    instructions: str = ""
 
     def in_words(self, computed_bytes: int, stored_bytes: int) -> str:
         """What the cores do in a decode step: how many bytes of the `stored_bytes` of their blocks they are expected to read."""
-        one = len(self.cpus) == 1
+        one = len(self.cpus) == 1 and bool(self.instructions)
         chosen = (
             f" (of {stored_bytes / 1e9:.3f} GB, with the experts that tokens choose)"
             if stored_bytes > computed_bytes
             else ""
         )
-        who = f"{len(self.cpus)} thread{'' if one else 's'} ({best_instructions()})"
+        who = (
+            f"{len(self.cpus)} thread{'' if one else 's'} ({self.instructions})"
+            if self.instructions
+            else "the host's cores"
+        )
         tasks = [f"multipl{'ies' if one else 'y'} {computed_bytes / 1e9:.3f} GB{chosen}"] if computed_bytes else []
         if self.attends:
             tasks.append(f"attend{'s' if one else ''} over {self.kv_bytes / 1e9:.3f} GB of keys and values")
@@ -63,7 +64,7 @@ class CoresPlan:
             return said
         tokens, link = self.few_rows * self.ranks, "links" if self.ranks > 1 else "link"
         return (
-            f"{said}; measured side by side: {link} {self.rates.link_gb_per_s:.1f} GB/s ({self.rates.link_alone_gb_per_s:.1f} alone), "
+            f"{said}; side by side: {link} {self.rates.link_gb_per_s:.1f} GB/s ({self.rates.link_alone_gb_per_s:.1f} alone), "
             f"cores {self.rates.cores_gb_per_s:.1f} GB/s ({self.rates.cores_alone_gb_per_s:.1f} alone) with {tokens} "
             f"token{'s' if tokens > 1 else ''} a pass"
         )
@@ -74,11 +75,11 @@ class CoresPlan:
         names = (*of_both, "read_gb_per_s", "crossing_s", "device_gb_per_s")
         return CoresUse(
             threads=len(self.cpus),
-            instructions=best_instructions(),
+            instructions=self.instructions,
             share=self.share,
             rows=self.few_rows,
             attends=self.attends,
-            of_step_gb_per_s=self._of_step_gb_per_s(computed_bytes),
+            of_step_gb_per_s=self.of_step_gb_per_s(computed_bytes),
             **{name: None if self.rates is None else getattr(self.rates, name) for name in names},
         )
 
@@ -98,7 +99,7 @@ class CoresPlan:
             return self.rates.cores_gb_per_s
         return self.rates.cores_gb_per_s * expected_s / busy_s
 
-    def _of_step_gb_per_s(self, computed_bytes: int) -> float | None:
+    def of_step_gb_per_s(self, computed_bytes: int) -> float | None:
         """Of products, and of reading keys and values, each with its part of the bytes."""
         rates, attended = self.rates, self.kv_bytes if self.attends else 0
         if rates is None or not computed_bytes + attended:
@@ -122,9 +123,9 @@ def why_cores_stay_out(job: Job) -> str | None:
         )
     if hosts > 1:
         return "the ranks are on several hosts"
-    if share is None and (not job.on_gpu or not torch.cuda.is_available()):
+    if share is None and not (job.on_gpu and job.machine.gpus()):
         return "without a GPU there is no link to be faster than"
-    missing = _missing_code(job)
+    missing = job.machine.missing_code(job.on_gpu)
     if not _is_alone(job):
         missing = next(filter(None, job.ranks.gather_objects(missing)), None)
     if missing and share is not None:
@@ -133,15 +134,6 @@ def why_cores_stay_out(job: Job) -> str | None:
             "newer, or what CXX names, such as clang++ 14); or use --cpu-compute off."
         )
     return f"their code could not be compiled: {missing}" if missing else None
-
-
-def _missing_code(job: Job) -> str | None:
-    """Why there is no code for the cores, or for a GPU to meet them; None where there is."""
-    if load_library() is None:
-        return why_unavailable()
-    if job.on_gpu and not load_extension():
-        return extension.why_unavailable()
-    return None
 
 
 def place_on_cores(
@@ -153,7 +145,7 @@ def place_on_cores(
         UsageError: a share was asked for of a model that has nothing for them, or more threads than cores.
     """
     config, ranks = job.config, job.ranks.world_size
-    cpus = cpus_of_host(job.ranks, config.cpu_threads)
+    cpus, instructions = job.machine.cpus(job.ranks, config.cpu_threads), job.machine.instructions()
     can_attend = config.kv_offload and ranks == 1 and why_not_attended(job.skeleton.model) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
@@ -162,9 +154,10 @@ def place_on_cores(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the cores can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
         )
-    rates = _rates(job, scheme, cpus)
+    found = _rates(job, scheme, cpus)
+    rates = found if isinstance(found, BesideLink) else None
     residency = replace(residency, few_tokens=ranks * job.rank_batch)
-    kv_bytes = ranks * job.kv_bytes(config.prompt_len + config.gen_len // 2) if config.kv_offload else 0
+    kv_bytes = ranks * job.mean_kv_bytes if config.kv_offload else 0
     if config.cpu_share is not None:
         residency = residency.with_share_computed(config.cpu_share)
         if not residency.computed and not can_attend:
@@ -172,20 +165,31 @@ def place_on_cores(
                 f"--cpu-compute {config.cpu_compute}: less than half of a block of {job.spec.name}, and blocks are not divided; use a "
                 "larger share, or --cpu-compute off."
             )
-        plan = CoresPlan(cpus, config.cpu_share, job.rank_batch, rates, can_attend, kv_bytes, ranks=ranks)
+        plan = CoresPlan(
+            cpus, config.cpu_share, job.rank_batch, rates, can_attend, kv_bytes, ranks=ranks, instructions=instructions
+        )
         return residency.with_budget_used(), plan
-    if _is_alone(job):
-        return residency, "what they give is measured first in a run, by all ranks together"
-    if rates is None:
-        return residency, "there was no memory to measure them"
-    best = best_split(residency.with_shares_computed(1.0, 0.0), rates, kv_bytes, can_attend)
+    if isinstance(found, str):
+        return residency, found
+    best = best_split(residency.with_shares_computed(1.0, 0.0), found, kv_bytes, can_attend)
     if not (best.of_experts or best.of_others or best.attends):
         return residency, (
-            f"they would hardly help: {rates.cores_gb_per_s:.1f} GB/s beside a link at {rates.link_gb_per_s:.1f} GB/s"
+            f"they would hardly help: {found.cores_gb_per_s:.1f} GB/s beside a link at {found.link_gb_per_s:.1f} GB/s"
         )
     residency = residency.with_shares_computed(best.of_experts, best.of_others).with_budget_used()
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
-    return residency, CoresPlan(cpus, share, job.rank_batch, rates, best.attends, kv_bytes, automatic=True, ranks=ranks)
+    plan = CoresPlan(
+        cpus,
+        share,
+        job.rank_batch,
+        found,
+        best.attends,
+        kv_bytes,
+        automatic=True,
+        ranks=ranks,
+        instructions=instructions,
+    )
+    return residency, plan
 
 
 def _is_alone(job: Job) -> bool:
@@ -193,15 +197,9 @@ def _is_alone(job: Job) -> bool:
     return job.ranks.world_size > 1 and job.group is None
 
 
-def _rates(job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...]) -> BesideLink | None:
-    """None without a GPU, without the other ranks, and where the gigabyte or two that the measurement takes is not there: weights go
-    first."""
-    if not job.on_gpu or _is_alone(job):
-        return None
-    what = cpus, job.spec.dtype, scheme, job.rank_batch, job.spec.text_config.hidden_size
-    try:
-        if job.ranks.world_size > 1:
-            return measure_beside_links(job.ranks, *what)
-        return measure_beside_link(job.ranks.device, *what)
-    except (RunError, torch.OutOfMemoryError):
-        return None
+def _rates(job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...]) -> BesideLink | str:
+    """Or why they are not known."""
+    if job.machine.is_here and _is_alone(job):
+        return "what they give is measured first in a run, by all ranks together"
+    work = Work(job.spec.dtype, scheme, job.rank_batch, job.spec.text_config.hidden_size)
+    return job.machine.beside_link(job.ranks, cpus, work)

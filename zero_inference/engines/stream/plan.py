@@ -15,12 +15,12 @@ from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.runtime.environment import available_host_bytes
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps
-# those of hidden states while a feed-forward takes larger ones.
-UNUSABLE_SHARE = 0.25
+# those of hidden states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and
+# not with 2.15 (docs/performance.md); this makes 2.77.
+UNUSABLE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,17 @@ class StreamPlan(EnginePlan):
     cores_stay_out: str | None = None
     no_graph: str | None = None
 
+    def beside_link(self) -> tuple[float, float] | None:
+        """See `EnginePlan`."""
+        rates = None if self.cores is None else self.cores.rates
+        of_cores = None if self.cores is None else self.cores.of_step_gb_per_s(self.residency.computed_bytes)
+        return None if rates is None or of_cores is None else (rates.link_gb_per_s, of_cores)
+
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
         if not self.residency.in_host_memory:
             return []
-        fetched = sum(self.residency.layouts[block].nbytes for block in self.residency.fetched)
-        line = f"a decode step fetches {fetched / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}"
+        line = f"a decode step fetches {self.fetched_bytes / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}"
         if self.cores is None:
             return [line + (f" (the host's cores stay out: {self.cores_stay_out})" if self.cores_stay_out else "")]
         computed = self.residency.computed_bytes
@@ -84,7 +89,7 @@ def plan(job: Job) -> StreamPlan:
         if isinstance(cores, CoresPlan):
             divided = without_spare_slots(job, divided, scheme)
             needed = divided.host_bytes + job.kv_host_bytes
-            if cores.automatic and divided.expert_slots and needed > available_host_bytes():
+            if cores.automatic and divided.expert_slots and needed > job.machine.available_host_bytes():
                 cores = "host memory does not hold the experts that device memory keeps as well"
             else:
                 residency = divided
@@ -92,7 +97,22 @@ def plan(job: Job) -> StreamPlan:
     cores = cores if isinstance(cores, CoresPlan) else None
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
-    return StreamPlan(job, footprint, pinned, residency, scheme, cores, reason, why_no_graph(job))
+    attends = cores is not None and cores.attends
+    return StreamPlan(
+        job,
+        footprint,
+        pinned,
+        residency,
+        scheme,
+        cores,
+        reason,
+        why_no_graph(job),
+        weight_bytes=residency.stored_bytes,
+        fetched_bytes=residency.nbytes_of(residency.fetched),
+        cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),
+        carries_kv=not attends,
+        preallocated_cache=True,
+    )
 
 
 def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | None) -> Residency:

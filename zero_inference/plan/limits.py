@@ -31,7 +31,7 @@ def least_work(job: Job, weight_bytes: int, cores_bytes: float) -> LeastWork:
     """
     sizes, config = job.sizes, job.config
     active = sizes.parameters - sizes.idle_parameters
-    kv = job.kv_bytes(config.prompt_len + config.gen_len // 2)
+    kv = job.mean_kv_bytes
     bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
     return LeastWork(
         device_bytes=max(0, max(0, weight_bytes - sizes.idle_bytes) + kv - int(cores_bytes if job.on_gpu else 0)),
@@ -54,13 +54,7 @@ def decode_limits(
         moved: what crossed link and disk in a step, counted over all ranks.
         ahead_bytes: those of the decode's bytes that had crossed before its first step, over all ranks. The link does not owe them.
     """
-    floor_step = FloorStep(
-        device_memory=_seconds(work.device_bytes, rates.device_copy_gb_per_s),
-        matmul=work.flops / (rates.matmul_tflops * 1e12) if rates.matmul_tflops else None,
-        link=_seconds(moved.host_to_device_bytes_per_step or None, rates.link_gb_per_s) if on_gpu else None,
-        link_and_cores=_link_and_cores_s(rates, moved) if on_gpu else None,
-        disk=_seconds(moved.disk_read_bytes_per_step or None, rates.disk_gb_per_s),
-    )
+    floor_step = least_step(rates, moved, work, on_gpu)
     in_all = {name: step_s * steps for name, step_s in as_mapping(floor_step).items()}
     for name, gb_per_s in (("link", rates.link_gb_per_s), ("link_and_cores", _together_gb_per_s(rates))):
         if name in in_all and gb_per_s:
@@ -74,6 +68,17 @@ def decode_limits(
         bound_by=bound_by if floor else None,
         floor_decode_s=floor or None,
         fraction_of_limit=floor / decode_s if floor else None,
+    )
+
+
+def least_step(rates: Rates, moved: MovedPerStep, work: LeastWork, on_gpu: bool) -> FloorStep:
+    """The least time of a step by each of the rates that apply."""
+    return FloorStep(
+        device_memory=_seconds(work.device_bytes, rates.device_copy_gb_per_s),
+        matmul=work.flops / (rates.matmul_tflops * 1e12) if rates.matmul_tflops else None,
+        link=_seconds(moved.host_to_device_bytes_per_step or None, rates.link_gb_per_s) if on_gpu else None,
+        link_and_cores=_link_and_cores_s(rates, moved) if on_gpu else None,
+        disk=_seconds(moved.disk_read_bytes_per_step or None, rates.disk_gb_per_s),
     )
 
 

@@ -1,0 +1,361 @@
+"""Plans for another machine: its description in a file or a line, and what the plan says of runs that an H200 has done."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from zero_inference.cli import main
+from zero_inference.engines.base import Job
+from zero_inference.errors import UsageError
+from zero_inference.link.cores import BesideLink
+from zero_inference.link.description import CoreRates, Cores, Description, Gpu, read_description, write_description
+from zero_inference.link.saved import core_rates
+from zero_inference.machine.assume import CONTEXT_BYTES, assumed
+from zero_inference.machine.choose import machine_of
+from zero_inference.machine.machine import DescribedMachine
+from zero_inference.machine.rates import beside_link, between
+from zero_inference.models.skeleton import build_skeleton
+from zero_inference.models.spec import resolve_model
+from zero_inference.options import run_config
+from zero_inference.plan.outlook import least_step_s, limit_in_words
+from zero_inference.plan.plan import make_plan
+from zero_inference.records.read import read_records
+from zero_inference.runtime.distributed import detect_ranks
+
+GIB = 1 << 30
+H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB, free_bytes=139 * GIB)
+
+
+def rates(format: str, rows: int, cores: float, link: float = 50.0, crossing_s: float = 1e-4) -> CoreRates:
+    return CoreRates(
+        format=format,
+        rows=rows,
+        link_gb_per_s=link,
+        cores_gb_per_s=cores,
+        cores_alone_gb_per_s=cores + 10,
+        crossing_s=crossing_s,
+    )
+
+
+CORES = Cores(
+    threads=15,
+    instructions="amx",
+    read_gb_per_s=120.0,
+    products=(rates("int4", 1, 100.0), rates("int4", 8, 80.0), rates("int4", 32, 50.0, crossing_s=3e-4)),
+)
+MACHINE = Description(
+    source="measured",
+    name="test",
+    measured_at="2026-11-23T00:00:00+00:00",
+    versions={"torch": "2.11", "deepspeed": None},
+    gpus=(H200,),
+    host_memory_bytes=120 * GIB,
+    disk_free_bytes=None,
+    link_gb_per_s=55.0,
+    device_gb_per_s=4200.0,
+    matmul_tflops={"bfloat16": 700.0},
+    cores=CORES,
+)
+
+
+def test_a_description_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "machine.json"
+    write_description(MACHINE, path)
+    assert read_description(path) == MACHINE
+    written = json.loads(path.read_text())
+    assert written["link_gbps"] == 55.0 and written["cores"]["products"][2]["cores_gbps"] == 50.0, (
+        "keys as in the record"
+    )
+
+
+def damaged(**changes):
+    return json.loads(MACHINE.model_dump_json(by_alias=True)) | changes
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("", "no JSON"),
+        ("[1]", "all of it: input should be an object"),
+        ('{"name": NaN', "no JSON"),
+        (damaged(schema_version=2), "schema_version 2: input should be 1"),
+        (damaged(host_memory_bytes=-1), "host_memory_bytes -1: input should be greater than or equal to 0"),
+        (damaged(host_memory_bytes="120 GiB"), "host_memory_bytes 120 GiB: input should be a valid integer"),
+        (damaged(link_gbps=0), "link_gbps 0: input should be greater than 0"),
+        (damaged(link_gbps=float("inf")), "link_gbps inf: input should be a finite number"),
+        (damaged(link=55), "link is no key of a machine"),
+        (damaged(gpus=[{"name": "a", "memory_bytes": 5}]), "gpus.0.free_bytes is missing"),
+        (damaged(gpus=[{"name": "a", "memory_bytes": 5, "free_bytes": 6}]), "free_bytes 6 is more than memory_bytes 5"),
+        (damaged(cores=damaged()["cores"] | {"products": []}), "cores.products: "),
+        (damaged(cores=damaged()["cores"] | {"threads": 0}), "cores.threads 0: input should be greater"),
+        (damaged(source="guessed"), "source guessed: input should be 'measured', 'datasheet' or 'assumed'"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_in_one_line(content, said, tmp_path, capfd):
+    path = tmp_path / "machine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--dry-run", "--machine", str(path)]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: --machine {path}: ") and said in line
+    assert line.endswith("zero-inference link --save FILE writes such a file.")
+
+
+@pytest.mark.parametrize("path, said", [("nowhere.json", "No such file"), (".", "Is a directory")])
+def test_a_file_that_is_not_there(path, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        machine_of(path, None)
+
+
+def test_what_is_assumed():
+    found = assumed(
+        "gpus=2x24GiB, host=128GB,link=25GB/s,memory=1.0TB/s,matmul=150TFLOP/s,disk=3GB/s,disk_free=1TiB,cores=60GB/s"
+    )
+    gpu = Gpu(name="GPU with 24 GiB", memory_bytes=24 * GIB, free_bytes=24 * GIB - CONTEXT_BYTES)
+    assert found.gpus == (gpu, gpu) and found.host_memory_bytes == 128 * 10**9 and found.source == "assumed"
+    assert (found.link_gb_per_s, found.device_gb_per_s, found.disk_gb_per_s) == (25.0, 1000.0, 3.0)
+    assert found.disk_free_bytes == 1 << 40 and found.matmul_tflops == {"float16": 150.0, "bfloat16": 150.0}
+    for kind in ("bfloat16", "int4"):
+        for rows in (1, 8, 1000):
+            both = beside_link(found, kind, rows)
+            assert (both.cores_gb_per_s, both.link_gb_per_s, both.crossing_s) == (
+                pytest.approx(60),
+                pytest.approx(25),
+                0,
+            )
+    assert assumed("gpus=0,host=1GiB").gpus == ()
+
+
+def test_a_measured_machine_with_other_numbers():
+    found = assumed("host=64GiB,link=25GB/s", MACHINE)
+    assert found == MACHINE.model_copy(
+        update={"host_memory_bytes": 64 * GIB, "link_gb_per_s": 25.0, "source": "assumed"}
+    )
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "--assume '': say one of gpus, host"),
+        ("gpu=1x24GiB", "--assume gpu=1x24GiB: say one of"),
+        ("gpus=24GiB,host=1GiB", "gpus=24GiB: say how many and how large, as in 1x24GiB"),
+        ("gpus=1x24,host=1GiB", "gpus=1x24: give a unit"),
+        ("gpus=0x24GiB,host=1GiB", "say how many"),
+        ("gpus=1x10MiB,host=1GiB", "a GPU has 1 GiB or more"),
+        ("gpus=1x24GiB", "host not said"),
+        ("gpus=1x24GiB,host=-1GiB", "host=-1GiB: no number with a unit"),
+        ("gpus=1x24GiB,host=1GiB,link=25", "link=25: give a unit, such as GB/s"),
+        ("gpus=1x24GiB,host=1GiB,link=0GB/s", "link=0GB/s: must be more than 0"),
+        ("gpus=1x24GiB,host=1GiB,cores=60GB/s", "say link= too"),
+        ("gpus=1x24GiB,host=1GiB,matmul=5GB/s", "give it in TFLOP/s"),
+        ("host=1GiB,host=2GiB", "host is said twice"),
+    ],
+)
+def test_what_cannot_be_assumed(text, said, capfd):
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--dry-run", "--assume", text]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize("option", ["--machine", "--assume"])
+def test_another_machine_is_only_planned_for(option, capfd):
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy", option, "gpus=1x24GiB,host=1GiB"]) == 2
+    assert "add --dry-run" in capfd.readouterr().err
+
+
+def test_rates_between_those_that_were_measured():
+    """Times grow in straight lines: what a token more costs."""
+    assert between([1, 8, 32], [1.0, 2.0, 8.0], 1) == 1.0 and between([4, 8], [1.0, 2.0], 1) == 1.0
+    assert between([1, 8, 32], [1.0, 2.0, 8.0], 8) == 2.0 and between([1, 8, 32], [1.0, 2.0, 8.0], 20) == 5.0
+    assert between([1, 8, 32], [1.0, 2.0, 8.0], 40) == 10.0 and between([1, 8], [2.0, 1.0], 100) == 1.0
+    assert between([8], [3.0], 1) == between([8], [3.0], 64) == 3.0
+    found = beside_link(MACHINE, "int4", 20)
+    assert isinstance(found, BesideLink) and found.rows == 20
+    assert 1 / found.cores_gb_per_s == pytest.approx((1 / 80 + 1 / 50) / 2) and found.crossing_s == pytest.approx(2e-4)
+    assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
+    assert "no rates of int8" in beside_link(MACHINE, "int8", 1)
+    assert "no rates of them" in beside_link(MACHINE.model_copy(update={"cores": None}), "int4", 1)
+    measured = BesideLink(8, 55.0, 50.0, 80.0, 90.0, 120.0, 1e-4, 4200.0)
+    assert core_rates("int4", measured) == rates("int4", 8, 80.0)
+
+
+def planned(options: str, machine, skeletons: dict | None = None):
+    """The plan of `options` for `machine`; models that are in `skeletons` are not built again."""
+    config = run_config([*shlex.split(options), "--dry-run"])
+    ranks = machine.ranks_there(detect_ranks()) if isinstance(machine, DescribedMachine) else detect_ranks()
+    spec = resolve_model(config, ranks.device.type)
+    kept, key = {} if skeletons is None else skeletons, (config.model, spec.dtype)
+    if key not in kept:
+        kept[key] = build_skeleton(spec)
+    skeleton = kept[key]
+    return make_plan(Job(config, spec, ranks, skeleton, machine.free_device_bytes(ranks, False), None, machine))
+
+
+def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
+    for name in ("mem_get_info", "get_device_properties", "get_device_capability", "device_count"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was asked"))
+    monkeypatch.setattr(
+        "zero_inference.machine.machine.available_host_bytes", lambda: pytest.fail("host memory was asked")
+    )
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    write_description(MACHINE, tmp_path / "machine.json")
+    for options in (
+        "--engine stream --quant-bits 4 --gpu-memory 0",
+        "--cpu-offload",
+        "--engine resident",
+        "--engine accelerate --cpu-offload",
+    ):
+        asked = [
+            "run_model.py",
+            "--model",
+            "llama-2-13b",
+            "--dummy",
+            "--dry-run",
+            "--machine",
+            str(tmp_path / "machine.json"),
+        ]
+        assert main([*asked, *options.split()]) == 0, options
+        printed = capfd.readouterr().out
+        assert printed.startswith(
+            "for another machine: test (measured, 2026-11-23): 1 x NVIDIA H200, 120.0 GiB of host memory\n"
+        )
+        assert "139.00 GiB free" in printed and "120.00 GiB free" in printed and "decode: at most " in printed
+        assert printed.endswith("It fits.\n")
+
+
+def test_cores_take_their_part_as_the_file_says():
+    options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0"
+    machine = DescribedMachine(MACHINE)
+    plan = planned(options, machine).weights
+    moved = plan.moved_per_step()
+    assert len(plan.cores.cpus) == 15 and plan.cores.instructions == "amx"
+    # 100 GB/s and 50 GB/s, less the meetings and what the device reads
+    assert 1.5 < moved.cores_bytes_per_step / moved.host_to_device_bytes_per_step < 2.0
+    bound_by, step_s = least_step_s(plan, MACHINE)
+    both = (moved.host_to_device_bytes_per_step + moved.cores_bytes_per_step) / 150e9
+    assert bound_by in ("link", "link_and_cores") and step_s >= both
+    assert f"at most {1 / step_s:.3g} token/s" in limit_in_words(plan)
+    alone = planned(f"{options} --cpu-compute off", machine).weights
+    assert least_step_s(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
+    no_rates = DescribedMachine(MACHINE.model_copy(update={"cores": None}))
+    assert "has no rates of them" in planned(options, no_rates).weights.cores_stay_out
+    with pytest.raises(UsageError, match="rates of test are those of 15 threads"):
+        planned(f"{options} --cpu-threads 4", machine)
+
+
+def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):
+    for name, value in dict(
+        WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK="1", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="29501"
+    ).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("zero_inference.cli.FIRST_RANK_SPEAKS_S", 0)
+    asked = ["run_model.py", "--model", "opt-125m", "--dummy", "--batch-size", "2", "--dry-run", "--assume"]
+    assert main([*asked, "gpus=1x24GiB,host=8GiB"]) == 2
+    assert "local rank 1 has no GPU: 1 are there; start fewer processes" in capfd.readouterr().err
+    assert main([*asked, "gpus=2x24GiB,host=8GiB,link=25GB/s"]) == 0
+
+
+def test_this_machine_saved_and_planned_for(tmp_path):
+    """The same plan, but for the memory that others take meanwhile."""
+    path = tmp_path / "here.json"
+    command = [sys.executable, "-m", "zero_inference", "link", "--save", str(path), "--disk", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0 and f"machine: {path}" in done.stderr
+    found = read_description(path)
+    if torch.cuda.is_available():
+        assert len(found.gpus) == torch.cuda.device_count() and len(found.cores.products) == 12
+    assert found.source == "measured" and found.versions["torch"] == torch.__version__ and found.disk_gb_per_s > 0
+    options = "--model smollm2-135m --dummy --engine stream --cpu-compute off"
+    there, here = planned(options, DescribedMachine(found)), planned(options, machine_of(None, None))
+    assert there.fits and there.weights.moved_per_step() == here.weights.moved_per_step()
+    assert [(need.place, need.needed) for need in there.needs] == [(need.place, need.needed) for need in here.needs]
+
+
+def test_a_file_that_cannot_be_written_is_known_before_the_measuring(tmp_path, capfd):
+    from zero_inference.cli import console_main
+
+    assert console_main(["zero-inference", "link", "--save", str(tmp_path / "no" / "folder.json")]) == 2
+    assert "cannot be written" in capfd.readouterr().err
+
+
+# Runs that an H200 has done, by their records: those whose placement the options alone decide.
+RECORDS = (
+    "h200/opt13b-accelerate",
+    "h200/opt13b-disk",
+    "h200/opt13b-fp16",
+    "h200/opt13b-int4",
+    "h200/opt13b-int8",
+    "h200/opt13b-kv",
+    "h200/opt13b-resident",
+    "h200-shared/opt13b-fp16-stream",
+    "h200-shared/opt13b-int4-stream",
+    "h200-shared/opt13b-kv-stream",
+    "h200-shared/opt30b-half-stream",
+    "h200/opt30b-int4",
+    "h200-shared/llama70b-int4-stream",
+    "h200-cores/llama13b-int4-bs1-off",
+    "h200-fixed/deepspeed13b-int4",
+)
+OF_FILES = ("--log-file", "--log-dir", "--offload-dir", "--trace", "--local_rank", "--local-rank")
+
+
+@pytest.fixture(scope="module")
+def skeletons() -> dict:
+    return {}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_plan_says_what_an_h200_counted(name, skeletons):
+    record = [
+        each for each in read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl") if each["status"] == "ok"
+    ][-1]
+    options, argv = [], iter(record["argv"][1:])
+    for word in argv:
+        if word in OF_FILES:
+            next(argv)
+        elif not word.startswith("--local_rank="):
+            options.append(word)
+    if record["engine"] == "stream" and "--cpu-compute" not in options:
+        options += ["--cpu-compute", "off"]  # there was no other way then
+    memory = record["environment"]["gpus"][0]["memory_bytes"]
+    machine = MACHINE.model_copy(update={"gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),)})
+    plan = planned(shlex.join(options), DescribedMachine(machine), skeletons)
+    moved, counted = plan.weights.moved_per_step(), record["transfers"]
+    assert plan.weights.weight_bytes == record["weight_bytes"]
+    assert moved.host_to_device_bytes_per_step == pytest.approx(counted["host_to_device_bytes_per_step"], rel=1e-3)
+    assert moved.device_to_host_bytes_per_step == pytest.approx(
+        counted.get("device_to_host_bytes_per_step") or 0, rel=1e-3
+    )
+    assert moved.disk_read_bytes_per_step == pytest.approx(counted["disk_read_bytes_per_step"], rel=1e-3)
+    assert plan.weights.device_peak_bytes == pytest.approx(record["peak_gpu_bytes"], rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--engine stream --quant-bits 4 --cpu-compute 0.5 --kv-offload",
+        "--engine accelerate --cpu-offload",
+        "--engine accelerate --disk-offload",
+        "--engine deepspeed --cpu-offload --quant-bits 4",
+        "--engine deepspeed --disk-offload",
+    ],
+)
+def test_the_plan_says_what_a_run_here_counts(options, tmp_path):
+    offload = ["--offload-dir", str(tmp_path / "offload")] if "disk" in options else []
+    asked = (
+        f"--model smollm2-135m --dummy --prompt-len 16 --gen-len 8 --loops 1 --warmup 0 --batch-size 2 {options}".split()
+        + offload
+    )
+    plan = planned(shlex.join(asked), machine_of(None, None))
+    moved = plan.weights.moved_per_step()
+    assert main(["run_model.py", *asked, "--log-file", str(tmp_path / "run.log")]) == 0
+    record = read_records(tmp_path / "run.jsonl")[-1]
+    counted = record["transfers"]
+    assert plan.weights.weight_bytes == record["weight_bytes"]
+    for name in ("host_to_device_bytes_per_step", "disk_read_bytes_per_step", "cores_bytes_per_step"):
+        assert (getattr(moved, name) or 0) == pytest.approx(counted[name] or 0, rel=1e-3), name

@@ -1,0 +1,161 @@
+"""A machine in a file: its memory and its measured rates, written by `zero-inference link --save` and read by `--machine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from zero_inference.errors import UsageError
+from zero_inference.runtime.replace import replacing
+
+MOST = 1e18  # of anything here; a number above it is a mistake
+
+Bytes = Annotated[int, Field(ge=0, le=MOST)]
+Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=1 << 20)]
+Source = Literal["measured", "datasheet", "assumed"]
+Products = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+
+
+def _key(name: str) -> str:
+    return name.replace("gb_per_s", "gbps")
+
+
+class _Part(BaseModel):
+    """Numbers must be numbers, and a key that nothing reads is a mistake. Keys of GB/s end in `gbps` in the file, as in the record."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", populate_by_name=True, alias_generator=_key)
+
+
+class Gpu(_Part):
+    """
+    Attributes:
+        memory_bytes: all of its memory.
+        free_bytes: what a process can still take that uses the GPU and has put nothing there.
+    """
+
+    name: str
+    memory_bytes: Bytes
+    free_bytes: Bytes
+
+    @model_validator(mode="after")
+    def _check(self) -> Gpu:
+        if self.free_bytes > self.memory_bytes:
+            raise ValueError(f"free_bytes {self.free_bytes} is more than memory_bytes {self.memory_bytes}")
+        return self
+
+
+class CoreRates(_Part):
+    """What the host's cores and the link give beside each other, for weights of one format and passes of `rows` tokens.
+
+    Attributes:
+        link_gb_per_s, cores_gb_per_s: copies to the device, and stored bytes of weights multiplied, at the same time.
+        cores_alone_gb_per_s: products while the link rests.
+        crossing_s: from the device to the cores and back while the link is busy.
+    """
+
+    format: Products
+    rows: Count
+    link_gb_per_s: Rate
+    cores_gb_per_s: Rate
+    cores_alone_gb_per_s: Rate
+    crossing_s: Seconds
+
+
+class Cores(_Part):
+    """The host's cores.
+
+    Attributes:
+        threads: that multiply.
+        instructions: their instruction set.
+        read_gb_per_s: host memory read by them while the link is busy.
+        products: of each format those with more and more rows.
+    """
+
+    threads: Count
+    instructions: str
+    read_gb_per_s: Rate
+    products: tuple[CoreRates, ...] = Field(min_length=1, strict=False)
+
+
+class Description(_Part):
+    """One machine.
+
+    Attributes:
+        source: whether it was measured, taken from datasheets, or assumed.
+        name: for people.
+        measured_at: ISO 8601.
+        versions: of what it was measured with.
+        gpus: those of one node; none for a machine without.
+        host_memory_bytes: what a run can take of it.
+        disk_free_bytes: of the folder of `--disk`; None where it is not known.
+        link_gb_per_s: page-locked copies to one GPU while the cores rest; without a GPU copies inside host memory.
+        device_gb_per_s: copies inside the device's memory, bytes read and bytes written both counted.
+        matmul_tflops: products of large matrices on the device, TFLOP/s of 1e12 by dtype.
+        disk_gb_per_s: direct reads; None where it is not known.
+        cores: None where they are not known.
+    """
+
+    schema_version: Literal[1] = 1
+    source: Source
+    name: str
+    measured_at: str | None = None
+    versions: dict[str, str | None] = {}
+    gpus: tuple[Gpu, ...] = Field(strict=False, max_length=1024)
+    host_memory_bytes: Bytes
+    disk_free_bytes: Bytes | None = None
+    link_gb_per_s: Rate | None = None
+    device_gb_per_s: Rate | None = None
+    matmul_tflops: dict[str, Rate] = {}
+    disk_gb_per_s: Rate | None = None
+    cores: Cores | None = None
+
+    def in_words(self) -> str:
+        """What it is, on one line."""
+        gib = 1 << 30
+        gpus = f"{len(self.gpus)} x {self.gpus[0].name}" if self.gpus else "no GPU"
+        when = f", {self.measured_at[:10]}" if self.measured_at else ""
+        return f"{self.name} ({self.source}{when}): {gpus}, {self.host_memory_bytes / gib:.1f} GiB of host memory"
+
+
+def read_description(path: Path) -> Description:
+    """The machine that a file describes.
+
+    Raises:
+        UsageError: there is no such file, or it says something that cannot be; names the first such key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"--machine {path}: {reason}; zero-inference link --save FILE writes such a file.") from error
+    try:
+        return Description.model_validate_json(text)
+    except ValidationError as error:
+        raise UsageError(
+            f"--machine {path}: {_first(error)}; zero-inference link --save FILE writes such a file."
+        ) from error
+
+
+def write_description(description: Description, path: Path) -> None:
+    """Replace the file at once, so that nobody finds half of it. Raises OSError."""
+    with replacing(path) as part:
+        part.write_text(description.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
+
+
+def _first(error: ValidationError) -> str:
+    """The first of what is wrong: where, what was found and what it has to be."""
+    found: Any = error.errors()[0]
+    place = ".".join(str(part) for part in found["loc"]) or "all of it"
+    if found["type"] == "json_invalid":
+        return f"no JSON ({found['msg'].removeprefix('Invalid JSON: ')})"
+    if found["type"] == "missing":
+        return f"{place} is missing"
+    if found["type"] == "extra_forbidden":
+        return f"{place} is no key of a machine"
+    message = found["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(found["input"], (dict, list)) else f" {str(found['input'])[:60]}"
+    return f"{place}{shown}: {message[:1].lower()}{message[1:]}"

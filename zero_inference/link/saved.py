@@ -1,0 +1,110 @@
+"""This machine, measured for a file: what `zero-inference link --save` writes."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from zero_inference.cores.library import best_instructions, load_library
+from zero_inference.errors import RunError
+from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
+from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Products
+from zero_inference.link.rooflines import Result
+from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.environment import available_host_bytes, describe_environment
+from zero_inference.runtime.text import first_line
+
+ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
+COLUMNS = 8192
+GROUP_SIZE = 64
+# By format: the dtype of weights or scales, and how the weights are stored.
+FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZE)),
+    "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZE)),
+}
+MATMUL = "matmul_{}_tflops"  # names of rooflines
+
+
+def describe_this_machine(
+    ranks: Ranks, results: Sequence[Result], disk: Path | None, say: Callable[[str], None]
+) -> Description:
+    """What `results` found, and with a GPU the rates of cores and link beside each other, which takes half a minute.
+
+    Args:
+        disk: the folder whose disk was measured.
+        say: told what is being measured, and what could not be.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    found = {each.roofline.name: each.value for each in results if each.value is not None}
+    environment = describe_environment()
+    dtypes = {name: found.get(MATMUL.format(name)) for name in ("bfloat16", "float16", "float32")}
+    return Description(
+        source="measured",
+        name=f"{platform.node()}, {environment['cpu_model']}",
+        measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        versions=environment["packages"] | {"gpu_driver": environment["gpu_driver"]},
+        gpus=_gpus() if on_gpu else (),
+        host_memory_bytes=available_host_bytes(),
+        disk_free_bytes=None if disk is None else _free(disk),
+        link_gb_per_s=found.get("host_to_device_pinned_gbps" if on_gpu else "host_memory_copy_gbps"),
+        device_gb_per_s=found.get("device_copy_gbps"),
+        matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
+        disk_gb_per_s=found.get("disk_read_gbps"),
+        cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
+    )
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    torch.cuda.empty_cache()
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        gpus.append(Gpu(name=torch.cuda.get_device_name(index), memory_bytes=total, free_bytes=free))
+    return tuple(gpus)
+
+
+def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
+    cpus = cpus_of_host(ranks)
+    rates: list[CoreRates] = []
+    read_gb_per_s = 0.0
+    for name, (dtype, scheme) in FORMATS.items():
+        for rows in ROWS:
+            say(
+                f"measuring {name} weights multiplied by {len(cpus)} cores beside the link, {rows} token{'s' * (rows > 1)} ..."
+            )
+            try:
+                both = measure_beside_link(ranks.device, cpus, dtype, scheme, rows, COLUMNS)
+            except (RunError, torch.OutOfMemoryError) as error:
+                say(f"warning: not measured: {first_line(error)}")
+                continue
+            rates.append(core_rates(name, both))
+            read_gb_per_s = max(read_gb_per_s, both.read_gb_per_s)
+    if not rates:
+        return None
+    return Cores(
+        threads=len(cpus), instructions=best_instructions(), read_gb_per_s=read_gb_per_s, products=tuple(rates)
+    )
+
+
+def core_rates(name: Products, both: BesideLink) -> CoreRates:
+    """What a description keeps of `both`."""
+    return CoreRates(
+        format=name,
+        rows=both.rows,
+        link_gb_per_s=both.link_gb_per_s,
+        cores_gb_per_s=both.cores_gb_per_s,
+        cores_alone_gb_per_s=both.cores_alone_gb_per_s,
+        crossing_s=both.crossing_s,
+    )
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,172 @@
+"""What a plan asks of the hardware: of this machine, live, or of one that a description stands for."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from zero_inference.cores.library import best_instructions, load_library, why_unavailable
+from zero_inference.errors import RunError, UsageError
+from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
+from zero_inference.link.cores_of_host import measure_beside_links
+from zero_inference.link.description import Description
+from zero_inference.machine.rates import beside_link, format_of
+from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.runtime import extension
+from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.environment import available_host_bytes
+from zero_inference.runtime.extension import load_extension
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the host's cores would multiply.
+
+    Attributes:
+        scheme: how the weights are stored; None for plain ones of `dtype`.
+        rows: of a rank's pass.
+        columns: of the weights.
+    """
+
+    dtype: torch.dtype
+    scheme: GroupQuantization | None
+    rows: int
+    columns: int
+
+
+class Machine(Protocol):
+    """The hardware of a plan.
+
+    Attributes:
+        is_here: whether it is the one that this process runs on, so that it can be asked and used.
+    """
+
+    is_here: bool
+
+    def gpus(self) -> int:
+        """GPUs of a node, that ranks may have one each."""
+
+    def free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
+        """Memory that is free on the device of a rank; None where nothing limits it (a CPU).
+
+        Args:
+            agreed: the least of all ranks; a collective.
+        """
+
+    def available_host_bytes(self) -> int:
+        """Host memory of a node that a run can take."""
+
+    def disk_free_bytes(self, folder: Path) -> int | None:
+        """Of the file system that `folder` is on or will be on; None where it is not known."""
+
+    def missing_code(self, on_gpu: bool) -> str | None:
+        """Why there is no code for the cores, or for a GPU to meet them; None where there is."""
+
+    def instructions(self) -> str:
+        """The instruction set of the cores' products."""
+
+    def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
+        """A CPU for each thread that multiplies; -1 for one that is bound to none. Raises UsageError: fewer than `asked`."""
+
+    def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
+        """What link and cores give beside each other; or why that is not known, in a few words. Ranks that are connected call it
+        together."""
+
+
+@dataclass(frozen=True)
+class ThisMachine:
+    """The one that this process runs on. It is measured when it is asked."""
+
+    is_here = True
+
+    def gpus(self) -> int:
+        return torch.cuda.device_count()
+
+    def free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
+        return ranks.free_device_bytes(agreed)
+
+    def available_host_bytes(self) -> int:
+        return available_host_bytes()
+
+    def disk_free_bytes(self, folder: Path) -> int | None:
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+    def missing_code(self, on_gpu: bool) -> str | None:
+        if load_library() is None:
+            return why_unavailable()
+        if on_gpu and not load_extension():
+            return extension.why_unavailable()
+        return None
+
+    def instructions(self) -> str:
+        return best_instructions()
+
+    def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
+        return cpus_of_host(ranks, asked)
+
+    def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
+        if ranks.device.type != "cuda":
+            return "there is no GPU"
+        what: Any = cpus, work.dtype, work.scheme, work.rows, work.columns
+        try:
+            if ranks.world_size > 1:
+                return measure_beside_links(ranks, *what)
+            return measure_beside_link(ranks.device, *what)
+        except (RunError, torch.OutOfMemoryError):  # it takes a gigabyte or two: weights go first
+            return "there was no memory to measure them"
+
+
+@dataclass(frozen=True)
+class DescribedMachine:
+    """Another one. Nothing of the machine that this process runs on is asked."""
+
+    description: Description
+    is_here = False
+
+    def gpus(self) -> int:
+        return len(self.description.gpus)
+
+    def free_device_bytes(self, ranks: Ranks, agreed: bool) -> int | None:
+        return min((gpu.free_bytes for gpu in self.description.gpus[: ranks.local_world_size]), default=None)
+
+    def available_host_bytes(self) -> int:
+        return self.description.host_memory_bytes
+
+    def disk_free_bytes(self, folder: Path) -> int | None:
+        return self.description.disk_free_bytes
+
+    def missing_code(self, on_gpu: bool) -> str | None:
+        return None
+
+    def instructions(self) -> str:
+        return self.description.cores.instructions if self.description.cores else ""
+
+    def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
+        cores = self.description.cores
+        if asked is not None and cores is not None and asked != cores.threads:
+            raise UsageError(
+                f"--cpu-threads {asked}: the rates of {self.description.name} are those of {cores.threads} threads; drop --cpu-threads."
+            )
+        return (-1,) * (asked or (cores.threads if cores else 1))
+
+    def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
+        if ranks.world_size > 1:
+            return "the description of the machine has the rates of one GPU's link beside them"
+        return beside_link(self.description, format_of(work.dtype, work.scheme), work.rows)
+
+    def ranks_there(self, ranks: Ranks) -> Ranks:
+        """`ranks` as they would be started there.
+
+        Raises:
+            UsageError: it has fewer GPUs.
+        """
+        gpus = len(self.description.gpus)
+        if not gpus:
+            return replace(ranks, device=torch.device("cpu"))
+        return replace(ranks, device=torch.device("cuda", ranks.local_rank))

@@ -1,0 +1,53 @@
+"""Rates of cores and link beside each other, by format and tokens, read off a machine's description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero_inference.link.cores import BesideLink
+from zero_inference.link.description import Description
+from zero_inference.quantization.groups import GroupQuantization
+
+
+def format_of(dtype: torch.dtype, scheme: GroupQuantization | None) -> str:
+    """What weights are called in a description."""
+    return str(dtype).removeprefix("torch.") if scheme is None else f"int{scheme.bits}"
+
+
+def beside_link(description: Description, what: str, rows: int) -> BesideLink | str:
+    """The rates for weights of the format `what` and passes of `rows` tokens; or why there are none, in a few words."""
+    cores = description.cores
+    if cores is None or description.link_gb_per_s is None or description.device_gb_per_s is None:
+        return "the description of the machine has no rates of them"
+    points = sorted((each for each in cores.products if each.format == what), key=lambda each: each.rows)
+    if not points:
+        return f"the description of the machine has no rates of {what} products"
+
+    def at(name: str) -> float:
+        return 1 / between([each.rows for each in points], [1 / getattr(each, name) for each in points], rows)
+
+    return BesideLink(
+        rows=rows,
+        link_alone_gb_per_s=description.link_gb_per_s,
+        link_gb_per_s=at("link_gb_per_s"),
+        cores_gb_per_s=at("cores_gb_per_s"),
+        cores_alone_gb_per_s=at("cores_alone_gb_per_s"),
+        read_gb_per_s=cores.read_gb_per_s,
+        crossing_s=between([each.rows for each in points], [each.crossing_s for each in points], rows),
+        device_gb_per_s=description.device_gb_per_s,
+    )
+
+
+def between(places: Sequence[int], values: Sequence[float], place: int) -> float:
+    """The value at `place` on straight lines through the points, whose `places` ascend: of times, which grow in steps that products add.
+    Before the first as at the first; behind the last along the last line where that rises."""
+    if place <= places[0] or len(places) == 1:
+        return values[0]
+    upper = next((i for i in range(1, len(places)) if place <= places[i]), len(places) - 1)
+    lower = upper - 1
+    slope = (values[upper] - values[lower]) / (places[upper] - places[lower])
+    if place > places[upper]:
+        return values[upper] + max(0.0, slope) * (place - places[upper])
+    return values[lower] + slope * (place - places[lower])

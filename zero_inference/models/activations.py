@@ -1,0 +1,105 @@
+"""What a prefill keeps in memory beside weights, keys and values: found by running the model on the meta device, where tensors have
+shapes and no bytes, and adding up those that are alive."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
+
+
+def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
+    """Most bytes of tensors that the prefill of one sequence of `prompt_len` tokens holds at once, without weights, keys and values that
+    stay. Those of several sequences are as many times as large.
+
+    Attention counts as one that keeps no scores where the model calls PyTorch's. A model whose operators know bfloat16 alone there, as
+    grouped matrix products do, is counted in that. None where it cannot run on the meta device at all, because it looks at values.
+
+    Args:
+        model: without weights, as `skeleton.empty_model` makes it; it is left as it is.
+        dtype: of the hidden states.
+    """
+    for tried in dict.fromkeys((dtype, torch.bfloat16)):
+        found = _traced_peak_bytes(model, tried, prompt_len)
+        if found is not None:
+            return found * dtype.itemsize // tried.itemsize
+    return None
+
+
+def _traced_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
+    shapes = copy.deepcopy(model).to("meta", dtype)
+    one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
+    ids = torch.zeros(1, prompt_len, dtype=torch.int64, device="meta")
+    alive = _Alive()
+    try:
+        with torch.no_grad(), _AttentionWithoutScores(), alive:
+            shapes(input_ids=ids, past_key_values=_passing_cache(shapes.config), use_cache=True, **one)
+    except Exception:  # data-dependent code, or operators that know no meta device
+        return None
+    return alive.most
+
+
+class _Alive(TorchDispatchMode):
+    """Adds up the storages that operators make, while they are there.
+
+    Attributes:
+        now, most: bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
+                self._note(leaf.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self.known.discard(key)
+        self.now -= nbytes
+
+
+def _passing_cache(config: Any) -> Any:
+    """A cache that hands on keys and values and keeps none. Without any, transformers would look at positions."""
+    from transformers import DynamicCache
+
+    class Passing(DynamicCache):
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return key_states, value_states
+
+    return Passing(config=config)
+
+
+class _AttentionWithoutScores(TorchFunctionMode):
+    """PyTorch's attention as its fast kernels do it: nothing but the output."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            query, value = args[0], args[2]
+            batch, heads, length, _ = query.shape
+            return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        return function(*args, **(kwargs or {}))
