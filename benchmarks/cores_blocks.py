@@ -6,13 +6,15 @@
 Blocks of gate, up and down are multiplied one behind the other through the queue that an engine uses. A gap is the microseconds from
 when a call is asked for until its input arrives: in a step the device computes for itself meanwhile, and the cores read ahead. A
 figure is GB/s (1e9 bytes) of the weights as stored, over the median time from the arrival to the output. --flags and --busy-link as
-in cores_products.py.
+in cores_products.py. --stages: behind each line, where the time of a call goes: microseconds of the fastest, the middle and the slowest
+thread for each part of gate and up, and of down.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import statistics
 import sys
@@ -21,10 +23,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy
 import torch
 
 from benchmarks.common.host_cores import FORMATS, GROUP, busy_link, fill, library_of, processor
 from zero_inference.cores.cores import ARRIVED, DONE, FLAG_BYTES, SPIN_US, Cores, Stage, Task, Weight, flag_bytes
+
+TIMED = (64, 2, 5)  # csrc/cpu/stage_times.h
+PARTS = ("input", "wait for it", "own rows", "shared rows", "wait for rows")
 
 
 def main() -> int:
@@ -37,6 +43,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=16, help="that are multiplied before the first one comes again")
     parser.add_argument("--rounds", type=int, default=3, help="of all blocks")
     parser.add_argument("--threads", type=int, help="default: one for each CPU of this process but one")
+    parser.add_argument("--stages", action="store_true", help="where the time goes, thread by thread")
     parser.add_argument("--busy-link", action="store_true", help="copy to the GPU meanwhile")
     parser.add_argument(
         "--flags",
@@ -49,7 +56,8 @@ def main() -> int:
     if args.threads > len(cpus):
         parser.error(f"--threads {args.threads}: this process may use {len(cpus)} CPUs")
     args.cpus = cpus[: args.threads]
-    builds = {flags: Build(flags, args.cpus) for flags in args.flags or [""]}
+    timed = " -DZERO_INFERENCE_STAGE_TIMES" if args.stages else ""
+    builds = {flags: Build(flags + timed, args.cpus) for flags in args.flags or [""]}
     print(f"{processor()}, {len(args.cpus)} threads, feed-forwards {args.hidden} x {args.inner}, gap/rows:", flush=True)
     asked = [(gap, rows) for gap in args.gaps for rows in args.rows]
     print(f"{'':<10}" + "".join(f"{f'{gap}/{rows}':>9}" for gap, rows in asked) + "  flags", flush=True)
@@ -78,14 +86,29 @@ def measure(args: argparse.Namespace, name: str, builds: dict[str, Build], asked
     ]
     tasks = {flags: [build.cores.add_block(stages, dtype) for stages in blocks] for flags, build in builds.items()}
     times: dict[tuple[str, int, int], list[float]] = {}
+    stages: dict[tuple[str, int, int], list[numpy.ndarray]] = {}
     for _ in range(args.rounds):
         for flags, build in builds.items():
             time.sleep(1.5 * SPIN_US / 1e6)  # the threads of the other builds sleep by then
             for gap, rows in asked:
                 times.setdefault((flags, gap, rows), []).extend(build.times(tasks[flags], rows, gap, dtype))
+                if args.stages:
+                    stages.setdefault((flags, gap, rows), []).append(build.stage_us(len(blocks) + 1))
     for flags in builds:
         rates = (3 * size / statistics.median(times[flags, gap, rows]) / 1e9 for gap, rows in asked)
         print(f"{name:<10}" + "".join(f"{rate:9.1f}" for rate in rates) + f"  {flags}".rstrip(), flush=True)
+        for (of, gap, rows), found in stages.items():
+            if of == flags:
+                print_stages(f"{gap}/{rows}", numpy.median(found, axis=0))
+
+
+def print_stages(title: str, microseconds: numpy.ndarray) -> None:
+    """A line for each stage: of [threads, stages, parts] the least, the median and the most of all threads."""
+    for stage, name in enumerate(("gate, up", "down")):
+        each = microseconds[:, stage]
+        low, middle, high = each.min(axis=0), numpy.median(each, axis=0), each.max(axis=0)
+        parts = (f"{part} {low[i]:.0f} {middle[i]:.0f} {high[i]:.0f}" for i, part in enumerate(PARTS))
+        print(f"  {title:<8}{name:<10}us: " + ", ".join(parts), flush=True)
 
 
 class Build:
@@ -95,6 +118,12 @@ class Build:
         self.flags = torch.zeros(flag_bytes(1), dtype=torch.uint8)
         self.cores = Cores(cpus, SPIN_US, self.flags, library=library_of(flags))
         self.number = 0
+
+    def stage_us(self, calls: int) -> numpy.ndarray:
+        """Microseconds of a call since the last time, [threads, stages, parts]."""
+        found = numpy.zeros(TIMED, dtype=numpy.int64)
+        self.cores.library.zero_inference_take_stage_times(ctypes.c_void_p(found.ctypes.data))
+        return found[: self.cores.threads] / calls / 1e3
 
     def times(self, tasks: list[Task], rows: int, gap_us: int, dtype: torch.dtype) -> list[float]:
         """Seconds of each call, from when its input is there until its output is."""

@@ -18,8 +18,11 @@ constexpr int64_t kAlignment = 64;
 constexpr int64_t kLeastRows = ZERO_INFERENCE_LEAST_ROWS;
 constexpr int64_t kMostRows = 256;  // of a part, for which there is memory
 // Each thread begins with a run of rows of its own, which memory gives faster than scattered ones. The rest is shared out in
-// small parts, so that all end together.
-constexpr double kOwnShare = 0.75;
+// small parts, so that all end together. Other shares can be tried (benchmarks/cores_blocks.py --flags).
+#if !defined(ZERO_INFERENCE_OWN_SHARE)
+#define ZERO_INFERENCE_OWN_SHARE 0.75
+#endif
+constexpr double kOwnShare = ZERO_INFERENCE_OWN_SHARE;
 
 // Calls work(first, last) for the parts of the rows that a thread begins with, of so many. Returns how many each thread has of
 // its own.
@@ -34,9 +37,11 @@ int64_t for_own_rows(int64_t rows, int threads, int thread, const Function& work
 
 // Calls work(first, last) for parts of `rows` rows, each once over all threads.
 template <typename Function>
-void share_out(int64_t rows, Pool& pool, int thread, const Function& work) {
+void share_out(int64_t rows, Pool& pool, int thread, StageWatch& watch, const Function& work) {
   const int64_t shared = for_own_rows(rows, pool.threads(), thread, work) * pool.threads();
+  watch.ends(Timed::own_rows);
   for (int64_t first; (first = shared + pool.next_part() * kLeastRows) < rows;) work(first, std::min(first + kLeastRows, rows));
+  watch.ends(Timed::shared_rows);
 }
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -132,13 +137,17 @@ void Block::reserve(const Call& call, Pool& pool, Workspace& workspace) {
 void Block::run(const Call& call, Pool& pool, int thread) {
   ahead_[static_cast<size_t>(thread)].restart();
   for (const Stage& stage : stages_) {
+    StageWatch watch(thread, static_cast<int>(&stage - &stages_.front()));
     prepare_stage(stage, call, pool, thread);
+    watch.ends(Timed::input);
     pool.barrier();
+    watch.ends(Timed::wait_for_input);
     if (stage.combine == Combine::none) {
-      multiply_outputs(stage, call, pool, thread);
+      multiply_outputs(stage, call, pool, thread, watch);
     } else {
-      multiply_combined(stage, call, pool, thread);
+      multiply_combined(stage, call, pool, thread, watch);
       pool.barrier();
+      watch.ends(Timed::wait_for_rows);
       if (thread == 0) pool.restart_parts();  // the barrier behind the next preparation lies between this and the next use
     }
   }
@@ -158,13 +167,13 @@ void Block::prepare_stage(const Stage& stage, const Call& call, Pool& pool, int 
 }
 
 // A part is the same rows of all products, which become as many columns of the next input.
-void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread) {
+void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch) {
   const int64_t rows = rows_of(stage);
   char* scratch = of_threads_ + thread * of_thread_bytes_;
   float* results[2];
   results[0] = reinterpret_cast<float*>(scratch + scratch_bytes_);
   results[1] = results[0] + call.count * kMostRows;
-  share_out(rows, pool, thread, [&](int64_t first, int64_t last) {
+  share_out(rows, pool, thread, watch, [&](int64_t first, int64_t last) {
     const int64_t width = last - first;
     for (int i = 0; i < stage.products; ++i) {
       multiply_part(stage, i, call, first, last, results[i], scratch);
@@ -178,10 +187,10 @@ void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, 
 }
 
 // The rows of all products are shared out as if they were those of one.
-void Block::multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread) {
+void Block::multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch) {
   char* scratch = of_threads_ + thread * of_thread_bytes_;
   float* results = reinterpret_cast<float*>(scratch + scratch_bytes_);
-  share_out(rows_of(stage), pool, thread, [&](int64_t begin, int64_t end) {
+  share_out(rows_of(stage), pool, thread, watch, [&](int64_t begin, int64_t end) {
     for_products(stage, begin, end, [&](int i, int64_t first, int64_t last, int64_t before) {
       const int64_t rows = stage.matrices[i].rows;
       char* const output = static_cast<char*>(call.output) + call.count * before * size_of(dtype_);

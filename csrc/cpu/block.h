@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "read_ahead.h"
+#include "stage_times.h"
 #include "task.h"
 
 namespace zero_inference::cpu {
@@ -53,8 +54,8 @@ class Block : public Task {
  private:
   void find_first_rows(int threads);
   void prepare_stage(const Stage& stage, const Call& call, Pool& pool, int thread);
-  void multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread);
-  void multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread);
+  void multiply_combined(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch);
+  void multiply_outputs(const Stage& stage, const Call& call, Pool& pool, int thread, StageWatch& watch);
   void multiply_part(const Stage& stage, int index, const Call& call, int64_t first, int64_t last, float* results,
                      char* scratch);
 

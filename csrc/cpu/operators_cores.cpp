@@ -1,6 +1,7 @@
 // The C interface of `Cores`, for zero_inference/cores/cores.py. A call that cannot take memory returns -1, all others 0 or
 // what they say.
 
+#include <cstring>
 #include <new>
 
 #include "block.h"
@@ -46,5 +47,13 @@ void zero_inference_cores_submit(void* cores, const Call* call, uint32_t number)
 void zero_inference_cores_statistics(const void* cores, Statistics* statistics) {
   *statistics = static_cast<const Cores*>(cores)->statistics();
 }
+
+#if defined(ZERO_INFERENCE_STAGE_TIMES)
+// Copies all of `stage_times` [threads][stages][parts] and begins with zeros again. Between calls.
+void zero_inference_take_stage_times(int64_t* out) {
+  std::memcpy(out, stage_times, sizeof(stage_times));
+  std::memset(stage_times, 0, sizeof(stage_times));
+}
+#endif
 
 }  // extern "C"
