@@ -90,6 +90,9 @@ def all_cases() -> dict[str, Case]:
     for batch in (1, 8, 32):
         options = f"{thirteen} --gpu-memory 0 --quant-bits 4 --batch-size {batch}"
         cases |= with_and_without(f"llama13b-int4-bs{batch}", options, 8, 0.13)
+    for threads in (1, 2):  # a machine whose cores hardly help is not to be slower than without them
+        options = f"--engine stream {thirteen} --gpu-memory 0 --quant-bits 4 --cpu-threads {threads}"
+        cases[f"llama13b-int4-bs1-auto-{threads}core{'s' * (threads > 1)}"] = Case(options, 8, 0.13)
     options = f"{thirteen} --quant-bits 4"
     cases |= with_and_without("llama13b-int4-half", f"{options} --gpu-memory 3.4", 8, 0.07)
     cases |= with_and_without_graph("llama13b-int4-resident", f"{options} --gpu-memory 16", 8, 0.02)
@@ -241,7 +244,8 @@ def rows_of(results: Path) -> Iterator[dict[str, Any]]:
         if good := [record for record in read_records(path) if is_good(record)]:
             row = row_of(name, good[-1])
             step_s[name] = row["step_s"]
-            off = step_s.get(name.removesuffix("-auto") + "-off") if name.endswith("-auto") else None
+            without, auto, _ = name.partition("-auto")
+            off = step_s.get(f"{without}-off") if auto else None
             yield row | {"times_off": off and off / row["step_s"]}
 
 
