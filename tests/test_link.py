@@ -19,6 +19,7 @@ from conftest import ROOT, free_port
 
 from zero_inference.errors import RunError
 from zero_inference.link import command, compute, copy, rooflines, system
+from zero_inference.link.description import read_description
 from zero_inference.link.system import GpuLink, Host, warnings_for
 from zero_inference.runtime.distributed import Ranks
 
@@ -291,8 +292,9 @@ def link(*options, launcher=(), **changes) -> subprocess.CompletedProcess:
     )
 
 
-def test_json_of_one_process(tmp_path):
-    done = link("--json", "--disk", tmp_path, CUDA_VISIBLE_DEVICES="")
+def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "machine.json"
+    done = link("--json", "--disk", tmp_path, "--save", path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["device"], report["world_size"], report["gpus"]) == ("cpu", 1, [])
@@ -316,6 +318,17 @@ def test_json_of_one_process(tmp_path):
     assert "host memory copy" in ceilings["host_memory_copy_gbps"]["what"]
     assert report["host"]["memory_available_bytes"] <= report["host"]["memory_bytes"]
     assert list(tmp_path.iterdir()) == []
+    saved = read_description(path)
+    assert (
+        f"machine: {path}\n" in done.stderr and saved.source == "measured" and saved.gpus == () and saved.cores is None
+    )
+    assert saved.link_gb_per_s == ceilings["host_memory_copy_gbps"]["value"]
+    assert saved.device_gb_per_s == ceilings["device_copy_gbps"]["value"]
+    assert saved.disk_gb_per_s == ceilings["disk_read_gbps"]["value"] and saved.disk_free_bytes > 0
+    assert saved.matmul_tflops["bfloat16"] == ceilings["matmul_bfloat16_tflops"]["value"]
+    assert (
+        saved.versions["torch"] == torch.__version__ and 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]
+    )
 
 
 def test_without_a_compiler_it_says_why_the_cores_are_missing(monkeypatch):
