@@ -21,6 +21,7 @@ from zero_inference.records.read import read_records
 from zero_inference.records.schema import Request, Result, StreamPlacement
 from zero_inference.records.scores import ProgramScores, Tasks, scores_of
 from zero_inference.report import runs as report
+from zero_inference.report.prediction import prediction_rows, summary_rows
 from zero_inference.runtime.environment import describe_environment
 
 ENGINES = {
@@ -180,3 +181,38 @@ def test_every_column_of_the_report_is_a_described_key():
     of_names = {"weight_quantize", "file"}  # what a log's name says, and where a row came from
     by_k = {f"quality.humaneval.{name}.1": f"quality.humaneval.{name}" for name in ("pass_at_k", "stderr")}
     assert {by_k.get(column.key, column.key) for column in report.COLUMNS} - known == of_names
+
+
+def test_records_say_what_was_predicted(records):
+    for engine, record in records.items():
+        predicted = record["predicted"]
+        assert predicted["weight_bytes"] == record["weight_bytes"] and predicted["peak_gpu_bytes"] is None
+        (row,) = prediction_rows([record])
+        assert (row["engine"], row["weight_bytes"], row["peak_gpu_bytes"]) == (engine, 0, None)
+        moved = record["transfers"]["host_to_device_bytes_per_step"]
+        assert predicted["host_to_device_bytes_per_step"] == pytest.approx(moved, rel=0.01), engine
+
+
+def test_predictions_beside_what_was_measured(tmp_path, capfd):
+    def record(peak: int, moved: float | None, **predicted) -> dict:
+        found = {"status": "ok", "model": "a", "engine": "stream", "peak_gpu_bytes": peak}
+        return found | {"transfers": {"host_to_device_bytes_per_step": moved}, "predicted": predicted or None}
+
+    said = dict(peak_gpu_bytes=100, host_to_device_bytes_per_step=50, disk_read_bytes_per_step=0)
+    runs = [record(110, 50.0, **said), record(95, None, **said), record(100, 40.0, **said), record(100, 40.0)]
+    rows = prediction_rows(runs)
+    assert [row["peak_gpu_bytes"] for row in rows] == pytest.approx([0.1, -0.05, 0.0])
+    assert [row["host_to_device_bytes_per_step"] for row in rows] == [0.0, None, pytest.approx(-0.2)]
+    assert {row["disk_read_bytes_per_step"] for row in rows} == {None}
+    by_name = {row["model"]: row for row in summary_rows(rows)}
+    assert by_name["median"]["peak_gpu_bytes"] == 0 and by_name["largest"]["peak_gpu_bytes"] == pytest.approx(0.1)
+    assert by_name["largest"]["host_to_device_bytes_per_step"] == pytest.approx(-0.2)
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs[:3]))
+    assert console_main(["zero-inference", "report", str(tmp_path), "--prediction", "--format", "json"]) == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert len(shown) == 3 and "disk_read_bytes_per_step" not in shown[0]
+    assert console_main(["zero-inference", "report", str(tmp_path), "--prediction", "--format", "md"]) == 0
+    assert "| 90th percentile |" in capfd.readouterr().out
+    (tmp_path / "runs.jsonl").write_text(json.dumps(runs[3]) + "\n")
+    assert console_main(["zero-inference", "report", str(tmp_path), "--prediction"]) == 2
+    assert "no record" in capfd.readouterr().err

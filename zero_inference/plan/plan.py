@@ -15,6 +15,7 @@ from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.plan.memory import Need, memory_needs
+from zero_inference.records.schema import Predicted
 from zero_inference.runtime.distributed import Ranks
 
 THIS_MACHINE = ThisMachine()
@@ -31,6 +32,18 @@ class Plan:
     @property
     def fits(self) -> bool:
         return all(need.fits for need in self.needs)
+
+    def predicted(self) -> Predicted:
+        """For the record."""
+        moved = self.weights.moved_per_step()
+        return Predicted(
+            weight_bytes=self.weights.weight_bytes,
+            peak_gpu_bytes=self.weights.device_peak_bytes if self.job.on_gpu else None,
+            host_to_device_bytes_per_step=int(moved.host_to_device_bytes_per_step or 0),
+            device_to_host_bytes_per_step=int(moved.device_to_host_bytes_per_step or 0),
+            disk_read_bytes_per_step=int(moved.disk_read_bytes_per_step or 0),
+            cores_bytes_per_step=int(moved.cores_bytes_per_step or 0),
+        )
 
     def check(self) -> None:
         """Whether the machine has what is needed besides memory, if it is this one. Raises UsageError."""

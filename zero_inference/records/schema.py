@@ -69,6 +69,18 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the plan said before anything was loaded, under the names of what was measured."""
+
+    weight_bytes: int = key("byte", "weights as the engine stores them")
+    peak_gpu_bytes: int | None = key("byte", "most device memory held; null without a device")
+    host_to_device_bytes_per_step: int = key("byte", "to the devices in a decode step: weights, keys and values")
+    device_to_host_bytes_per_step: int = key("byte", "from the devices: keys and values")
+    disk_read_bytes_per_step: int = key("byte", "weights read from disk")
+    cores_bytes_per_step: int = key("byte", "read by the host's cores; of experts as many as are expected to be chosen")
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What the loops gave."""
 
@@ -129,6 +141,9 @@ class Measured:
         "the experts that device memory keeps, in the decode steps of the last loop",
         only_with=_EXPERTS,
         default=None,
+    )
+    predicted: Predicted | None = key(
+        "", "what the plan said before loading; `zero-inference report --prediction` compares", default=None
     )
 
 

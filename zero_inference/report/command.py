@@ -12,6 +12,7 @@ from zero_inference.records.read import warn
 from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.report.columns import COLUMNS
 from zero_inference.report.fields import print_fields
+from zero_inference.report.prediction import print_predictions
 from zero_inference.report.runs import (
     SUFFIXES,
     columns_of,
@@ -49,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.replace("-", "_"),
         choices=[column.name for column in COLUMNS],
         help="a column by its name in --format csv, such as total_throughput; throughputs sort best first",
+    )
+    parser.add_argument(
+        "--prediction",
+        action="store_true",
+        help="by how much runs differ from what their plans said before loading, and the distribution of that",
     )
     parser.add_argument(
         "--html",
@@ -91,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     With --html an empty folder gets a page that says so, and 0. Raises UsageError where the page cannot be written.
     """
     if args.fields:
-        if args.log_dir or args.html or args.sort or args.all_columns:
+        if args.log_dir or args.html or args.sort or args.all_columns or args.prediction:
             raise UsageError(
                 "--fields describes the keys of any record: drop the folder and the other options but --format."
             )
@@ -115,6 +121,11 @@ def main(args: argparse.Namespace) -> int:
         what = "no run in the .log and .jsonl files of" if found else "no .log or .jsonl in"
         warn(f"{'warning' if args.html else 'error'}: {what} {args.log_dir}; run run_model.py first")
         return 0 if args.html else 2
+    if args.prediction:
+        if not print_predictions(records, args.format):
+            warn(f"error: no record in {args.log_dir} says what was predicted; runs of this version do")
+            return 2
+        return 0
     frame = runs_frame(records)
     if args.sort:
         frame = sort_runs(frame, args.sort)
