@@ -54,7 +54,7 @@ def measured_of(session: Session, load_s: float) -> Measured:
         link_use=around.last_use,
         device=str(ranks.device.type),
         experts=measurement.loops[-1].experts,
-        predicted=session.plan.predicted(),
+        predicted=session.plan.predicted,
     )
 
 

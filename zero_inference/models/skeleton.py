@@ -33,10 +33,11 @@ class Skeleton:
     activations: dict[int, int] = field(default_factory=dict, compare=False)
 
     def activation_bytes(self, spec: ModelSpec, batch: int, prompt_len: int) -> int:
-        """Most bytes that `batch` prompts of `prompt_len` tokens keep at once beside weights, keys and values. To be asked for before an
-        engine fills the model; later only for lengths that were asked for then."""
+        """Most bytes that `batch` prompts of `prompt_len` tokens keep at once beside weights, keys and values. An estimate for a length
+        that is asked for only after an engine has filled the model."""
         if prompt_len not in self.activations:
-            found = prefill_peak_bytes(self.model, spec.dtype, prompt_len)
+            empty = all(parameter.is_meta for parameter in self.model.parameters())
+            found = prefill_peak_bytes(self.model, spec.dtype, prompt_len) if empty else None
             self.activations[prompt_len] = estimated_prefill_bytes(spec, prompt_len) if found is None else found
         return batch * max(self.activations[prompt_len], logits_bytes(spec))
 

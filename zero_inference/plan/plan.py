@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,14 +28,20 @@ class Plan:
 
     job: Job
     weights: EnginePlan
-    needs: list[Need]
+
+    @functools.cached_property
+    def needs(self) -> list[Need]:
+        """Of this node. To be asked for before `load`, if at all: what a prefill keeps is found by running the empty model, which takes a
+        fifth of a second or, with a hundred layers, one."""
+        return memory_needs(self.weights)
 
     @property
     def fits(self) -> bool:
         return all(need.fits for need in self.needs)
 
+    @functools.cached_property
     def predicted(self) -> Predicted:
-        """For the record."""
+        """For the record. What `load` keeps of it was found before it began."""
         moved = self.weights.moved_per_step()
         return Predicted(
             weight_bytes=self.weights.weight_bytes,
@@ -62,6 +69,7 @@ class Plan:
 
     def load(self, progress: Progress = lambda done: None) -> LoadedModel:
         """The model, ready to generate. Call it once: it fills the plan's own skeleton. Raises RunError."""
+        self.predicted  # noqa: B018  while the model is empty
         return engine_module(self.job.config.engine).load(self.weights, progress)
 
 
@@ -88,7 +96,7 @@ def describe_job(
 def make_plan(job: Job) -> Plan:
     """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's `plan`."""
     weights = engine_module(job.config.engine).plan(job)
-    return Plan(job, weights, memory_needs(weights))
+    return Plan(job, weights)
 
 
 def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:
