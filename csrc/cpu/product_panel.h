@@ -3,8 +3,8 @@
 // A few rows of the weight are multiplied with all rows of x, a block of columns at a time. Weights that are no numbers of the
 // product's own dtype are restored into a panel in the L1 cache first, and while a block is restored, the next one is asked for
 // from memory: the processor itself reads ahead only to the end of a page of 4 KiB. Others are multiplied where they lie, and
-// what comes next is asked for line by line meanwhile, so that memory does not wait for the products: 8 rows of x and a
-// bfloat16 weight ran at 14.6 GB/s from the caches of one core of a Zen 4 with a panel between, and at 20.3 without.
+// what comes next is asked for line by line meanwhile, so that memory does not wait for the products: two cores of a Zen 4 took
+// in 27.2 GB/s of a bfloat16 weight with 8 rows of x, and 17.6 with a panel (benchmarks/results/cpu/avx512_products.txt).
 //
 // A Product has numbers of kDtype, kBytes each, kBlock of a row in a block; step adds the products of a vector, restore makes
 // the panel.

@@ -1,6 +1,5 @@
 // How long each thread takes for which part of a block, in a build with -DZERO_INFERENCE_STAGE_TIMES
-// (benchmarks/cores_blocks.py
-// --stages); in others nothing.
+// (benchmarks/cores_blocks.py --stages); in others nothing.
 
 #pragma once
 

@@ -42,6 +42,8 @@ def check_paths(choices: Choices) -> None:
             raise UsageError(f"{_flag(name)} is empty: give it a name, or drop it.")
         if name == "offload_dir":
             path = os.path.expanduser(path) if choices.disk_offload else None
+        if name == "machine":
+            path = path and os.path.expanduser(path)
         # a folder called ~ is one that people remove with their home
         if path and path.startswith("~") and name != "model":
             raise UsageError(

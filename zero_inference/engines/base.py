@@ -24,7 +24,7 @@ from zero_inference.errors import UsageError
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.machine.machine import Machine, ThisMachine
-from zero_inference.models.sizes import ModelSizes
+from zero_inference.models.sizes import ModelSizes, logits_bytes
 from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import LinkUse
@@ -171,13 +171,14 @@ class EnginePlan:
 
     @property
     def device_peak_bytes(self) -> int:
-        """Most device memory of a rank: in the prefill, or at the last step where keys and values grow until then, and those of a layer are
-        copied to do so."""
+        """Most device memory of a rank: in the prefill, or at the last step where keys and values grow until then, while those of a
+        layer are copied or tokens are chosen."""
         job, weights = self.job, self.footprint.device + (MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0)
         if self.preallocated_cache or job.config.kv_offload:
             return weights + job.kv_device_bytes + job.activation_bytes
         prefill = job.kv_bytes(job.config.prompt_len) + job.activation_bytes
-        return weights + max(prefill, job.kv_bytes() + job.grown_kv_bytes)
+        chosen = job.rank_batch * logits_bytes(job.spec)
+        return weights + max(prefill, job.kv_bytes() + max(job.grown_kv_bytes, chosen))
 
     def moved_per_step(self) -> MovedPerStep:
         """What a decode step of mean length moves, over all ranks."""
@@ -194,9 +195,28 @@ class EnginePlan:
         """GB/s of the link and of what the cores read for a step, beside each other; None where these take no part."""
         return None
 
+    @property
+    def expects_choices(self) -> bool:
+        """Whether what a step moves depends on which experts tokens choose."""
+        return False
+
+    @property
+    def lacks_cores(self) -> bool:
+        """Whether the host's cores would take part in a run, and this plan does not know how."""
+        return False
+
+    def least_cores_s(self) -> float:
+        """Seconds that a step's products take the cores if the link rests; 0 where that is not known."""
+        return 0.0
+
     def in_words(self) -> list[str]:
         """Lines about what lies where and how it is used, for people; none where the sizes say all."""
-        return []
+        if not self.fetched_bytes:
+            return []
+        disk = f", {self.disk_bytes / 1e9:.3f} GB of them from disk" if self.disk_bytes else ""
+        return [
+            f"a decode step fetches {self.fetched_bytes / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}{disk}"
+        ]
 
 
 class Timeline(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,8 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from zero_inference.errors import UsageError
 from zero_inference.runtime.replace import replacing
+from zero_inference.runtime.tables import one_line
 
 MOST = 1e18  # of anything here; a number above it is a mistake
+LONGEST_NAME = 200  # characters that are shown
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
@@ -80,6 +84,14 @@ class Cores(_Part):
     read_gb_per_s: Rate
     products: tuple[CoreRates, ...] = Field(min_length=1, strict=False)
 
+    @model_validator(mode="after")
+    def _check(self) -> Cores:
+        numbers = Counter((each.format, each.rows) for each in self.products)
+        for (name, rows), count in numbers.items():
+            if count > 1:
+                raise ValueError(f"products has {name} with {rows} rows {count} times")
+        return self
+
 
 class Description(_Part):
     """One machine.
@@ -115,10 +127,11 @@ class Description(_Part):
 
     def in_words(self) -> str:
         """What it is, on one line."""
-        gib = 1 << 30
-        gpus = f"{len(self.gpus)} x {self.gpus[0].name}" if self.gpus else "no GPU"
-        when = f", {self.measured_at[:10]}" if self.measured_at else ""
-        return f"{self.name} ({self.source}{when}): {gpus}, {self.host_memory_bytes / gib:.1f} GiB of host memory"
+        names = Counter(one_line(gpu.name)[:LONGEST_NAME] for gpu in self.gpus)
+        gpus = ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
+        when = f", {one_line(self.measured_at)[:10]}" if self.measured_at else ""
+        host = f"{self.host_memory_bytes / (1 << 30):.1f} GiB of host memory"
+        return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
 
 
 def read_description(path: Path) -> Description:
@@ -128,9 +141,11 @@ def read_description(path: Path) -> Description:
         UsageError: there is no such file, or it says something that cannot be; names the first such key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "not a regular file")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UsageError(f"--machine {path}: {reason}; zero-inference link --save FILE writes such a file.") from error
     try:
         return Description.model_validate_json(text)
@@ -151,7 +166,7 @@ def _first(error: ValidationError) -> str:
     found: Any = error.errors()[0]
     place = ".".join(str(part) for part in found["loc"]) or "all of it"
     if found["type"] == "json_invalid":
-        return f"no JSON ({found['msg'].removeprefix('Invalid JSON: ')})"
+        return f"not JSON ({found['msg'].removeprefix('Invalid JSON: ')})"
     if found["type"] == "missing":
         return f"{place} is missing"
     if found["type"] == "extra_forbidden":

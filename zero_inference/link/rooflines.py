@@ -19,6 +19,7 @@ from zero_inference.link import compute, copy, cores
 from zero_inference.link.disk import disk_read_gb_per_s
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.text import first_line
 
 INT4 = GroupQuantization(4, 64)
@@ -174,7 +175,8 @@ def _of_cores(ranks: Ranks) -> list[Roofline]:
                     functools.partial(cores.product_gb_per_s, cpus, torch.bfloat16, scheme, rows),
                 )
             )
-    return found + (_of_cores_beside_link(ranks.device, cpus, many) if ranks.device.type == "cuda" else [])
+    meets = ranks.device.type == "cuda" and load_extension()  # which has the kernels that meet the cores
+    return found + (_of_cores_beside_link(ranks.device, cpus, many) if meets else [])
 
 
 def _of_cores_beside_link(device: torch.device, cpus: tuple[int, ...], many: str) -> list[Roofline]:

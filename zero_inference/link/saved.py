@@ -16,8 +16,10 @@ from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_l
 from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Products
 from zero_inference.link.rooflines import Result
 from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.environment import available_host_bytes, describe_environment
+from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.text import first_line
 
 ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
@@ -36,7 +38,8 @@ MATMUL = "matmul_{}_tflops"  # names of rooflines
 def describe_this_machine(
     ranks: Ranks, results: Sequence[Result], disk: Path | None, say: Callable[[str], None]
 ) -> Description:
-    """What `results` found, and with a GPU the rates of cores and link beside each other, which takes half a minute.
+    """What `results` found, and with a GPU the rates of cores and link beside each other, about two seconds for each format and number
+    of tokens.
 
     Args:
         disk: the folder whose disk was measured.
@@ -72,6 +75,9 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
+    if not load_extension():  # it has the kernels that meet the cores
+        say(f"warning: cores beside the link were not measured: {extension.why_unavailable()}")
+        return None
     cpus = cpus_of_host(ranks)
     rates: list[CoreRates] = []
     read_gb_per_s = 0.0

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from zero_inference.errors import UsageError
-from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Products
+from zero_inference.link.description import MOST, CoreRates, Cores, Description, Gpu, Products
 
-CONTEXT_BYTES = 512 << 20  # of a GPU, left to CUDA itself: an estimate, where a measured machine has what was found
-ROWS = (1, 1 << 16)  # between which an assumed rate of the cores holds: the one that is said
+# Of a GPU, left to CUDA itself: an estimate, where a measured machine has what was found.
+CONTEXT_BYTES = 512 << 20
+ROWS = (1, 1 << 16)  # tokens of a pass, between which an assumed rate of the cores holds
+MOST_GPUS = 1024
 EXAMPLE = "gpus=1x24GiB,host=128GiB,link=25GB/s"
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]*)")
+_BY_LOWER = {unit.lower(): nbytes for unit, nbytes in _UNITS.items()}
+_NUMBER = re.compile(r"([+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z/]*)")
+_GPUS = re.compile(r"([0-9]{1,6})\s*[xX]\s*(.*)")
 
 
 def assumed(text: str, base: Description | None = None) -> Description:
@@ -23,35 +27,65 @@ def assumed(text: str, base: Description | None = None) -> Description:
     Raises:
         UsageError: a part that cannot be read, or without a base one that is missing.
     """
-    said: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if not equals or name not in _READERS:
-            raise UsageError(f"--assume {part.strip() or repr('')}: say one of {', '.join(_READERS)}, as in {EXAMPLE}.")
-        if name in said:
-            raise UsageError(f"--assume: {name} is said twice; say it once.")
-        said[name] = _READERS[name](name, value)
+    said = _parts(text)
     if base is None and (missing := [name for name in ("gpus", "host") if name not in said]):
         raise UsageError(f"--assume {text}: {' and '.join(missing)} not said; as in {EXAMPLE}.")
-    start = base or Description(source="assumed", name="assumed machine", gpus=(), host_memory_bytes=0)
+    if base is None:
+        start = Description(source="assumed", name="a machine that is not there", gpus=(), host_memory_bytes=0)
+    else:
+        start = _without_other_device(base, said.get("gpus")).model_copy(update={"name": f"{base.name} with {text}"})
     changes = {_FIELDS[name]: value for name, value in said.items() if name in _FIELDS}
     if "matmul" in said:
         changes["matmul_tflops"] = dict.fromkeys(("float16", "bfloat16"), said["matmul"])
     found = start.model_copy(update={**changes, "source": "assumed"})
     if "cores" in said:
-        found = found.model_copy(update={"cores": _cores(said["cores"], found)})
+        return found.model_copy(update={"cores": _cores(said["cores"], found)})
+    if "link" in said and start.link_gb_per_s and start.cores:
+        return found.model_copy(update={"cores": _beside(start.cores, said["link"] / start.link_gb_per_s)})
     return found
+
+
+def _parts(text: str) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        name = name.lower().replace("-", "_")
+        if not equals or name not in _READERS:
+            what = part.strip() or "nothing between two commas, or behind the last one"
+            raise UsageError(f"--assume {what}: say {', '.join(_READERS)} with commas between them, as in {EXAMPLE}.")
+        if name in said:
+            raise UsageError(f"--assume: {name} is there twice; say it once.")
+        said[name] = _READERS[name](name, value)
+    return said
+
+
+def _without_other_device(base: Description, gpus: tuple[Gpu, ...] | None) -> Description:
+    """Without the rates of its device where that becomes a GPU or stops being one."""
+    if gpus is None or bool(gpus) == bool(base.gpus):
+        return base
+    gone: dict[str, Any] = {"link_gb_per_s": None, "device_gb_per_s": None, "matmul_tflops": {}, "cores": None}
+    return base.model_copy(update=gone)
+
+
+def _beside(cores: Cores, times: float) -> Cores:
+    """The same beside a link that is so many times as fast, and gives up the same share to them."""
+    products = tuple(each.model_copy(update={"link_gb_per_s": each.link_gb_per_s * times}) for each in cores.products)
+    return cores.model_copy(update={"products": products})
 
 
 def _cores(gb_per_s: float, machine: Description) -> Cores:
     """Cores that read and multiply at one rate, whatever the format and however few the tokens, beside a link that they do not slow."""
-    if machine.link_gb_per_s is None:
-        raise UsageError("--assume cores: the rate of the link beside them is not known; say link= too.")
+    link_gb_per_s = machine.link_gb_per_s
+    if link_gb_per_s is None or machine.device_gb_per_s is None:
+        missing = "link" if link_gb_per_s is None else "memory"
+        raise UsageError(
+            f"--assume cores: their share depends on the rate of {missing}, which is not known; say {missing}= too."
+        )
     rates = [
         CoreRates(
             format=kind,
             rows=rows,
-            link_gb_per_s=machine.link_gb_per_s,
+            link_gb_per_s=link_gb_per_s,
             cores_gb_per_s=gb_per_s,
             cores_alone_gb_per_s=gb_per_s,
             crossing_s=0.0,
@@ -63,56 +97,60 @@ def _cores(gb_per_s: float, machine: Description) -> Cores:
 
 
 def _gpus(name: str, text: str) -> tuple[Gpu, ...]:
-    count, times, size = text.lower().partition("x")
     if text == "0":
         return ()
-    if not times or not count.isdigit() or not 1 <= int(count) <= 1024:
+    found = _GPUS.fullmatch(text)
+    if found is None or not 1 <= int(found[1]) <= MOST_GPUS:
         raise UsageError(f"--assume {name}={text}: say how many and how large, as in 1x24GiB, or 0 for none.")
-    memory = _size(f"{name}={count}x", text[len(count) + 1 :])
+    memory = _size(f"{name}={found[1]}x", found[2])
     if memory < 2 * CONTEXT_BYTES:
         raise UsageError(f"--assume {name}={text}: a GPU has 1 GiB or more.")
     gpu = Gpu(name=f"GPU with {memory / 2**30:.3g} GiB", memory_bytes=memory, free_bytes=memory - CONTEXT_BYTES)
-    return (gpu,) * int(count)
+    return (gpu,) * int(found[1])
 
 
 def _size(name: str, text: str) -> int:
     number, unit = _split(name, text, "128GiB")
-    if unit not in _UNITS:
-        raise UsageError(f"--assume {_said(name, text)}: give a unit, one of {', '.join(_UNITS)}, as in 128GiB.")
-    return int(number * _UNITS[unit])
+    if unit not in _BY_LOWER:
+        raise UsageError(f"--assume {_said(name, text)}: the unit is one of {', '.join(_UNITS)}, as in 128GiB.")
+    return int(_in_range(name, text, number * _BY_LOWER[unit], least=0))
 
 
 def _rate(name: str, text: str) -> float:
     """GB/s of 1e9 bytes."""
     number, unit = _split(name, text, "25GB/s")
-    if unit not in {f"{each}/s" for each in _UNITS}:
-        raise UsageError(f"--assume {name}={text}: give a unit, such as GB/s (1e9 bytes a second), as in 25GB/s.")
-    return _above_zero(name, text, number * _UNITS[unit.removesuffix("/s")] / 1e9)
+    if not unit.endswith("/s") or unit.removesuffix("/s") not in _BY_LOWER:
+        raise UsageError(f"--assume {name}={text}: the unit is GB/s (1e9 bytes a second) or such, as in 25GB/s.")
+    return _in_range(name, text, number * _BY_LOWER[unit.removesuffix("/s")] / 1e9)
 
 
 def _tflops(name: str, text: str) -> float:
     number, unit = _split(name, text, "150TFLOP/s")
-    if unit not in ("TFLOP/s", "TFLOPS", "TFLOPs"):
+    if unit not in ("tflop/s", "tflops"):
         raise UsageError(f"--assume {name}={text}: give it in TFLOP/s, as in 150TFLOP/s.")
-    return _above_zero(name, text, number)
+    return _in_range(name, text, number)
 
 
 def _split(name: str, text: str, example: str) -> tuple[float, str]:
+    """The number, and the unit in lower case."""
     found = _NUMBER.fullmatch(text)
     if found is None:
         raise UsageError(f"--assume {_said(name, text)}: no number with a unit, as in {example}.")
-    return float(found[1]), found[2]
+    return float(found[1]), found[2].lower()
+
+
+def _in_range(name: str, text: str, value: float, least: float | None = None) -> float:
+    """`value` if it is at least `least`, or without one more than 0."""
+    if value < 0 or (least is None and value == 0):
+        raise UsageError(f"--assume {_said(name, text)}: must be {'more than 0' if least is None else '0 or more'}.")
+    if value > MOST:
+        raise UsageError(f"--assume {_said(name, text)}: that is more than any machine has.")
+    return value
 
 
 def _said(name: str, text: str) -> str:
     """A part as it was written; `name` may have the beginning of its value already."""
     return f"{name}{text}" if "=" in name else f"{name}={text}"
-
-
-def _above_zero(name: str, text: str, value: float) -> float:
-    if not 0 < value < 1e9:
-        raise UsageError(f"--assume {name}={text}: must be more than 0.")
-    return value
 
 
 _READERS: dict[str, Callable[[str, str], Any]] = {

@@ -149,7 +149,7 @@ class DescribedMachine:
 
     def cpus(self, ranks: Ranks, asked: int | None) -> tuple[int, ...]:
         cores = self.description.cores
-        if asked is not None and cores is not None and asked != cores.threads:
+        if asked is not None and cores is not None and cores.instructions and asked != cores.threads:
             raise UsageError(
                 f"--cpu-threads {asked}: the rates of {self.description.name} are those of {cores.threads} threads; drop --cpu-threads."
             )
@@ -161,12 +161,7 @@ class DescribedMachine:
         return beside_link(self.description, format_of(work.dtype, work.scheme), work.rows)
 
     def ranks_there(self, ranks: Ranks) -> Ranks:
-        """`ranks` as they would be started there.
-
-        Raises:
-            UsageError: it has fewer GPUs.
-        """
-        gpus = len(self.description.gpus)
-        if not gpus:
+        """`ranks` as they would be started there: with a GPU each, if there are any."""
+        if not self.description.gpus:
             return replace(ranks, device=torch.device("cpu"))
         return replace(ranks, device=torch.device("cuda", ranks.local_rank))

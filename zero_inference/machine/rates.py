@@ -19,8 +19,10 @@ def format_of(dtype: torch.dtype, scheme: GroupQuantization | None) -> str:
 def beside_link(description: Description, what: str, rows: int) -> BesideLink | str:
     """The rates for weights of the format `what` and passes of `rows` tokens; or why there are none, in a few words."""
     cores = description.cores
-    if cores is None or description.link_gb_per_s is None or description.device_gb_per_s is None:
-        return "the description of the machine has no rates of them"
+    known = {"them": cores, "the link": description.link_gb_per_s, "device memory": description.device_gb_per_s}
+    if missing := [name for name, found in known.items() if found is None]:
+        return f"the description of the machine has no rate of {' and '.join(missing)}"
+    assert cores is not None and description.link_gb_per_s is not None and description.device_gb_per_s is not None
     points = sorted((each for each in cores.products if each.format == what), key=lambda each: each.rows)
     if not points:
         return f"the description of the machine has no rates of {what} products"

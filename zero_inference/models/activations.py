@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
+# Llama-3.1-405B and DeepSeek-V3 have fewer, and are traced in a second. Recurrent models that loop over positions have more, and would
+# take a minute.
+MOST_OPERATORS = 40_000
 
 
 def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
@@ -21,7 +24,8 @@ def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int |
     stay. Those of several sequences are as many times as large.
 
     Attention counts as one that keeps no scores where the model calls PyTorch's. A model whose operators know bfloat16 alone there, as
-    grouped matrix products do, is counted in that. None where it cannot run on the meta device at all, because it looks at values.
+    grouped matrix products do, is counted in that. None where it cannot run on the meta device at all, because it looks at values, or
+    where it loops over positions.
 
     Args:
         model: without weights, as `skeleton.empty_model` makes it; it is left as it is.
@@ -48,7 +52,7 @@ def _traced_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int |
 
 
 class _Alive(TorchDispatchMode):
-    """Adds up the storages that operators make, while they are there.
+    """Adds up the storages that operators make, while they are there. Raises RuntimeError behind `MOST_OPERATORS`.
 
     Attributes:
         now, most: bytes.
@@ -58,8 +62,12 @@ class _Alive(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self.known: set[int] = set()
+        self.operators = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operators += 1
+        if self.operators > MOST_OPERATORS:
+            raise RuntimeError("the model has too many operators to be traced")
         given = {
             leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         }

@@ -33,6 +33,7 @@ class ModelSizes:
         parameter_bytes: their bytes, each in the dtype that it is computed in.
         idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen.
         idle_bytes: the bytes of those, unquantized.
+        idle_expert_bytes: of those, what experts are.
         chooses_experts: whether a token leaves experts out.
         kv_widths: elements of keys and values together that a position adds to the cache, of each layer that keeps any.
     """
@@ -41,6 +42,7 @@ class ModelSizes:
     parameter_bytes: int
     idle_parameters: int
     idle_bytes: int
+    idle_expert_bytes: int
     chooses_experts: bool
     kv_widths: tuple[int, ...]
 
@@ -55,6 +57,7 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
         parameter_bytes=parameter_bytes(model),
         idle_parameters=sum(numel for numel, _ in idle),
         idle_bytes=sum(numel * dtype.itemsize for numel, dtype in idle),
+        idle_expert_bytes=sum(numel * dtype.itemsize for numel, dtype in idle_experts),
         chooses_experts=any(numel for numel, _ in idle_experts),
         kv_widths=tuple(_kv_widths_by_config(spec) if widths is None else widths),
     )
@@ -88,8 +91,8 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
 
 
 def logits_bytes(spec: ModelSpec) -> int:
-    """Of a sequence, while its token is chosen: two rows of float32."""
-    return 2 * spec.text_config.vocab_size * 4
+    """Of a sequence, while its token is chosen: a row in the model's dtype, and that of this and of the step before in float32."""
+    return spec.text_config.vocab_size * (spec.dtype.itemsize + 2 * 4)
 
 
 def estimated_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:

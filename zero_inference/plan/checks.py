@@ -16,6 +16,11 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
     """Raises UsageError: the batch does not divide over the ranks, or there is no GPU for what was asked."""
     if config.batch_size % ranks.world_size:
         raise UsageError(f"{batch_advice(config.batch_size, ranks.world_size, f'{ranks.world_size} ranks')}.")
+    if not machine.is_here and ranks.device.type == "cuda" and ranks.local_world_size > machine.gpus():
+        raise UsageError(
+            f"{ranks.local_world_size} ranks were started for a machine with {machine.gpus()} GPU"
+            f"{'s' * (machine.gpus() > 1)}; start one rank a GPU."
+        )
     if ranks.device.type == "cpu":
         for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
             if given:
@@ -23,9 +28,8 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
         if config.norm_kernels == "cuda":
             raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
     elif ranks.local_rank >= machine.gpus():
-        seen = "visible" if machine.is_here else "there"
         raise UsageError(
-            f"local rank {ranks.local_rank} has no GPU: {machine.gpus()} are {seen}; start fewer processes."
+            f"local rank {ranks.local_rank} has no GPU: {machine.gpus()} are visible; start fewer processes."
         )
 
 

@@ -22,9 +22,9 @@ class LeastWork:
 def least_work(job: Job, weight_bytes: int, cores_bytes: float) -> LeastWork:
     """Each active weight read once as stored, keys and values read once at their mean length; 2 operations a weight and sequence.
 
-    Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. What is idle is
-    taken off at its unquantized size, which an engine may not exceed, and all that the host's cores read as weights that every
-    sequence uses: the bound errs to the low side.
+    Of experts only as many count as one token uses; an embedding table that is not the head counts as nothing. Idle experts are
+    taken off as if they took the mean bits of all weights, which is no less than they do, other idle weights unquantized, and all that the
+    host's cores read as weights that every sequence uses: the bound errs to the low side.
 
     Args:
         cores_bytes: what the host's cores read in a step, in kernels of their own. Without a GPU the memory is the same.
@@ -32,9 +32,11 @@ def least_work(job: Job, weight_bytes: int, cores_bytes: float) -> LeastWork:
     sizes, config = job.sizes, job.config
     active = sizes.parameters - sizes.idle_parameters
     kv = job.mean_kv_bytes
+    stored_share = min(1.0, weight_bytes / max(1, sizes.parameter_bytes))
+    idle = sizes.idle_bytes - int((1 - stored_share) * sizes.idle_expert_bytes)
     bits = 8 * job.spec.dtype.itemsize if config.quant_bits == 16 else config.quant_bits
     return LeastWork(
-        device_bytes=max(0, max(0, weight_bytes - sizes.idle_bytes) + kv - int(cores_bytes if job.on_gpu else 0)),
+        device_bytes=max(0, max(0, weight_bytes - idle) + kv - int(cores_bytes if job.on_gpu else 0)),
         flops=2 * max(0, active - int(cores_bytes * 8 / bits)) * job.rank_batch,
     )
 

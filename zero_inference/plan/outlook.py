@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from zero_inference.engines.base import EnginePlan, Job
+from zero_inference.engines.base import EnginePlan
 from zero_inference.link.description import Description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.plan.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import Rates
-from zero_inference.records.loops import MovedPerStep
 
 WORDS = {
     "device_memory": "device memory",
     "matmul": "matrix products",
     "link": "the link",
     "link_and_cores": "link and cores",
+    "cores": "the host's cores",
     "disk": "the disk",
 }
 
@@ -24,37 +24,46 @@ def limit_in_words(plan: EnginePlan) -> str | None:
     machine = plan.job.machine
     if not isinstance(machine, DescribedMachine):
         return None
+    if missing := missing_rates(plan, machine.description):
+        return f"decode: no limit is known without the rate of {' and '.join(missing)}"
     found = least_step_s(plan, machine.description)
     if found is None:
         return "decode: no limit is known, because the description of the machine has no rates"
     bound_by, step_s = found
     most = plan.job.config.batch_size / step_s
-    return f"decode: at most {most:.3g} token/s ({step_s:.3g} s a step), bound by {WORDS[bound_by]}"
+    shown = f"{most:.3g}" if most < 1000 else f"{most:.0f}"
+    bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
+    alone = ", without the host's cores, whose part with several ranks is not known" if plan.lacks_cores else ""
+    return f"decode: {bound} {shown} token/s ({step_s:.3g} s a step), bound by {WORDS[bound_by]}{alone}"
+
+
+def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
+    """What a step moves without a rate being known for it."""
+    moved = plan.moved_per_step()
+    over_link = plan.job.on_gpu and moved.host_to_device_bytes_per_step and not description.link_gb_per_s
+    from_disk = moved.disk_read_bytes_per_step and not description.disk_gb_per_s
+    return [name for name, lacks in (("the link", over_link), ("the disk", from_disk)) if lacks]
 
 
 def least_step_s(plan: EnginePlan, description: Description) -> tuple[str, float] | None:
-    """The rate that binds a decode step, a name of `FloorStep`, and the seconds that the step takes at least; None without any rate."""
+    """The rate that binds a decode step, a key of `WORDS`, and the seconds that the step takes at least; None without any rate."""
     job, moved = plan.job, plan.moved_per_step()
     work = least_work(job, plan.weight_bytes, moved.cores_bytes_per_step or 0)
-    floors = as_mapping(least_step(_rates(plan, description, moved), moved, work, job.on_gpu))
-    known = {name: seconds for name, seconds in floors.items() if seconds}
+    floors = as_mapping(least_step(_rates(plan, description), moved, work, job.on_gpu))
+    known = {name: seconds for name, seconds in (floors | {"cores": plan.least_cores_s()}).items() if seconds}
     return max(known.items(), key=lambda each: each[1]) if known else None
 
 
-def _rates(plan: EnginePlan, description: Description, moved: MovedPerStep) -> Rates:
-    """As a run there would measure them. Each GPU has a link of its own."""
+def _rates(plan: EnginePlan, description: Description) -> Rates:
+    """As a run there would measure them. Each GPU has a link of its own, each node a disk."""
     job, together = plan.job, plan.beside_link()
     return Rates(
         link_gb_per_s=(description.link_gb_per_s or float("inf")) * job.ranks.world_size,
         link_spread=0.0,
         link_kind="",
         device_copy_gb_per_s=description.device_gb_per_s,
-        matmul_tflops=_matmul(job, description),
-        disk_gb_per_s=description.disk_gb_per_s,
+        matmul_tflops=description.matmul_tflops.get(job.spec.dtype_name),
+        disk_gb_per_s=None if description.disk_gb_per_s is None else description.disk_gb_per_s * job.ranks.num_nodes,
         link_beside_cores_gb_per_s=together[0] if together else None,
         cores_gb_per_s=together[1] if together else None,
     )
-
-
-def _matmul(job: Job, description: Description) -> float | None:
-    return description.matmul_tflops.get(job.spec.dtype_name)

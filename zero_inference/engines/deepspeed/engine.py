@@ -197,6 +197,10 @@ def _footprint(
             small += nbytes
         if quantization and name in quantization.names:
             whole = p.numel() * p.element_size()
+            if job.config.quant_bits == 4 and not (job.on_gpu and job.spec.dtype == torch.float16):
+                whole = (
+                    whole * 3 // 2
+                )  # DeepSpeed's kernel is for float16; its Python code unpacks codes to bytes first
             if id(p) in inside:
                 in_layers = max(in_layers, whole)
             else:  # embedding and head, beside which no layer is gathered

@@ -45,6 +45,23 @@ class StreamPlan(EnginePlan):
         of_cores = None if self.cores is None else self.cores.of_step_gb_per_s(self.residency.computed_bytes)
         return None if rates is None or of_cores is None else (rates.link_gb_per_s, of_cores)
 
+    @property
+    def expects_choices(self) -> bool:
+        """See `EnginePlan`."""
+        return any(block in self.residency.computed for block in self.residency.expert_blocks)
+
+    @property
+    def lacks_cores(self) -> bool:
+        """See `EnginePlan`."""
+        several = self.job.ranks.world_size > 1 and self.job.ranks.num_nodes == 1
+        return several and self.cores is None and self.job.config.cpu_share is None and bool(self.residency.host_bytes)
+
+    def least_cores_s(self) -> float:
+        """See `EnginePlan`."""
+        if self.cores is None or self.cores.rates is None:
+            return 0.0
+        return self.residency.computed_bytes / (self.cores.rates.cores_alone_gb_per_s * 1e9)
+
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
         if not self.residency.in_host_memory:
