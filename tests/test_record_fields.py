@@ -213,6 +213,8 @@ def test_predictions_beside_what_was_measured(tmp_path, capfd):
     assert len(shown) == 3 and "disk_read_bytes_per_step" not in shown[0]
     assert console_main(["zero-inference", "report", str(tmp_path), "--prediction", "--format", "md"]) == 0
     assert "| 90th percentile |" in capfd.readouterr().out
+    assert console_main(["zero-inference", "report", str(tmp_path), "--prediction", "--sort", "engine"]) == 2
+    assert "drop --sort" in capfd.readouterr().err
     (tmp_path / "runs.jsonl").write_text(json.dumps(runs[3]) + "\n")
     assert console_main(["zero-inference", "report", str(tmp_path), "--prediction"]) == 2
     assert "no record" in capfd.readouterr().err

@@ -56,7 +56,7 @@ def describe_this_machine(
         versions=environment["packages"] | {"gpu_driver": environment["gpu_driver"]},
         gpus=_gpus() if on_gpu else (),
         host_memory_bytes=available_host_bytes(),
-        disk_free_bytes=None if disk is None else _free(disk),
+        disk_free_bytes=None if disk is None else shutil.disk_usage(disk).free,
         link_gb_per_s=found.get("host_to_device_pinned_gbps" if on_gpu else "host_memory_copy_gbps"),
         device_gb_per_s=found.get("device_copy_gbps"),
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
@@ -110,7 +110,3 @@ def core_rates(name: Products, both: BesideLink) -> CoreRates:
         cores_alone_gb_per_s=both.cores_alone_gb_per_s,
         crossing_s=both.crossing_s,
     )
-
-
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free

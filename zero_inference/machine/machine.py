@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,13 +13,15 @@ from zero_inference.cores.library import best_instructions, load_library, why_un
 from zero_inference.errors import RunError, UsageError
 from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.cores_of_host import measure_beside_links
-from zero_inference.link.description import Description
 from zero_inference.machine.rates import beside_link, format_of
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.environment import available_host_bytes
 from zero_inference.runtime.extension import load_extension
+
+if TYPE_CHECKING:  # its library is loaded where a machine is described
+    from zero_inference.link.description import Description
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from zero_inference.link.cores import BesideLink
-from zero_inference.link.description import Description
 from zero_inference.quantization.groups import GroupQuantization
+
+if TYPE_CHECKING:
+    from zero_inference.link.description import Description
 
 
 def format_of(dtype: torch.dtype, scheme: GroupQuantization | None) -> str:

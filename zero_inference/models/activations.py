@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
-# Llama-3.1-405B and DeepSeek-V3 have fewer, and are traced in a second. Recurrent models that loop over positions have more, and would
-# take a minute.
+# More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
 MOST_OPERATORS = 40_000
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zero_inference.engines.base import EnginePlan
-from zero_inference.link.description import Description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.plan.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import Rates
+
+if TYPE_CHECKING:
+    from zero_inference.link.description import Description
 
 WORDS = {
     "device_memory": "device memory",

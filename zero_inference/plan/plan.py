@@ -31,8 +31,8 @@ class Plan:
 
     @functools.cached_property
     def needs(self) -> list[Need]:
-        """Of this node. To be asked for before `load`, if at all: what a prefill keeps is found by running the empty model, which takes a
-        fifth of a second or, with a hundred layers, one."""
+        """Of this node. To be asked for before `load`, if at all: what a prefill keeps is found by running the empty model, which takes
+        longer the more layers it has."""
         return memory_needs(self.weights)
 
     @property

@@ -103,6 +103,10 @@ def main(args: argparse.Namespace) -> int:
             )
         print_fields(args.format)
         return 0
+    if args.prediction and (args.sort or args.all_columns):
+        raise UsageError(
+            "--prediction has columns of its own, in the order of the files: drop --sort and --all-columns."
+        )
     if args.log_dir is None:
         raise UsageError("the following arguments are required: LOGDIR; see zero-inference report --help")
     if not args.log_dir.is_dir():

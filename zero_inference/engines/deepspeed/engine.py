@@ -198,9 +198,7 @@ def _footprint(
         if quantization and name in quantization.names:
             whole = p.numel() * p.element_size()
             if job.config.quant_bits == 4 and not (job.on_gpu and job.spec.dtype == torch.float16):
-                whole = (
-                    whole * 3 // 2
-                )  # DeepSpeed's kernel is for float16; its Python code unpacks codes to bytes first
+                whole += whole // 2  # codes as bytes: DeepSpeed's kernel is for float16, its Python code unpacks first
             if id(p) in inside:
                 in_layers = max(in_layers, whole)
             else:  # embedding and head, beside which no layer is gathered
