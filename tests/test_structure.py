@@ -31,6 +31,7 @@ LAYERS = {
     "machine": "The hardware that a plan is for: this machine, or one that a file describes.",
     "engines": "Who holds the weights and brings them to the device.",
     "plan": "What is needed where, and whether it is there and alike on all ranks, before anything is loaded.",
+    "search": "Configurations compared by what is predicted of them.",
     "measure": "The loops, their timing, and the limit they are compared with.",
     "quality": "The loaded model scored.",
     "report": "Records as tables and pages.",

@@ -52,6 +52,7 @@ def console_main(argv: list[str] | None = None) -> int:
     from zero_inference.link import command as link
     from zero_inference.micro import command as micro
     from zero_inference.report import command as report
+    from zero_inference.search import command as plan
 
     own, after = compare.split(argv[1:])
     parser = Parser(
@@ -65,6 +66,12 @@ def console_main(argv: list[str] | None = None) -> int:
         command.set_defaults(action=action)
 
     add("run", "the same as run_model.py", add_run_arguments, lambda args: run_command(args, argv), allow_abbrev=False)
+    add(
+        "plan",
+        "which configurations of a model this machine, or another one, can run, and how fast",
+        plan.add_arguments,
+        plan.main,
+    )
     add("report", "one table of all runs in a log folder", report.add_arguments, report.main)
     add(
         "link",

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from zero_inference.config import (
+    AUTO,
     DECODE_GRAPH,
     DEFAULTS,
     DTYPES,
     ENGINES,
     FIELD_NAMES,
+    GOALS,
     NORM_KERNELS,
     QUALITY_TASKS,
     QUANT_BITS,
@@ -20,6 +22,9 @@ from zero_inference.config import (
 )
 from zero_inference.errors import UsageError
 from zero_inference.runtime.text import printable
+
+# Of what may be `auto`, until the plan has found it: an engine that any option goes with, and the defaults.
+STAND_INS: dict[str, Any] = {"engine": "stream", "quant_bits": 16, "batch_size": 1}
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +54,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(name) for name in _names(text))
 
 
+def _number_or_auto(text: str) -> int | str:
+    return AUTO if text == AUTO else int(text)
+
+
+_number_or_auto.__name__ = "whole number, or auto"
 _numbers.__name__ = "comma-separated list of whole numbers"  # argparse says it when the text is none
 
 
@@ -78,7 +88,12 @@ def _add_model_options(model: argparse._ArgumentGroup) -> None:
 
 
 def _add_work_options(work: argparse._ArgumentGroup) -> None:
-    work.add_argument("--batch-size", type=int, metavar="B", help="sequences over all ranks (default: %(default)s)")
+    work.add_argument(
+        "--batch-size",
+        type=_number_or_auto,
+        metavar="B",
+        help="sequences over all ranks, or auto (default: %(default)s)",
+    )
     work.add_argument("--prompt-len", type=int, metavar="P", help="real tokens of each prompt (default: %(default)s)")
     work.add_argument("--gen-len", type=int, metavar="G", help="tokens to generate (default: %(default)s)")
     work.add_argument("--prompts", metavar="FILE", help="one prompt a line (default: built-in text)")
@@ -94,7 +109,16 @@ def _add_work_options(work: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
-    engine.add_argument("--engine", choices=ENGINES, help="(default: %(default)s)")
+    engine.add_argument(
+        "--engine",
+        choices=(*ENGINES, AUTO),
+        help="auto: what is predicted to be best on this machine, as zero-inference plan shows it (default: %(default)s)",
+    )
+    engine.add_argument(
+        "--goal",
+        choices=GOALS,
+        help="what is best for --engine, --batch-size and --quant-bits auto (default: as many bits as fit, then token/s)",
+    )
     engine.add_argument("--cpu-offload", action="store_true", help="weights in host memory")
     engine.add_argument("--disk-offload", action="store_true", help="weights on NVMe")
     engine.add_argument("--offload-dir", metavar="DIR", help="folder for --disk-offload (default: %(default)s)")
@@ -104,7 +128,10 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--pin-kv-cache", action="store_true", help="page-lock it")
     engine.add_argument("--async-kv-offload", action="store_true", help="write new tokens to it without waiting")
     engine.add_argument(
-        "--quant-bits", type=int, choices=QUANT_BITS, help="bits of a stored weight (default: %(default)s)"
+        "--quant-bits",
+        type=_number_or_auto,
+        choices=(*QUANT_BITS, AUTO),
+        help="bits of a stored weight; auto: as many as fit (default: %(default)s)",
     )
     engine.add_argument(
         "--quant-group-size", type=int, metavar="N", help="weights sharing a scale (default: %(default)s)"
@@ -214,6 +241,14 @@ def _add_output_options(output: argparse._ArgumentGroup) -> None:
 def config_of(args: argparse.Namespace) -> RunConfig:
     """What the options of `add_run_arguments` ask for, validated."""
     values = {name: getattr(args, name) for name in FIELD_NAMES}
+    values["auto"] = tuple(name for name in STAND_INS if values[name] == AUTO)
+    values |= {name: STAND_INS[name] for name in values["auto"]}
+    if "engine" in values["auto"]:
+        for name in ("cpu_offload", "disk_offload"):
+            if values[name]:
+                raise UsageError(
+                    f"--engine auto finds where the weights are to wait: drop --{name.replace('_', '-')}, or name an engine."
+                )
     if values["pin_memory"] is not None:
         values["pin_memory"] = bool(values["pin_memory"])
     return RunConfig(**values).validate()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,13 @@ from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
 from zero_inference.records.failure import leave_process_group, leaving_a_record
 from zero_inference.records.run_log import RunLog, refuse_shared_files
-from zero_inference.records.schema import Quality, Result
+from zero_inference.records.schema import Chosen, Quality, Result
 from zero_inference.report.results import publish
 from zero_inference.runtime import garbage
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
 from zero_inference.runtime.progress import Progress
+from zero_inference.search.choose import choose, faster_than
 
 Questions = dict[str, list[dict]]
 
@@ -51,9 +54,8 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     if isinstance(machine, DescribedMachine):
         ranks = machine.ranks_there(ranks)
     check_launch(config, ranks, machine)
+    config, spec, chosen = _resolved(config, ranks, machine)
     questions = quality.prepare(config)
-    spec = resolve_model(config, ranks.device.type)
-    check_model(config, spec)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
         raise UsageError(
@@ -62,7 +64,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     if config.dry_run:
         _dry_run(config, spec, ranks, machine)
         return
-    request = request_of(config, spec, ranks, argv)
+    request = replace(request_of(config, spec, ranks, argv), chosen=chosen)
     files = RunLog.at(log_path(config, ranks), request, Result(environment=describe_environment()))
     refuse_shared_files(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
@@ -80,6 +82,22 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         leave_process_group(ranks)
         raise
     stop_process_group()
+
+
+def _resolved(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[RunConfig, ModelSpec, Chosen | None]:
+    """What is run: the model, and what the plan finds of what was left open."""
+    spec = resolve_model(config, ranks.device.type)
+    check_model(config, spec)
+    say = (
+        functools.partial(print, file=sys.stderr, flush=True)
+        if config.verbose and ranks.is_first
+        else lambda line: None
+    )
+    found, chosen = choose(config, spec, ranks, machine, say)
+    if chosen is not None:
+        check_launch(found, ranks, machine)
+        check_model(found, spec)
+    return found, spec, chosen
 
 
 def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine) -> None:
@@ -109,6 +127,8 @@ def _measured(
     refuse_other_inputs(spec, ranks, ids)
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     refuse_hopeless(plan)
+    if config.engine == "deepspeed" and (hint := faster_than(plan)):
+        progress.say(hint)
     if note:
         progress.say(note)
     garbage.look_from_here()

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from zero_inference.config import checks
 from zero_inference.config.choices import (
+    AUTO,
     DECODE_GRAPH,
     DEFAULTS,
     DTYPES,
     ENGINES,
     FIELD_NAMES,
+    GOALS,
     NORM_KERNELS,
     PATHS,
     QUALITY_FIELDS,
@@ -25,6 +27,8 @@ __all__ = [
     "ENGINES",
     "FIELD_NAMES",
     "DECODE_GRAPH",
+    "AUTO",
+    "GOALS",
     "NORM_KERNELS",
     "PATHS",
     "QUALITY_FIELDS",

@@ -15,6 +15,7 @@ from zero_inference.config.choices import (
     DEFAULTS,
     DTYPES,
     ENGINES,
+    GOALS,
     LEAST_RING_DEPTH,
     LONGEST_WINDOW,
     MOST,
@@ -58,6 +59,7 @@ def check_values(choices: Choices) -> None:
         ("norm_kernels", NORM_KERNELS),
         ("quant_bits", QUANT_BITS),
         ("decode_graph", DECODE_GRAPH),
+        ("goal", (None, *GOALS)),
     ):
         value = getattr(choices, name)
         if value not in allowed:
@@ -150,6 +152,10 @@ def check_companions(choices: Choices) -> None:
     ):
         if getattr(choices, name) != DEFAULTS[name] and not other_given:
             raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
+    if choices.goal is not None and not choices.auto:
+        raise UsageError(
+            f"--goal {choices.goal} is for what the plan is to find: add --engine auto, --quant-bits auto or --batch-size auto."
+        )
     if choices.cpu_threads is not None and choices.cpu_share == 0:
         raise UsageError("--cpu-threads has no effect with --cpu-compute off: drop one of the two.")
     if choices.log_file and choices.log_dir != DEFAULTS["log_dir"]:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+AUTO = "auto"
+GOALS = ("throughput", "latency", "memory")
 ENGINES = ("deepspeed", "stream", "accelerate", "resident")
 QUANTIZING_ENGINES = PAGE_LOCKING_ENGINES = SHARDING_ENGINES = ("deepspeed", "stream")
 STREAM_OPTIONS = ("gpu_memory", "ring_depth", "cpu_compute", "cpu_threads", "decode_graph")  # which no other engine has
@@ -126,6 +128,8 @@ class Choices:
     dry_run: bool = False
     machine: str | None = None
     assume: str | None = None
+    auto: tuple[str, ...] = ()  # fields that the plan is to find; what they say until then is not meant
+    goal: str | None = None
 
     @property
     def positions(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +20,17 @@ from zero_inference.runtime.transfers import Transfers
 connect = no_communicator
 
 
-def plan(job: Job) -> EnginePlan:
+@dataclass(frozen=True)
+class AcceleratePlan(EnginePlan):
+    """Its hooks bring a module's weights when the module is called, and the host waits for them."""
+
+    @property
+    def copies_overlap(self) -> bool:
+        """See `EnginePlan`."""
+        return False
+
+
+def plan(job: Job) -> AcceleratePlan:
     """accelerate brings one module's own weights at a time; disk offload still loads through host memory.
 
     Raises:
@@ -36,7 +47,7 @@ def plan(job: Job) -> EnginePlan:
     # on a CPU it computes with the weights where they are
     footprint = Footprint(device=largest if job.on_gpu else 0, host=total, disk=total if job.config.disk_offload else 0)
     read = brought if job.config.disk_offload else 0
-    return EnginePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=brought, disk_bytes=read)
+    return AcceleratePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=brought, disk_bytes=read)
 
 
 def check(plan: EnginePlan) -> None:

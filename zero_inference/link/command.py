@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from zero_inference.runtime.distributed import Ranks
 
 
+HERE = Path()  # --save without a name
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference link`."""
     parser.add_argument(
@@ -28,8 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         metavar="FILE",
         type=Path,
-        help="write memory and rates to a file, for run_model.py --dry-run --machine FILE; with a GPU, link and cores "
-        "are measured beside each other in twelve ways, about two seconds each",
+        nargs="?",
+        const=HERE,
+        help="write memory and rates to a file, for --machine FILE, or without a name for runs and plans on this machine, which "
+        "use them until a version or a GPU changes; with a GPU, link and cores are measured beside each other in twelve "
+        "ways, about two seconds each",
     )
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # set by the deepspeed launcher
 
@@ -41,6 +47,11 @@ def main(args: argparse.Namespace) -> int:
 
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
+    if args.save == HERE:
+        from zero_inference.runtime.cache_folder import machine_path
+
+        args.save = machine_path()
+        args.save.parent.mkdir(parents=True, exist_ok=True)
     if args.save is not None:
         check_output_file("--save", str(args.save))
     import torch

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero_inference.link import caches
+from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.quantization.products import linear_groups
 
 # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
 CUDA_BLOCK_BYTES = 1 << 30
 SECONDS = 0.2
+WEIGHTS_BYTES, WEIGHTS_S = 128 << 20, 0.05  # of the weights of a measurement on a CPU, and how long it takes at least
 
 
 def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> float:
@@ -54,6 +57,46 @@ def matmul_tflops(
         return 2 * count * size**2 / spent_s / 1e12
 
     return max(of(count) for count in (size, *rows))
+
+
+def weights_gb_per_s(device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, rows: int) -> float:
+    """Median GB/s of stored bytes of weights that `rows` tokens are multiplied with on `device`, one matrix after the other, of so many
+    that caches hold few of them.
+
+    Args:
+        scheme: how the weights are stored; None for plain ones of `dtype`.
+    """
+    weights = _Weights(device, dtype, scheme)
+    x = torch.randn(rows, weights.size, device=device).to(dtype)
+    return weights.nbytes / _median_s(device, lambda: weights.multiply(x), WEIGHTS_S) / 1e9
+
+
+class _Weights:
+    """Square matrices with random values, and as many of them as `nbytes` says."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None):
+        on_gpu = device.type == "cuda"
+        self.size, self.scheme = (8192, scheme) if on_gpu else (2048, scheme)
+        bits = scheme.bits if scheme else 8 * dtype.itemsize
+        count = -(-(CUDA_BLOCK_BYTES if on_gpu else WEIGHTS_BYTES) * 8 // (bits * self.size**2))
+        if scheme is None:
+            self.plain = [torch.randn(self.size, self.size, device=device).to(dtype) for _ in range(count)]
+            self.nbytes = sum(each.nbytes for each in self.plain)
+            return
+        groups = self.size**2 // scheme.group_size
+        codes = self.size**2 * scheme.bits // 8
+        self.codes = [torch.randint(256, (codes,), dtype=torch.uint8, device=device) for _ in range(count)]
+        self.scale, self.minimum = (torch.rand(groups, device=device).to(dtype) for _ in range(2))
+        self.nbytes = count * (codes + self.scale.nbytes + self.minimum.nbytes)
+
+    def multiply(self, x: torch.Tensor) -> None:
+        if self.scheme is None:
+            for weight in self.plain:
+                torch.nn.functional.linear(x, weight)
+            return
+        how = self.scheme.bits, self.scheme.group_size, self.size
+        for codes in self.codes:
+            linear_groups(x, codes, self.scale, self.minimum, *how, None)
 
 
 def _median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:

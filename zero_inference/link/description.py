@@ -93,6 +93,28 @@ class Cores(_Part):
         return self
 
 
+class DeviceRate(_Part):
+    """Stored bytes of weights of one format that the device multiplies with `rows` tokens."""
+
+    format: Products
+    rows: Count
+    gb_per_s: Rate
+
+
+class Launches(_Part):
+    """What the host takes to run a model's operators, whatever these compute.
+
+    Attributes:
+        operator_s: of the host for an operator that PyTorch launches, found in small models.
+        step_s: of a step of generation besides the model: selecting a token and preparing the next step.
+        graph_operator_s: of the device for the smallest kernel in a CUDA graph; None without a GPU.
+    """
+
+    operator_s: Seconds
+    step_s: Seconds
+    graph_operator_s: Seconds | None = None
+
+
 class Description(_Part):
     """One machine.
 
@@ -105,10 +127,14 @@ class Description(_Part):
         host_memory_bytes: what a run can take of it.
         disk_free_bytes: of the folder of `--disk`; None where it is not known.
         link_gb_per_s: page-locked copies to one GPU while the cores rest; without a GPU copies inside host memory.
+        pageable_link_gb_per_s: the same from host memory that is not page-locked.
         device_gb_per_s: copies inside the device's memory, bytes read and bytes written both counted.
+        device_products: products of few tokens with weights on the device.
         matmul_tflops: products of large matrices on the device, TFLOP/s of 1e12 by dtype.
         disk_gb_per_s: direct reads; None where it is not known.
         cores: None where they are not known.
+        launches: None where they are not known.
+        process_bytes: host memory of a process that has loaded the libraries of a run, and no model; None where it is not known.
     """
 
     schema_version: Literal[1] = 1
@@ -120,10 +146,14 @@ class Description(_Part):
     host_memory_bytes: Bytes
     disk_free_bytes: Bytes | None = None
     link_gb_per_s: Rate | None = None
+    pageable_link_gb_per_s: Rate | None = None
     device_gb_per_s: Rate | None = None
+    device_products: tuple[DeviceRate, ...] = Field(default=(), strict=False)
     matmul_tflops: dict[str, Rate] = {}
     disk_gb_per_s: Rate | None = None
     cores: Cores | None = None
+    launches: Launches | None = None
+    process_bytes: Bytes | None = None
 
     def in_words(self) -> str:
         """What it is, on one line."""

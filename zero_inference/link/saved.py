@@ -12,23 +12,27 @@ import torch
 
 from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
+from zero_inference.link.compute import weights_gb_per_s
 from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
-from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Products
+from zero_inference.link.description import CoreRates, Cores, Description, DeviceRate, Gpu, Launches, Products
+from zero_inference.link.launches import measure_launches
 from zero_inference.link.rooflines import Result
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.environment import available_host_bytes, describe_environment
+from zero_inference.runtime.environment import available_host_bytes, describe_environment, resident_host_bytes
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.text import first_line
 
 ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
+DEVICE_ROWS = (*ROWS, 128)
 COLUMNS = 8192
 GROUP_SIZE = 64
 # By format: the dtype of weights or scales, and how the weights are stored.
 FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
     "bfloat16": (torch.bfloat16, None),
     "float16": (torch.float16, None),
+    "float32": (torch.float32, None),
     "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZE)),
     "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZE)),
 }
@@ -58,10 +62,14 @@ def describe_this_machine(
         host_memory_bytes=available_host_bytes(),
         disk_free_bytes=None if disk is None else shutil.disk_usage(disk).free,
         link_gb_per_s=found.get("host_to_device_pinned_gbps" if on_gpu else "host_memory_copy_gbps"),
+        pageable_link_gb_per_s=found.get("host_to_device_pageable_gbps"),
         device_gb_per_s=found.get("device_copy_gbps"),
+        device_products=_device_products(ranks, say),
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
         disk_gb_per_s=found.get("disk_read_gbps"),
         cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
+        launches=_launches(ranks, say),
+        process_bytes=resident_host_bytes(),
     )
 
 
@@ -74,6 +82,27 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
+def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRate, ...]:
+    say("measuring products of few tokens on the device ...")
+    rates = []
+    for name, (dtype, scheme) in FORMATS.items():
+        if name == ("float32" if ranks.device.type == "cuda" else "float16"):  # which no run there has by itself
+            continue
+        for rows in DEVICE_ROWS:
+            try:
+                rate = weights_gb_per_s(ranks.device, dtype, scheme, rows)
+            except torch.OutOfMemoryError as error:
+                say(f"warning: not measured: {first_line(error)}")
+                continue
+            rates.append(DeviceRate(format=name, rows=rows, gb_per_s=rate))
+    return tuple(rates)
+
+
+def _launches(ranks: Ranks, say: Callable[[str], None]) -> Launches:
+    say("measuring how long the host takes to launch operators ...")
+    return measure_launches(ranks.device)
+
+
 def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
     if not load_extension():  # it has the kernels that meet the cores
         say(f"warning: cores beside the link were not measured: {extension.why_unavailable()}")
@@ -82,6 +111,8 @@ def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
     rates: list[CoreRates] = []
     read_gb_per_s = 0.0
     for name, (dtype, scheme) in FORMATS.items():
+        if name == "float32":  # in host memory it is twice what a GPU would be given
+            continue
         for rows in ROWS:
             say(
                 f"measuring {name} weights multiplied by {len(cpus)} cores beside the link, {rows} token{'s' * (rows > 1)} ..."

@@ -13,6 +13,7 @@ from zero_inference.cores.library import best_instructions, load_library, why_un
 from zero_inference.errors import RunError, UsageError
 from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.cores_of_host import measure_beside_links
+from zero_inference.machine.kept import kept_description
 from zero_inference.machine.rates import beside_link, format_of
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime import extension
@@ -41,13 +42,14 @@ class Work:
 
 
 class Machine(Protocol):
-    """The hardware of a plan.
+    """The hardware of a plan."""
 
-    Attributes:
-        is_here: whether it is the one that this process runs on, so that it can be asked and used.
-    """
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the one that this process runs on, so that it can be asked and used."""
 
-    is_here: bool
+    def described(self) -> Description | None:
+        """Its measured rates; None where it was not measured yet."""
 
     def gpus(self) -> int:
         """GPUs of a node, that ranks may have one each."""
@@ -81,9 +83,12 @@ class Machine(Protocol):
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """The one that this process runs on. It is measured when it is asked."""
+    """The one that this process runs on. Memory is looked at when it is asked for, and so are rates that were not kept."""
 
     is_here = True
+
+    def described(self) -> Description | None:
+        return kept_description()
 
     def gpus(self) -> int:
         return torch.cuda.device_count()
@@ -115,6 +120,8 @@ class ThisMachine:
     def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
         if ranks.device.type != "cuda":
             return "there is no GPU"
+        if (kept := self._kept_beside_link(ranks, cpus, work)) is not None:
+            return kept
         what: Any = cpus, work.dtype, work.scheme, work.rows, work.columns
         try:
             if ranks.world_size > 1:
@@ -123,6 +130,13 @@ class ThisMachine:
         except (RunError, torch.OutOfMemoryError):  # it takes a gigabyte or two: weights go first
             return "there was no memory to measure them"
 
+    def _kept_beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | None:
+        kept = self.described() if ranks.world_size == 1 else None
+        if kept is None or kept.cores is None or kept.cores.threads != len(cpus):
+            return None
+        found = beside_link(kept, format_of(work.dtype, work.scheme), work.rows)
+        return None if isinstance(found, str) else found
+
 
 @dataclass(frozen=True)
 class DescribedMachine:
@@ -130,6 +144,9 @@ class DescribedMachine:
 
     description: Description
     is_here = False
+
+    def described(self) -> Description | None:
+        return self.description
 
     def gpus(self) -> int:
         return len(self.description.gpus)

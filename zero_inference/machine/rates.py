@@ -45,6 +45,14 @@ def beside_link(description: Description, what: str, rows: int) -> BesideLink | 
     )
 
 
+def product_gb_per_s(description: Description, what: str, rows: int) -> float | None:
+    """Of weights of the format `what` that the device multiplies with `rows` tokens; None where that is not known."""
+    points = sorted((each for each in description.device_products if each.format == what), key=lambda each: each.rows)
+    if not points:
+        return None
+    return 1 / between([each.rows for each in points], [1 / each.gb_per_s for each in points], rows)
+
+
 def between(places: Sequence[int], values: Sequence[float], place: int) -> float:
     """The value at `place` on straight lines through the points, whose `places` ascend: of times, which grow in steps that products add.
     Before the first as at the first; behind the last along the last line where that rises."""

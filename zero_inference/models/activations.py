@@ -3,15 +3,14 @@ shapes and no bytes, and adding up those that are alive."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 import weakref
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from zero_inference.models.meta_pass import on_meta, run_on_meta
 
 ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
 # More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
@@ -22,9 +21,8 @@ def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int |
     """Most bytes of tensors that the prefill of one sequence of `prompt_len` tokens holds at once, without weights, keys and values that
     stay. Those of several sequences are as many times as large.
 
-    Attention counts as one that keeps no scores where the model calls PyTorch's. A model whose operators know bfloat16 alone there, as
-    grouped matrix products do, is counted in that. None where it cannot run on the meta device at all, because it looks at values, or
-    where it loops over positions.
+    A model whose operators know bfloat16 alone on the meta device, as grouped matrix products do, is counted in that. None where it cannot
+    run there at all, because it looks at values, or where it loops over positions.
 
     Args:
         model: without weights, as `skeleton.empty_model` makes it; it is left as it is.
@@ -38,16 +36,8 @@ def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int |
 
 
 def _traced_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
-    shapes = copy.deepcopy(model).to("meta", dtype)
-    one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
-    ids = torch.zeros(1, prompt_len, dtype=torch.int64, device="meta")
     alive = _Alive()
-    try:
-        with torch.no_grad(), _AttentionWithoutScores(), alive:
-            shapes(input_ids=ids, past_key_values=_passing_cache(shapes.config), use_cache=True, **one)
-    except Exception:  # data-dependent code, or operators that know no meta device
-        return None
-    return alive.most
+    return alive.most if run_on_meta(on_meta(model, dtype), prompt_len, 0, alive) else None
 
 
 class _Alive(TorchDispatchMode):
@@ -88,25 +78,3 @@ class _Alive(TorchDispatchMode):
     def _forget(self, key: int, nbytes: int) -> None:
         self.known.discard(key)
         self.now -= nbytes
-
-
-def _passing_cache(config: Any) -> Any:
-    """A cache that hands on keys and values and keeps none. Without any, transformers would look at positions."""
-    from transformers import DynamicCache
-
-    class Passing(DynamicCache):
-        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return key_states, value_states
-
-    return Passing(config=config)
-
-
-class _AttentionWithoutScores(TorchFunctionMode):
-    """PyTorch's attention as its fast kernels do it: nothing but the output."""
-
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is torch.nn.functional.scaled_dot_product_attention:
-            query, value = args[0], args[2]
-            batch, heads, length, _ = query.shape
-            return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-        return function(*args, **(kwargs or {}))

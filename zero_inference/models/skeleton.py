@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -12,9 +13,13 @@ from torch.overrides import TorchFunctionMode
 from zero_inference.errors import UsageError
 from zero_inference.models.activations import prefill_peak_bytes
 from zero_inference.models.greedy import drop_own_settings
+from zero_inference.models.head import multiply_rows_at_once
+from zero_inference.models.operators import Pass, trace_pass
 from zero_inference.models.sizes import ModelSizes, estimated_prefill_bytes, logits_bytes, model_sizes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.text import first_line
+
+Found = TypeVar("Found")
 
 LARGE_ELEMENTS = 1 << 20  # less is written in under a millisecond
 
@@ -26,20 +31,41 @@ class Skeleton:
     Attributes:
         model: the transformers model, as `empty_model` makes it. Loading changes it; `sizes` were counted before.
         activations: bytes of a sequence's prefill, by its length.
+        passes: what `traced_pass` found, by its arguments.
+        known: what `once` found.
     """
 
     model: Any
     sizes: ModelSizes
     activations: dict[int, int] = field(default_factory=dict, compare=False)
+    passes: dict[tuple[int, int], Pass | None] = field(default_factory=dict, compare=False)
+    known: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    def once(self, key: Any, find: Callable[[], Found]) -> Found:
+        """What `find` gives, which follows from the empty model and `key`: plans of many configurations ask for it. Nobody changes it."""
+        if key not in self.known:
+            self.known[key] = find()
+        return self.known[key]
 
     def activation_bytes(self, spec: ModelSpec, batch: int, prompt_len: int) -> int:
         """Most bytes that `batch` prompts of `prompt_len` tokens keep at once beside weights, keys and values. An estimate for a length
         that is asked for only after an engine has filled the model."""
         if prompt_len not in self.activations:
-            empty = all(parameter.is_meta for parameter in self.model.parameters())
-            found = prefill_peak_bytes(self.model, spec.dtype, prompt_len) if empty else None
+            found = prefill_peak_bytes(self.model, spec.dtype, prompt_len) if self.is_empty else None
             self.activations[prompt_len] = estimated_prefill_bytes(spec, prompt_len) if found is None else found
         return batch * max(self.activations[prompt_len], logits_bytes(spec))
+
+    def traced_pass(self, spec: ModelSpec, tokens: int, past: int) -> Pass | None:
+        """What a sequence's pass of `tokens` tokens behind `past` others computes; None where the model cannot run without weights, or
+        where that is asked for only after an engine has filled it."""
+        if (tokens, past) not in self.passes:
+            self.passes[tokens, past] = trace_pass(self.model, spec, tokens, past) if self.is_empty else None
+        return self.passes[tokens, past]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no engine has filled the model yet."""
+        return all(parameter.is_meta for parameter in self.model.parameters())
 
 
 def build_skeleton(spec: ModelSpec) -> Skeleton:
@@ -70,6 +96,7 @@ def empty_model(spec: ModelSpec):
     _apply_dtype_plan(model, spec.dtype)
     drop_own_settings(model)
     model.requires_grad_(False)
+    multiply_rows_at_once(model)
     return model.eval()
 
 

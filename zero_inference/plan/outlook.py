@@ -8,19 +8,10 @@ from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.plan.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
-from zero_inference.records.limit import Rates
+from zero_inference.records.limit import RATE_WORDS, Rates
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
-
-WORDS = {
-    "device_memory": "device memory",
-    "matmul": "matrix products",
-    "link": "the link",
-    "link_and_cores": "link and cores",
-    "cores": "the host's cores",
-    "disk": "the disk",
-}
 
 
 def limit_in_words(plan: EnginePlan) -> str | None:
@@ -38,7 +29,7 @@ def limit_in_words(plan: EnginePlan) -> str | None:
     shown = f"{most:.3g}" if most < 1000 else f"{most:.0f}"
     bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
     alone = ", without the host's cores, whose part with several ranks is not known" if plan.lacks_cores else ""
-    return f"decode: {bound} {shown} token/s ({step_s:.3g} s a step), bound by {WORDS[bound_by]}{alone}"
+    return f"decode: {bound} {shown} token/s ({step_s:.3g} s a step), bound by {RATE_WORDS[bound_by]}{alone}"
 
 
 def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
@@ -50,7 +41,7 @@ def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
 
 
 def least_step_s(plan: EnginePlan, description: Description) -> tuple[str, float] | None:
-    """The rate that binds a decode step, a key of `WORDS`, and the seconds that the step takes at least; None without any rate."""
+    """The rate that binds a decode step, a key of `RATE_WORDS`, and the seconds that the step takes at least; None without any rate."""
     job, moved = plan.job, plan.moved_per_step()
     work = least_work(job, plan.weight_bytes, moved.cores_bytes_per_step or 0)
     floors = as_mapping(least_step(_rates(plan, description), moved, work, job.on_gpu))

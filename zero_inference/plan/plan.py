@@ -16,6 +16,7 @@ from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.plan.memory import Need, memory_needs
+from zero_inference.plan.timing import Times, predicted_times
 from zero_inference.records.schema import Predicted
 from zero_inference.runtime.distributed import Ranks
 
@@ -42,15 +43,34 @@ class Plan:
     @functools.cached_property
     def predicted(self) -> Predicted:
         """For the record. What `load` keeps of it was found before it began."""
-        moved = self.weights.moved_per_step()
+        moved, times = self.weights.moved_per_step(), self.times
         return Predicted(
+            prefill_s=times.prefill.seconds if times else None,
+            decode_s=times.step.seconds * (self.job.config.gen_len - 1) if times else None,
+            bound_by=times.step.bound_by if times else None,
             weight_bytes=self.weights.weight_bytes,
             peak_gpu_bytes=self.weights.device_peak_bytes if self.job.on_gpu else None,
+            peak_host_bytes=self._peak_host_bytes,
             host_to_device_bytes_per_step=int(moved.host_to_device_bytes_per_step or 0),
             device_to_host_bytes_per_step=int(moved.device_to_host_bytes_per_step or 0),
             disk_read_bytes_per_step=int(moved.disk_read_bytes_per_step or 0),
             cores_bytes_per_step=int(moved.cores_bytes_per_step or 0),
         )
+
+    @functools.cached_property
+    def times(self) -> Times | None:
+        """Of prefill and decode; None where the machine's rates or the model's operators are not known. To be asked for before `load`."""
+        description = self.job.machine.described()
+        return None if description is None else predicted_times(self.weights, description)
+
+    @property
+    def _peak_host_bytes(self) -> int | None:
+        """Of a process: the libraries, and what is placed in host memory."""
+        description, weights = self.job.machine.described(), self.weights
+        if description is None or description.process_bytes is None:
+            return None
+        placed = weights.footprint.host + self.job.kv_host_bytes
+        return description.process_bytes + placed + (0 if self.job.on_gpu else weights.device_peak_bytes)
 
     def check(self) -> None:
         """Whether the machine has what is needed besides memory, if it is this one. Raises UsageError."""

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 from zero_inference.records.key import inline, key
 
+# What bounds a pass, in words.
+RATE_WORDS = {
+    "device_memory": "device memory",
+    "matmul": "matrix products",
+    "link": "the link",
+    "link_and_cores": "link and cores",
+    "cores": "the host's cores",
+    "disk": "the disk",
+    "launches": "the host's launches",
+}
 _STREAM = "--engine stream"
 _CORES = "--engine stream with a GPU and --cpu-compute auto or above 0"
 _BUSY = ("s", "the link was copying")

@@ -1,5 +1,5 @@
 """The record of a run: every key that is written into it, its unit and its meaning, said here once (those of the loops, the limit,
-`quality` and `environment` in loops.py, limit.py, scores.py and machine.py).
+`quality`, `environment` and the plan's in loops.py, limit.py, scores.py, machine.py and planned.py).
 
 Schema 1: keys of bytes a second end in `gbps` there and mean GB/s of 1e9 bytes; the attributes say `gb_per_s`.
 `zero-inference report --fields` prints what stands here.
@@ -16,6 +16,7 @@ from zero_inference.records.key import dataclasses_in, inline, key
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.loops import Evenness, ExpertUse, Loop, MachineLoad, MovedPerStep
 from zero_inference.records.machine import Environment
+from zero_inference.records.planned import Chosen, Predicted
 from zero_inference.records.scores import Tasks, TaskScores
 
 SCHEMA_VERSION = 1
@@ -66,18 +67,7 @@ class Request:
         "where the weights waited: cpu (host memory), disk or gpu; cpu also for a run without offload on a machine without a GPU. "
         "The place in the log's name",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What the plan said before anything was loaded, under the names of what was measured."""
-
-    weight_bytes: int = key("byte", "weights as the engine stores them")
-    peak_gpu_bytes: int | None = key("byte", "most device memory held; null without a device")
-    host_to_device_bytes_per_step: int = key("byte", "to the devices in a decode step: weights, keys and values")
-    device_to_host_bytes_per_step: int = key("byte", "from the devices: keys and values")
-    disk_read_bytes_per_step: int = key("byte", "weights read from disk")
-    cores_bytes_per_step: int = key("byte", "read by the host's cores; of experts as many as are expected to be chosen")
+    chosen: Chosen | None = key("", "what the plan found of what was auto; null where nothing was", default=None)
 
 
 @dataclass(frozen=True, slots=True)

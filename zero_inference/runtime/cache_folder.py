@@ -4,12 +4,15 @@
 |---|---|
 | unpacked models | `${ZERO_INFERENCE_CACHE}`, by default `${XDG_CACHE_HOME:-~/.cache}/zero-inference` |
 | DeepSpeed's modules | `${TORCH_EXTENSIONS_DIR}`, by default a folder of `${XDG_CACHE_HOME:-~/.cache}/zero-inference/extensions` |
+| what was measured of a machine | that of unpacked models |
 | our kernels, and what their trials found | the same two, but never in a folder of DeepSpeed's modules |
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 from pathlib import Path
 
 OURS = "zero-inference/extensions"
@@ -30,3 +33,8 @@ def extensions_folder() -> Path:
     """Of compiled code. TORCH_EXTENSIONS_DIR where the user chose one (DeepSpeed's engine sets it to a folder in ours), else ours."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given and OURS not in given else user_cache() / OURS
+
+
+def machine_path() -> Path:
+    """Of what was measured of this machine: home folders are shared by machines."""
+    return models_folder() / f"machine-{re.sub(r'[^A-Za-z0-9.-]', '_', platform.node()) or 'this'}.json"

@@ -53,6 +53,13 @@ def available_host_bytes(root: str = "/") -> int:
     return available if left is None else max(0, min(available, left))
 
 
+def resident_host_bytes() -> int:
+    """Host memory that this process has now, its libraries and page-locked memory included."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

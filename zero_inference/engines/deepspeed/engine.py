@@ -20,6 +20,7 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
 from zero_inference.engines.deepspeed.config import (
+    LayerSizes,
     Places,
     build_ds_config,
     layer_sizes,
@@ -49,6 +50,11 @@ class DeepSpeedPlan(EnginePlan):
     ds_config: dict[str, Any]
     quantization: QuantizationPlan | None
 
+    @property
+    def own_work_known(self) -> bool:
+        """See `EnginePlan`. Its hooks of a layer, and its dequantizing of a weight, are not measured."""
+        return False
+
 
 def plan(job: Job) -> DeepSpeedPlan:
     """Resolve DeepSpeed's configuration, which says where each partition waits.
@@ -60,15 +66,20 @@ def plan(job: Job) -> DeepSpeedPlan:
     _prepare_environment(config, job.ranks if job.machine.is_here else None)
     quantization = None
     if config.quantized:
-        quantization = plan_quantization(job.skeleton.model, quantization_settings(config), spec.dtype)
+        settings = quantization_settings(config)
+        quantization = job.skeleton.once(
+            ("quantization", str(settings)), lambda: plan_quantization(job.skeleton.model, settings, spec.dtype)
+        )
     ds_config = _ds_config(job, quantization)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    stored = _bytes_by_place(job, quantization, ds_config)
-    brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
+    stored, brought, footprint = job.skeleton.once(
+        ("places", str(zero), config.quant_bits, config.quant_group_size, job.ranks.world_size, job.on_gpu),
+        lambda: _places_of_weights(job, quantization, ds_config, pinned),
+    )
     return DeepSpeedPlan(
         job,
-        _footprint(job, quantization, ds_config, pinned, stored),
+        footprint,
         pinned,
         ds_config,
         quantization,
@@ -154,6 +165,15 @@ def _load(
     )
 
 
+def _places_of_weights(
+    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool
+) -> tuple[dict[str, int], dict[str, int], Footprint]:
+    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; and what they take where."""
+    stored = _bytes_by_place(job, quantization, ds_config)
+    brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
+    return stored, brought, _footprint(job, quantization, ds_config, pinned, stored)
+
+
 def _bytes_by_place(
     job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], as_often_as_used: bool = False
 ) -> dict[str, int]:
@@ -225,9 +245,13 @@ def _stored_numel(quantization: QuantizationPlan | None, name: str, parameter: t
 
 
 def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any]:
-    model = job.skeleton.model
-    _, layers = decoder_layers(model)
-    sizes = layer_sizes(model, layers, lambda name, p: _stored_numel(quantization, name, p), job.spec.dtype)
+    model, config = job.skeleton.model, job.config
+
+    def find() -> LayerSizes:
+        _, layers = decoder_layers(model)
+        return layer_sizes(model, layers, lambda name, p: _stored_numel(quantization, name, p), job.spec.dtype)
+
+    sizes = job.skeleton.once(("layer sizes", config.quant_bits, config.quant_group_size), find)
     ahead = layers_ahead(sizes, job.free_device_bytes)
     merged = build_ds_config(job.config, job.spec.dtype, sizes, job.ranks.world_size, job.pin_weights, ahead)
     _check_by_deepspeed(merged, job.config.ds_config)

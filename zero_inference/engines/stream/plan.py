@@ -15,6 +15,7 @@ from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.quantization.products import FUSED_ROWS
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps
@@ -62,6 +63,48 @@ class StreamPlan(EnginePlan):
             return 0.0
         return self.residency.computed_bytes / (self.cores.rates.cores_alone_gb_per_s * 1e9)
 
+    @property
+    def prefill_fetched_bytes(self) -> int:
+        """See `EnginePlan`. Where the cores multiply nothing, the ring is full when a prefill begins: it follows another generation."""
+        ring = self.residency.depth * self.residency.slot_bytes
+        return max(0, self.residency.host_bytes - (0 if self.residency.computed else ring))
+
+    @property
+    def copies_on_cpu(self) -> bool:
+        """See `EnginePlan`."""
+        return True
+
+    @property
+    def graphs(self) -> bool:
+        """See `EnginePlan`."""
+        return self.no_graph is None and self.job.on_gpu
+
+    @property
+    def fused_rows(self) -> int:
+        """See `EnginePlan`."""
+        return FUSED_ROWS if self.job.on_gpu else 0
+
+    def share_on_cores(self) -> tuple[float, float]:
+        """See `EnginePlan`. What the device keeps of experts it multiplies itself."""
+        found, experts = self.residency, set(self.residency.expert_blocks)
+        every = [index for index, block in enumerate(found.blocks or ()) if block.experts is not None]
+        others = found.nbytes_of(set(range(len(found.layouts))) - set(every))
+        kept = found.expert_slot_bytes if found.computed & experts else 0
+        return (
+            found.nbytes_of(found.computed - experts) / max(1, others),
+            max(0, found.nbytes_of(found.computed & experts) - kept) / max(1, found.nbytes_of(every)),
+        )
+
+    def cores_s(self) -> float:
+        """See `EnginePlan`."""
+        cores = self.cores
+        if cores is None or cores.rates is None:
+            return 0.0
+        products_s = self.residency.computed_bytes / (cores.rates.cores_gb_per_s * 1e9)
+        attention_s = cores.kv_bytes / (cores.rates.read_gb_per_s * 1e9) if cores.attends else 0.0
+        meetings = self.residency.meetings + (self.residency.layers if cores.attends else 0)
+        return products_s + attention_s + meetings * cores.rates.crossing_s
+
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
         if not self.residency.in_host_memory:
@@ -92,7 +135,7 @@ def plan(job: Job) -> StreamPlan:
     scheme = None
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.quant_group_size, job.spec.dtype)
-        _check_groups(model, scheme)
+        job.skeleton.once(("groups", scheme), lambda: _check_groups(model, scheme))
     residency = _residency(job, scheme, divided=False)
     cores: CoresPlan | str | None = why_cores_stay_out(job)
     nothing = not residency.in_host_memory and not config.kv_offload
@@ -144,7 +187,9 @@ def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | 
 
 def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
     config, ranks = job.config, job.ranks.world_size
-    blocks, layouts, outside = lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
+    blocks, layouts, outside = job.skeleton.once(
+        ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
+    )
     budget = None
     if job.free_device_bytes is not None:
         activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)

@@ -1,0 +1,66 @@
+"""This machine's description, kept in the user's cache: measured once, and anew when what it was measured with has changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_inference.errors import UsageError
+from zero_inference.runtime.cache_folder import machine_path
+from zero_inference.runtime.environment import describe_environment
+
+if TYPE_CHECKING:
+    from zero_inference.link.description import Description
+
+
+def kept_description() -> Description | None:
+    """None where there is no file, or where it cannot be read, or is out of date."""
+    path = machine_path()
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read(path, changed)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, changed: int) -> Description | None:
+    from zero_inference.link.description import read_description
+
+    try:
+        found = read_description(path)
+    except UsageError:
+        return None
+    return None if why_outdated(found) else found
+
+
+def why_outdated(description: Description) -> str | None:
+    """What is no longer as it was when this machine was measured, in a few words."""
+    now = describe_environment()
+    versions = now["packages"] | {"gpu_driver": now["gpu_driver"]}
+    for name, version in versions.items():
+        if description.versions.get(name) != version:
+            return f"{name} was {description.versions.get(name)} and is {version}"
+    gpus = [gpu["name"] for gpu in now["gpus"]]
+    if [gpu.name for gpu in description.gpus] != gpus:
+        return "it has other GPUs"
+    return None
+
+
+def measure_and_keep(say: Callable[[str], None]) -> None:
+    """Measure this machine and keep what was found."""
+    from zero_inference.link.description import write_description
+    from zero_inference.link.rooflines import measure_rooflines
+    from zero_inference.link.saved import describe_this_machine
+    from zero_inference.runtime.distributed import detect_ranks
+
+    say("measuring this machine, half a minute; what is found is kept until a version or a GPU changes ...")
+    ranks = detect_ranks()
+    results, warnings = measure_rooflines(ranks, None)
+    for line in warnings:
+        say(f"warning: {line}")
+    path = machine_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_description(describe_this_machine(ranks, results, None, say), path)

@@ -1,0 +1,167 @@
+"""What a forward pass computes, operator by operator: found by running the model on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from zero_inference.models.activations import MOST_OPERATORS
+from zero_inference.models.layers import decoder_layers
+from zero_inference.models.meta_pass import on_meta, run_on_meta
+from zero_inference.models.sizes import expert_parameters
+
+aten = torch.ops.aten
+# They move nothing, though they are no views for PyTorch.
+WITHOUT_WORK = {
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.empty_strided,
+    aten.detach,
+    aten.alias,
+    aten._unsafe_view,
+    aten.sym_size,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kernel of a pass.
+
+    Attributes:
+        flops: of one sequence, 2 for a multiplication with its addition.
+        nbytes: of one sequence: read and written without weights; keys and values are among them.
+        outside_bytes, layer_bytes, expert_bytes: of the weights that it reads, in the dtype that it computes in: of modules outside
+            the decoder layers, of these, and of their experts, all of which count.
+    """
+
+    flops: int
+    nbytes: int
+    outside_bytes: int = 0
+    layer_bytes: int = 0
+    expert_bytes: int = 0
+
+    @property
+    def weights(self) -> tuple[int, int, int]:
+        return self.outside_bytes, self.layer_bytes, self.expert_bytes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of one sequence.
+
+    Attributes:
+        operators: each with the number of times that it is called.
+    """
+
+    operators: dict[Operator, int]
+
+    @property
+    def launches(self) -> int:
+        """Kernels."""
+        return sum(self.operators.values())
+
+    def total(self, name: str) -> int:
+        """Of an attribute of `Operator`, over all of them."""
+        return sum(getattr(operator, name) * count for operator, count in self.operators.items())
+
+
+def trace_pass(model: Any, spec: Any, tokens: int, past: int) -> Pass | None:
+    """The pass of `tokens` tokens of one sequence that follow `past` others; None where the model cannot run on the meta device, or loops
+    over positions.
+
+    Args:
+        model: without weights, as `skeleton.empty_model` makes it; it is left as it is.
+        spec: a `models.spec.ModelSpec`.
+    """
+    for dtype in dict.fromkeys((spec.dtype, torch.bfloat16)):  # grouped matrix products have no other dtype there
+        shapes = on_meta(model, dtype)
+        counts = _Counting(_kinds_of_weights(shapes, spec))
+        if run_on_meta(shapes, tokens, past, counts, counts.saw_attention):
+            return Pass(_of_width(counts.operators, spec.dtype.itemsize / dtype.itemsize))
+    return None
+
+
+def _of_width(operators: Counter[Operator], times: float) -> dict[Operator, int]:
+    """With bytes of a dtype that is so many times as wide."""
+    if times == 1:
+        return dict(operators)
+    return {
+        Operator(each.flops, *(round(times * value) for value in (each.nbytes, *each.weights))): count
+        for each, count in operators.items()
+    }
+
+
+def launches_of(model: Any, tokens: int, past: int) -> int | None:
+    """Kernels of such a pass of any model without experts; see `trace_pass`."""
+    counts = _Counting({})
+    return sum(counts.operators.values()) if run_on_meta(on_meta(model, torch.bfloat16), tokens, past, counts) else None
+
+
+def _kinds_of_weights(shapes: Any, spec: Any) -> dict[int, str]:
+    """By the storage of each parameter the attribute of `Operator` that its bytes belong to."""
+    kinds = {_storage(parameter): "outside_bytes" for parameter in shapes.parameters()}
+    for layer in decoder_layers(shapes)[1]:
+        kinds |= {_storage(parameter): "layer_bytes" for parameter in layer.parameters()}
+    return kinds | {_storage(parameter): "expert_bytes" for parameter in expert_parameters(shapes, spec)}
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operators that move or compute something. Raises RuntimeError behind `MOST_OPERATORS`."""
+
+    def __init__(self, kinds: dict[int, str]) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.operators: Counter[Operator] = Counter()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.seen += 1
+        if self.seen > MOST_OPERATORS:
+            raise RuntimeError("the model has too many operators to be traced")
+        out = function(*args, **(kwargs or {}))
+        name = function._overloadpacket
+        if function.is_view or name in WITHOUT_WORK:
+            return out
+        read: Counter[str] = Counter()
+        nbytes = 0
+        for tensor in _tensors((args, kwargs)):
+            kind = self.kinds.get(_storage(tensor))
+            if kind is None:
+                nbytes += tensor.nbytes
+            elif name is not aten.embedding:  # which reads a row a token
+                read[kind] += tensor.nbytes
+        nbytes += sum(tensor.nbytes for tensor in _tensors(out))
+        self.operators[Operator(_flops(name, args, kwargs or {}, out), nbytes, **read)] += 1
+        return out
+
+    def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+        """Scores and what they weigh; a prompt's tokens look at half of each other."""
+        batch, heads, length, width = query.shape
+        pairs = length * key.shape[2] - length * (length - 1) // 2
+        flops = 2 * batch * heads * pairs * (width + value.shape[-1])
+        self.operators[Operator(flops, sum(each.nbytes for each in (query, key, value, out)))] += 1
+
+
+def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Of products; all else is bound by what it moves."""
+    if name in flop_registry:
+        return int(flop_registry[name](*args, **kwargs, out_val=out))
+    if "grouped_mm" in str(name):  # rows, sorted by expert, times the weights of each
+        return 2 * out.numel() * args[0].shape[-1]
+    return 0
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

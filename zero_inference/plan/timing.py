@@ -1,0 +1,221 @@
+"""How long a prefill and a decode step will take: the roofline of each operator, with what a plan places where and what the host takes to
+launch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zero_inference.engines.base import EnginePlan
+from zero_inference.machine.rates import product_gb_per_s
+from zero_inference.models.operators import Operator, Pass
+from zero_inference.models.sizes import experts_of
+from zero_inference.records.limit import RATE_WORDS
+
+if TYPE_CHECKING:
+    from zero_inference.link.description import Description
+
+
+# Tokens of a pass up to which a GPU's products take what was measured of few tokens; more are bound by operations. A CPU's are
+# extrapolated.
+FEW_ROWS = 128
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """
+    Attributes:
+        seconds: of the pass.
+        bound_by: what most of them are for, a key of `RATE_WORDS`.
+    """
+
+    seconds: float
+    bound_by: str
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of a run that is not the first after loading.
+
+    Attributes:
+        step: a decode step of mean length.
+        at_least: they are lower bounds.
+    """
+
+    prefill: PassTime
+    step: PassTime
+    at_least: bool = False
+
+    def tokens_per_s(self, batch_size: int) -> float:
+        """Of decoding."""
+        return batch_size / self.step.seconds
+
+    def in_words(self, batch_size: int) -> str:
+        """On one line."""
+        least, most = ("at least ", "at most ") if self.at_least else ("", "")
+        return (
+            f"predicted: prefill {least}{_shown(self.prefill.seconds)} s, decode {most}{_shown(self.tokens_per_s(batch_size))} token/s "
+            f"({_shown(self.step.seconds)} s a step), mostly {RATE_WORDS[self.step.bound_by]}"
+        )
+
+
+def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
+    """None where a rate is missing that the plan takes, or where the model cannot run without weights. To be asked for before `load`."""
+    job, config = plan.job, plan.job.config
+    if config.quantized and not job.on_gpu and not plan.own_work_known:
+        return None  # there dequantizing takes the most time
+    one = job.skeleton.traced_pass(job.spec, 1, config.prompt_len + config.gen_len // 2)
+    prompt = job.skeleton.traced_pass(job.spec, config.prompt_len, 0)
+    if one is None or prompt is None:
+        return None
+    of_prompt, of_step = prefill(plan, description, prompt), decode_step(plan, description, one)
+    return None if of_prompt is None or of_step is None else Times(of_prompt, of_step, not plan.own_work_known)
+
+
+def _shown(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> PassTime | None:
+    """Of mean length; None where a rate is missing that it takes.
+
+    Args:
+        traced: of one token behind as many others as a step has on average.
+    """
+    moved = plan.moved_per_step()
+    tokens = plan.job.rank_batch
+    weights_s = _weights_s(plan, description, traced, tokens, plan.share_on_cores())
+    link_rate = plan.beside_link()
+    link = link_rate[0] if link_rate else _link_gb_per_s(plan, description)
+    return _together(
+        plan,
+        description,
+        traced,
+        weights_s,
+        link_s=_seconds((moved.host_to_device_bytes_per_step or 0) / plan.job.ranks.world_size, link),
+        disk_s=_disk_s(plan, description),
+        cores_s=plan.cores_s(),
+        in_graphs=plan.graphs,
+    )
+
+
+def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTime | None:
+    """Of the prompts; None as of `decode_step`.
+
+    Args:
+        traced: of a prompt.
+    """
+    job = plan.job
+    tokens = job.rank_batch * job.config.prompt_len
+    weights_s = _weights_s(plan, description, traced, tokens, (0.0, 0.0))
+    link = _link_gb_per_s(plan, description)
+    written = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
+    fetched_s = _seconds(plan.prefill_fetched_bytes / job.ranks.world_size, link)
+    written_s = _seconds(written, description.link_gb_per_s)
+    link_s = None if fetched_s is None or written_s is None else max(fetched_s, written_s)
+    disk_s = _disk_s(plan, description)
+    return _together(plan, description, traced, weights_s, link_s=link_s, disk_s=disk_s, cores_s=0.0, in_graphs=False)
+
+
+def _weights_s(
+    plan: EnginePlan, description: Description, traced: Pass, tokens: int, of_cores: tuple[float, float]
+) -> Callable[[Operator], float]:
+    """Seconds in which the device brings the weights of an operator from its memory, without those that the cores multiply.
+
+    Of many tokens, and by engines that do so always, the dtype that is multiplied is restored first: written once and read once.
+    """
+    job, config = plan.job, plan.job.config
+    number, chosen = experts_of(job.spec)
+    read = 1 - (1 - chosen / number) ** tokens if number else 0.0
+    in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
+    stored = (plan.weight_bytes - (job.sizes.parameter_bytes - in_layers)) / max(1, in_layers)
+    memory = description.device_gb_per_s or float("inf")
+    plain = quantized = memory
+    restored = 0.0
+    if tokens <= FEW_ROWS or not job.on_gpu:
+        plain = product_gb_per_s(description, job.spec.dtype_name, tokens) or memory
+        quantized = (
+            (product_gb_per_s(description, f"int{config.quant_bits}", tokens) or memory) if config.quantized else plain
+        )
+    if config.quantized and job.on_gpu and tokens > (FEW_ROWS if plan.fused_rows else 0):
+        quantized, restored = memory, 2.0
+
+    def seconds(operator: Operator) -> float:
+        layers = (1 - of_cores[0]) * operator.layer_bytes + (1 - of_cores[1]) * read * operator.expert_bytes
+        return (operator.outside_bytes / plain + (stored + restored) * layers / quantized) / 1e9
+
+    return seconds
+
+
+def _together(
+    plan: EnginePlan,
+    description: Description,
+    traced: Pass,
+    weights_s: Callable[[Operator], float],
+    *,
+    link_s: float | None,
+    disk_s: float | None,
+    cores_s: float,
+    in_graphs: bool,
+) -> PassTime | None:
+    """What the parts take beside or behind each other. The device computes while blocks are copied, and waits for the cores."""
+    launches, rate = description.launches, description.device_gb_per_s
+    # the host of a machine that nobody measured is taken to be never late
+    operator_s, step_s, gap_s = (
+        (launches.operator_s, launches.step_s, launches.graph_operator_s) if launches else (0.0, 0.0, 0.0)
+    )
+    if rate is None or link_s is None or disk_s is None:
+        return None
+    flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)
+
+    def of_memory(operator: Operator) -> float:
+        return operator.nbytes * plan.job.rank_batch / (rate * 1e9) + weights_s(operator)
+
+    def of_products(operator: Operator) -> float:
+        return operator.flops * plan.job.rank_batch / (flop_rate * 1e12) if flop_rate else 0.0
+
+    work_s = _total(traced, lambda each: max(of_memory(each), of_products(each)))
+    bound = "matmul" if _total(traced, of_products) > work_s / 2 else "device_memory"
+    host_s = 0.0 if in_graphs else traced.launches * operator_s
+    gaps_s = traced.launches * (gap_s or 0.0)  # between kernels, one waiting for the other
+    if plan.job.on_gpu:  # which computes while the host launches what follows
+        launched_s = gaps_s + max(0.0, host_s - work_s - gaps_s)
+    else:
+        launched_s = host_s
+    computing = {bound: work_s, "launches": launched_s + step_s, "cores": cores_s}
+    copies = {"link": link_s, "disk": disk_s}
+    if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
+        return _longest(computing | copies, sum(computing.values()) + sum(copies.values()))
+    name = max(computing, key=lambda each: computing[each])
+    return _longest({**copies, name: sum(computing.values())})
+
+
+def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:
+    name = max(parts, key=lambda each: parts[each])
+    return PassTime(parts[name] if seconds is None else seconds, name)
+
+
+def _total(traced: Pass, seconds: Callable[[Operator], float]) -> float:
+    return sum(seconds(operator) * count for operator, count in traced.operators.items())
+
+
+def _link_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
+    if not plan.job.on_gpu and not plan.copies_on_cpu:
+        return float("inf")
+    locked = plan.pinned if plan.prefill_fetched_bytes else plan.job.config.pin_kv_cache
+    if plan.job.on_gpu and not locked:
+        return description.pageable_link_gb_per_s
+    return description.link_gb_per_s
+
+
+def _disk_s(plan: EnginePlan, description: Description) -> float | None:
+    rate = description.disk_gb_per_s
+    return _seconds(plan.disk_bytes, rate * plan.job.ranks.num_nodes if rate else None)
+
+
+def _seconds(nbytes: float, gb_per_s: float | None) -> float | None:
+    """None where there is something to move, and no rate."""
+    if not nbytes:
+        return 0.0
+    return nbytes / (gb_per_s * 1e9) if gb_per_s else None

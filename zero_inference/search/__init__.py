@@ -1,0 +1,1 @@
+"""Configurations of a model compared by what their plans predict, before anything is loaded."""

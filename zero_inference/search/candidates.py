@@ -1,0 +1,178 @@
+"""The configurations worth considering for a model, each with its plan."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zero_inference.config import RunConfig
+from zero_inference.config.choices import DEFAULTS, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.engines.base import Job
+from zero_inference.errors import UsageError
+from zero_inference.kv_cache.device import other_layer_types
+from zero_inference.plan.plan import Plan, changed
+from zero_inference.plan.timing import Times
+from zero_inference.utils import GB
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# By engine the ways to run it; those with weights on disk are for models that fit nowhere else.
+WAYS: dict[str, tuple[dict[str, Any], ...]] = {
+    "stream": ({"cpu_offload": True},),
+    "resident": ({},),
+    "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
+    "accelerate": ({"cpu_offload": True}, {"disk_offload": True}),
+}
+LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
+LAUNCHER = {"deepspeed": "deepspeed --num_gpus 1"}
+
+
+@dataclass(frozen=True)
+class Free:
+    """What is left to be found.
+
+    Attributes:
+        engines, quant_bits, batch_sizes, kv_offload: the values to try.
+        ways: by engine those in which it may be run.
+    """
+
+    engines: tuple[str, ...] = tuple(WAYS)
+    quant_bits: tuple[int, ...] = QUANT_BITS
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    kv_offload: tuple[bool, ...] = (False, True)
+    ways: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: WAYS)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that fits, and what is predicted of it.
+
+    Attributes:
+        measured_tokens_per_s: of decoding, where a run of it was tried.
+    """
+
+    plan: Plan
+    times: Times
+    measured_tokens_per_s: float | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.job.config
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding."""
+        return self.times.tokens_per_s(self.config.batch_size)
+
+    @property
+    def best_tokens_per_s(self) -> float:
+        """Measured, or predicted where it was not tried."""
+        return self.measured_tokens_per_s or self.tokens_per_s
+
+    @property
+    def best_step_s(self) -> float:
+        """The same of a step."""
+        return self.config.batch_size / self.best_tokens_per_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """On the device and in host memory."""
+        return self.plan.weights.device_peak_bytes + self.plan.weights.footprint.host + self.plan.job.kv_host_bytes
+
+    def command(self) -> str:
+        """That runs it."""
+        return command_of(self.config)
+
+
+@dataclass(frozen=True)
+class Found:
+    """
+    Attributes:
+        candidates: those that fit, and whose times are known.
+        unknown: that fit; nobody knows how fast they are.
+        too_large: plans that do not fit, of each engine and number of bits the least one.
+    """
+
+    candidates: list[Candidate]
+    unknown: list[Plan]
+    too_large: list[Plan]
+
+
+def command_of(config: RunConfig) -> str:
+    """What to type for `config`."""
+    return shlex.join([*LAUNCHER.get(config.engine, "python").split(), "run_model.py", *options_of(config)])
+
+
+def options_of(config: RunConfig) -> list[str]:
+    """Those of run_model.py that ask for `config`."""
+    words = []
+    for name, value in config.as_dict().items():
+        implied = name == "cpu_offload" and config.engine == "stream"  # by itself
+        if implied or value == DEFAULTS[name] or name in ("dry_run", "machine", "assume"):
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(f"{value:g}" if isinstance(value, float) else str(value))
+    return words
+
+
+def find_candidates(job: Job, free: Free) -> Found:
+    """Plan what `free` leaves open of `job`, from the smallest batch up; a larger one than does not fit is not tried."""
+    found = Found([], [], [])
+    for on_disk in (False, True):
+        for fields in _ways(job, free, on_disk):
+            _plan_batches(job, free, fields, found)
+        if found.candidates or found.unknown:
+            break
+    return found
+
+
+def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
+    """Everything but the batch."""
+    for engine in free.engines:
+        for bits in free.quant_bits if engine in QUANTIZING_ENGINES else (16,):
+            if bits not in free.quant_bits:
+                continue
+            for way in free.ways[engine]:
+                if engine == "deepspeed" and not way and not job.on_gpu and free.ways is WAYS:
+                    continue  # it would be the same as in host memory
+                if bool(way.get("disk_offload")) == on_disk:
+                    offload = {"cpu_offload": False, "disk_offload": False} | way
+                    yield {"engine": engine, "quant_bits": bits} | offload
+
+
+def _plan_batches(job: Job, free: Free, fields: dict[str, Any], found: Found) -> None:
+    for kv_offload in free.kv_offload:
+        for batch_size in sorted(free.batch_sizes):
+            asked = fields | {"kv_offload": kv_offload, "batch_size": batch_size}
+            if kv_offload and len(free.kv_offload) > 1 and not _worth_moving(job, batch_size):
+                continue
+            try:
+                plan = changed(job, **asked)
+            except UsageError:
+                continue
+            if not plan.fits:
+                first = batch_size == min(free.batch_sizes) and kv_offload == free.kv_offload[0]
+                found.too_large.extend([plan] if first else [])
+                break
+            if plan.times is None:
+                found.unknown.append(plan)
+            else:
+                found.candidates.append(Candidate(plan, plan.times))
+
+
+def _worth_moving(job: Job, batch_size: int) -> bool:
+    """Whether keys and values of so many sequences take a part of device memory that weights could use."""
+    if other_layer_types(job.spec.config) or job.free_device_bytes is None:
+        return False
+    of_one = replace(job, config=replace(job.config, batch_size=job.ranks.world_size)).kv_bytes()
+    return of_one * batch_size >= LEAST_KV_SHARE * job.free_device_bytes
+
+
+def least_machine(plans: list[Plan]) -> str:
+    """The least memory that one of `plans` would do with, in words."""
+    plan = min(plans, key=lambda each: sum(need.needed for need in each.needs))
+    needs = " and ".join(f"{need.needed / GB:.1f} GiB of {need.place}" for need in plan.needs if need.needed)
+    config = plan.job.config
+    return f"{needs} (--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size})"

@@ -1,0 +1,208 @@
+"""`zero-inference plan`: which configurations of a model a machine can run, and how fast each is predicted to be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_inference.config import DTYPES, GOALS, QUANT_BITS, RunConfig
+from zero_inference.errors import UsageError
+
+if TYPE_CHECKING:
+    from zero_inference.engines.base import Job
+    from zero_inference.machine.machine import Machine
+    from zero_inference.search.candidates import Found, Free
+
+ENGINES = ("stream", "resident", "deepspeed", "accelerate")
+SHOWN = 10
+MOST_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `zero-inference plan`; what is left out is free, but for the lengths."""
+    parser.add_argument("--model", required=True, metavar="NAME_OR_PATH", help="hub name, local folder or preset")
+    parser.add_argument("--dummy", action="store_true", help="random weights of its shape, as for run_model.py")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="(default: %(default)s)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let the checkpoint's own code run")
+    parser.add_argument("--prompt-len", type=int, metavar="P", default=512, help="(default: %(default)s)")
+    parser.add_argument("--gen-len", type=int, metavar="G", default=32, help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, metavar="B", nargs="+", help="one or several (default: 1 to 64)")
+    parser.add_argument("--quant-bits", type=int, choices=QUANT_BITS, nargs="+", help="(default: 16, 8 and 4)")
+    parser.add_argument("--engine", choices=ENGINES, nargs="+", help="(default: all)")
+    parser.add_argument("--kv-offload", choices=("on", "off"), help="keys and values in host memory (default: both)")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="use no more of the device (default: what is free)"
+    )
+    parser.add_argument(
+        "--host-memory", type=float, metavar="GIB", help="use no more of the host (default: what is free)"
+    )
+    parser.add_argument(
+        "--goal",
+        choices=GOALS,
+        default="throughput",
+        help="what to rank by: token/s, seconds of a step, or device and host memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--machine", metavar="FILE", help="another machine, that `zero-inference link --save FILE` measured"
+    )
+    parser.add_argument(
+        "--assume", metavar="gpus=1x24GiB,host=128GiB,...", help="one that is not there; see run_model.py --help"
+    )
+    parser.add_argument(
+        "--verify",
+        type=int,
+        metavar="N",
+        default=0,
+        help="run the N best for some steps each, on this machine, and rank them by what they do",
+    )
+    parser.add_argument("--all", action="store_true", help=f"show more than the best {SHOWN}")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
+    config = RunConfig(
+        model=args.model,
+        dummy=args.dummy,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+        prompt_len=args.prompt_len,
+        gen_len=args.gen_len,
+        engine="stream",
+        machine=args.machine,
+        assume=args.assume,
+        dry_run=True,
+    ).validate()
+    _check(args)
+    from zero_inference.machine.machine import DescribedMachine
+    from zero_inference.models.spec import resolve_model
+    from zero_inference.plan.checks import check_model
+    from zero_inference.plan.plan import describe_job
+    from zero_inference.runtime.distributed import detect_ranks
+    from zero_inference.search.candidates import find_candidates
+
+    machine, ranks = _machine(args), detect_ranks()
+    if ranks.world_size > 1:
+        raise UsageError("zero-inference plan answers for one process: start it without a launcher.")
+    described = getattr(machine, "machine", machine)
+    if isinstance(described, DescribedMachine):
+        ranks = described.ranks_there(ranks)
+    spec = resolve_model(config, ranks.device.type)
+    check_model(config, spec)
+    job = describe_job(config, spec, ranks, machine=machine)
+    found = find_candidates(job, _free(args))
+    _tell(args, job, found)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("gpu_memory", "host_memory"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= MOST_GIB:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 GiB.")
+    if args.verify < 0:
+        raise UsageError(f"--verify {args.verify}: must be 0 or more configurations.")
+    if args.verify and (args.machine or args.assume):
+        raise UsageError(
+            "--verify runs configurations, which another machine cannot be asked to: drop it, or --machine and --assume."
+        )
+    for size in args.batch_size or ():
+        if not 1 <= size < 2**31:
+            raise UsageError(f"--batch-size {size}: must be at least 1.")
+    if args.plot is not None:
+        from zero_inference.runtime.replace import check_output_file
+
+        if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
+            raise UsageError(f"--plot {args.plot}: end its name in .png, .pdf or .svg.")
+        check_output_file("--plot", str(args.plot))
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    from zero_inference.machine.choose import machine_of
+    from zero_inference.machine.kept import measure_and_keep
+    from zero_inference.machine.limited import LimitedMachine
+
+    machine = machine_of(args.machine, args.assume)
+    if machine.is_here and machine.described() is None:
+        measure_and_keep(_say)
+    device, host = (None if gib is None else int(gib * 2**30) for gib in (args.gpu_memory, args.host_memory))
+    return machine if device is None and host is None else LimitedMachine(machine, device, host)
+
+
+def _free(args: argparse.Namespace) -> Free:
+    from zero_inference.search.candidates import Free
+
+    free = Free()
+    return replace(
+        free,
+        engines=tuple(args.engine or free.engines),
+        quant_bits=tuple(args.quant_bits or free.quant_bits),
+        batch_sizes=tuple(args.batch_size or free.batch_sizes),
+        kv_offload=free.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
+    )
+
+
+def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
+    from zero_inference.runtime.tables import print_rows
+    from zero_inference.search.ranking import ranked
+    from zero_inference.search.table import COLUMNS, draw, in_json, nowhere, rows_of, what_does_not_fit
+
+    description = job.machine.described()
+    if not found.candidates:
+        if found.unknown:
+            raise UsageError(
+                f"{len(found.unknown)} configurations of {args.model} fit, and how fast they are is not known: the machine has no rate of "
+                f"{_missing(found)}; say it with --assume, or measure it with zero-inference link --save."
+            )
+        if not found.too_large:
+            raise UsageError(f"{args.model}: none of these engines runs it with these options; leave some of them out.")
+        raise UsageError(nowhere(found.too_large, args.model))
+    best = ranked(found.candidates, args.goal)
+    if args.verify:
+        from zero_inference.search.verify import verified
+
+        best = verified(best, args.verify, args.goal, _say)
+    shown = best if args.all or args.json else best[:SHOWN]
+    rows = rows_of(shown, best)
+    if args.plot is not None:
+        draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
+        _say(f"picture: {args.plot}")
+    too_large = what_does_not_fit(found.too_large)
+    if args.json:
+        asked = {"model": args.model, "goal": args.goal, "prompt_len": args.prompt_len, "gen_len": args.gen_len}
+        print(json.dumps(asked | {"configurations": in_json(rows, shown), "too_large": too_large}, indent=1))
+        return
+    if description is not None:
+        print(f"predicted for {description.in_words()}")
+    print(
+        f"prompt {args.prompt_len}, {args.gen_len} new tokens; best {args.goal} first; *: no other one is better in latency and throughput"
+    )
+    print_rows(rows, [each for each in COLUMNS if any(row[each.name] is not None for row in rows)], "table")
+    if len(best) > len(shown):
+        print(f"{len(best) - len(shown)} more with --all")
+    for line in too_large:
+        print(f"does not fit: {line}")
+    if found.unknown:
+        print(f"not predicted: {len(found.unknown)} more that fit, because the machine has no rate for what they do")
+    for place, each in enumerate(shown[:3], 1):
+        print(f"{place}: {each.command()}")
+
+
+def _missing(found: Found) -> str:
+    from zero_inference.plan.outlook import missing_rates
+
+    plan = found.unknown[0]
+    description = plan.job.machine.described()
+    missing = [] if description is None else missing_rates(plan.weights, description)
+    if description is not None and description.device_gb_per_s is None:
+        missing.append("device memory (memory=)")
+    return " and ".join(missing) or "what they do"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

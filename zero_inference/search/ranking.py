@@ -1,0 +1,28 @@
+"""Which of several configurations is best, and for what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zero_inference.search.candidates import Candidate
+
+# By goal what is to be least.
+GOALS: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
+    "throughput": lambda each: (-each.best_tokens_per_s, each.best_step_s),
+    "latency": lambda each: (each.best_step_s, -each.best_tokens_per_s),
+    "memory": lambda each: (float(each.memory_bytes), -each.best_tokens_per_s),
+}
+
+
+def ranked(candidates: Sequence[Candidate], goal: str) -> list[Candidate]:
+    """The best first; of equals those with more bits, then those that need less memory."""
+    return sorted(candidates, key=lambda each: (*GOALS[goal](each), -each.config.quant_bits, each.memory_bytes))
+
+
+def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other one beats in both the time of a step and tokens a second, from the shortest step up."""
+    front: list[Candidate] = []
+    for each in ranked(candidates, "latency"):
+        if not front or each.best_tokens_per_s > front[-1].best_tokens_per_s:
+            front.append(each)
+    return front

@@ -1,0 +1,157 @@
+"""What is told of the configurations that were compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_inference.plan.changes import changes_that_fit
+from zero_inference.plan.plan import Plan
+from zero_inference.records.limit import RATE_WORDS
+from zero_inference.runtime.replace import replacing
+from zero_inference.runtime.tables import Column, decimals
+from zero_inference.search.candidates import Candidate, least_machine
+from zero_inference.search.ranking import pareto_front
+from zero_inference.utils import GB
+
+MOST_EXPLAINED = 3
+
+
+def _significant(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GB:.1f}"
+
+
+COLUMNS = (
+    Column("place", "", decimals(0), "Int64"),
+    Column("engine", "engine", dtype="string"),
+    Column("quant_bits", "bits", decimals(0), "Int64"),
+    Column("weights", "weights in", dtype="string"),
+    Column("keys_and_values", "keys and values in", dtype="string"),
+    Column("batch_size", "batch", decimals(0), "Int64"),
+    Column("prefill_s", "first token (s)", _significant),
+    Column("step_s", "step (s)", _significant),
+    Column("at_most", "", dtype="string"),
+    Column("tokens_per_s", "token/s", _significant),
+    Column("measured_tokens_per_s", "measured", _significant),
+    Column("device_bytes", "device (GiB)", _gib, "Int64"),
+    Column("host_bytes", "host (GiB)", _gib, "Int64"),
+    Column("bound_by", "mostly", dtype="string"),
+    Column("front", "front", dtype="string"),
+)
+
+
+def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """A row of `candidates` each; those on the Pareto front of `everyone` are marked."""
+    front = {id(each) for each in pareto_front(everyone)}
+    return [_row(place, each, id(each) in front) for place, each in enumerate(candidates, 1)]
+
+
+def _row(place: int, candidate: Candidate, on_front: bool) -> dict[str, Any]:
+    plan, config = candidate.plan, candidate.config
+    return {
+        "place": place,
+        "engine": config.engine,
+        "quant_bits": config.quant_bits,
+        "weights": weights_in_words(plan),
+        "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
+        "batch_size": config.batch_size,
+        "prefill_s": candidate.times.prefill.seconds,
+        "step_s": candidate.times.step.seconds,
+        "tokens_per_s": candidate.tokens_per_s,
+        "at_most": "at most" if candidate.times.at_least else None,
+        "measured_tokens_per_s": candidate.measured_tokens_per_s,
+        "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
+        "host_bytes": next(need.needed for need in plan.needs if need.place == "host memory"),
+        "bound_by": RATE_WORDS[candidate.times.step.bound_by],
+        "front": "*" if on_front else None,
+    }
+
+
+def weights_in_words(plan: Plan) -> str:
+    """Where they are, and what share of them the host's cores multiply."""
+    weights = plan.weights
+    if weights.footprint.disk:
+        return "disk"
+    if not weights.fetched_bytes and not weights.cores_bytes:
+        return "device" if plan.job.on_gpu else "host"
+    host = weights.footprint.host * plan.job.ranks.local_world_size
+    words = "host" if host > 0.99 * weights.weight_bytes else f"host {host / max(1, weights.weight_bytes):.0%}, device"
+    moved = weights.fetched_bytes + weights.cores_bytes
+    cores = weights.cores_bytes / max(1, moved)
+    return f"{words} (cores {cores:.0%})" if cores else words
+
+
+def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """The same rows with their commands."""
+    return [
+        row | {"front": row["front"] is not None, "at_most": row["at_most"] is not None, "command": each.command()}
+        for row, each in zip(rows, candidates)
+    ]
+
+
+def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
+    """A line for each engine and number of bits, with what would make the first of them fit."""
+    lines = []
+    for number, plan in enumerate(plans):
+        config = plan.job.config
+        short = next(need for need in plan.needs if not need.fits)
+        offload = {"cpu": " with weights in host memory", "disk": " with weights on disk"}.get(config.offload, "")
+        line = (
+            f"{config.engine} with {config.quant_bits} bits{'' if config.engine == 'stream' else offload}: "
+            f"{short.needed / GB:.1f} GiB of {short.place} needed, {(short.available or 0) / GB:.1f} GiB available"
+        )
+        if number < MOST_EXPLAINED and (changes := changes_that_fit(plan.job)):
+            line += f"; fits with {changes[0]}"
+        lines.append(line)
+    return lines
+
+
+def nowhere(plans: Sequence[Plan], model: str) -> str:
+    """Of a model that fits in no way: the least machine that would do."""
+    plan = plans[0]
+    there = ", ".join(
+        f"{(need.available or 0) / GB:.1f} GiB of {need.place}" for need in plan.needs if need.available is not None
+    )
+    return f"{model} fits in none of {len(plans)} ways ({there}); the smallest machine that would do has {least_machine(list(plans))}."
+
+
+def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
+    """A picture of latency against throughput, PNG, PDF or SVG by the name. Raises OSError, or ValueError for another kind of file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    kinds = dict.fromkeys((each.config.engine, each.config.quant_bits) for each in candidates)
+    for engine, bits in kinds:
+        some = [each for each in candidates if (each.config.engine, each.config.quant_bits) == (engine, bits)]
+        axes.scatter(
+            [1e3 * each.times.step.seconds for each in some],
+            [each.tokens_per_s for each in some],
+            label=f"{engine}, {bits} bits",
+            s=28,
+        )
+    front = pareto_front(candidates)
+    steps = [1e3 * each.times.step.seconds for each in front]
+    axes.plot(steps, [each.tokens_per_s for each in front], color="black", linewidth=1, label="Pareto front")
+    for each, step in zip(front, steps):
+        axes.annotate(
+            f"batch {each.config.batch_size}",
+            (step, each.tokens_per_s),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="ms a step (latency of a token)", ylabel="token/s", title=title)
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    with replacing(path) as part:
+        figure.savefig(part, format=path.suffix.lstrip(".").lower() or "png")
+    pyplot.close(figure)

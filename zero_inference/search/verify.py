@@ -1,0 +1,50 @@
+"""The best configurations tried, each in a process of its own, for some steps."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zero_inference.records.read import read_records
+from zero_inference.records.schema import STATUS_OK
+from zero_inference.runtime.child_runs import last_words, run_child
+from zero_inference.runtime.processes import isolated_module
+from zero_inference.search.candidates import Candidate, options_of
+from zero_inference.search.ranking import ranked
+
+MOST_TOKENS = 17  # of a trial: 16 steps
+
+
+def verified(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
+    """`best` with the first `count` of them run and ranked by what they did; those that failed are behind these, and told of."""
+    tried, failed = [], []
+    with tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder:
+        for number, candidate in enumerate(best[:count], 1):
+            say(f"trying {number} of {min(count, len(best))}: {candidate.command()}")
+            rate = _measured_tokens_per_s(candidate, Path(folder), number, say)
+            if rate is None:
+                failed.append(candidate)
+            else:
+                say(f"  {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}")
+                tried.append(replace(candidate, measured_tokens_per_s=rate))
+    return ranked(tried, goal) + failed + list(best[count:])
+
+
+def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
+    """None where the run failed, which is told."""
+    config = replace(candidate.config, gen_len=min(candidate.config.gen_len, MOST_TOKENS), dry_run=False, verbose=0)
+    log, output = folder / f"{number}.log", folder / f"{number}.out"
+    options = [*options_of(config), "--loops", "1", "--log-file", str(log)]
+    records = log.with_suffix(".jsonl")
+    ended = run_child(
+        isolated_module("zero_inference", "run", *options),
+        output,
+        records=lambda: read_records(records) if records.exists() else [],
+        is_good=lambda record: record.get("status") == STATUS_OK,
+    )
+    rate = (ended.record or {}).get("decode_throughput")
+    if rate is None:
+        say(f"  it failed: {last_words(ended.said()) or f'exit code {ended.code}'}")
+    return rate
