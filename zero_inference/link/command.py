@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zero_inference.link.saved import Basics
     from zero_inference.runtime.distributed import Ranks
 
 
@@ -57,6 +58,7 @@ def main(args: argparse.Namespace) -> int:
     import torch
 
     from zero_inference.link.report import as_json, make_report, print_report
+    from zero_inference.link.saved import measure_basics
     from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
     from zero_inference.runtime.watch import PeerWatch, lost_connection
 
@@ -76,6 +78,7 @@ def main(args: argparse.Namespace) -> int:
             start_process_group(ranks)
         elif ranks.device.type == "cuda":
             torch.cuda.set_device(ranks.device)
+        basics = measure_basics(ranks, _say) if args.save is not None else None
         report = make_report(ranks, args.disk)
         failed = False
     except RuntimeError as error:
@@ -92,22 +95,23 @@ def main(args: argparse.Namespace) -> int:
         print(as_json(report))
     else:
         print_report(report)
-    if args.save is not None:
-        _save(args, ranks, report)
+    if basics is not None:
+        _save(args, ranks, basics, report)
     return 0
 
 
-def _save(args: argparse.Namespace, ranks: Ranks, report: dict[str, Any]) -> None:
+def _save(args: argparse.Namespace, ranks: Ranks, basics: Basics, report: dict[str, Any]) -> None:
     from zero_inference.errors import RunError
     from zero_inference.link.description import write_description
     from zero_inference.link.saved import describe_this_machine
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    description = describe_this_machine(ranks, report["rooflines"], args.disk, say)
+    description = describe_this_machine(ranks, basics, report["rooflines"], args.disk, _say)
     try:
         write_description(description, args.save)
     except OSError as error:
         raise RunError(f"--save {args.save}: {error.strerror}; what was measured is printed and not kept.") from error
-    say(f"machine: {args.save}")
+    _say(f"machine: {args.save}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

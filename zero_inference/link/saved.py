@@ -6,6 +6,7 @@ import datetime
 import platform
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,8 +40,23 @@ FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
 MATMUL = "matmul_{}_tflops"  # names of rooflines
 
 
+@dataclass(frozen=True)
+class Basics:
+    """What is found of a process that has done nothing else yet: see `Description`."""
+
+    launches: Launches
+    process_bytes: int
+
+
+def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
+    """To be called before anything else is measured: what that takes would stay with the process."""
+    say("measuring how long the host takes to launch operators ...")
+    launches = measure_launches(ranks.device)
+    return Basics(launches, resident_host_bytes())
+
+
 def describe_this_machine(
-    ranks: Ranks, results: Sequence[Result], disk: Path | None, say: Callable[[str], None]
+    ranks: Ranks, basics: Basics, results: Sequence[Result], disk: Path | None, say: Callable[[str], None]
 ) -> Description:
     """What `results` found, and with a GPU the rates of cores and link beside each other, about two seconds for each format and number
     of tokens.
@@ -68,8 +84,8 @@ def describe_this_machine(
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
         disk_gb_per_s=found.get("disk_read_gbps"),
         cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
-        launches=_launches(ranks, say),
-        process_bytes=resident_host_bytes(),
+        launches=basics.launches,
+        process_bytes=basics.process_bytes,
     )
 
 
@@ -96,11 +112,6 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
                 continue
             rates.append(DeviceRate(format=name, rows=rows, gb_per_s=rate))
     return tuple(rates)
-
-
-def _launches(ranks: Ranks, say: Callable[[str], None]) -> Launches:
-    say("measuring how long the host takes to launch operators ...")
-    return measure_launches(ranks.device)
 
 
 def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:

@@ -53,14 +53,15 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
     """Measure this machine and keep what was found."""
     from zero_inference.link.description import write_description
     from zero_inference.link.rooflines import measure_rooflines
-    from zero_inference.link.saved import describe_this_machine
+    from zero_inference.link.saved import describe_this_machine, measure_basics
     from zero_inference.runtime.distributed import detect_ranks
 
     say("measuring this machine, half a minute; what is found is kept until a version or a GPU changes ...")
     ranks = detect_ranks()
+    basics = measure_basics(ranks, say)
     results, warnings = measure_rooflines(ranks, None)
     for line in warnings:
         say(f"warning: {line}")
     path = machine_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_description(describe_this_machine(ranks, results, None, say), path)
+    write_description(describe_this_machine(ranks, basics, results, None, say), path)

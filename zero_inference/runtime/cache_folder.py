@@ -4,7 +4,7 @@
 |---|---|
 | unpacked models | `${ZERO_INFERENCE_CACHE}`, by default `${XDG_CACHE_HOME:-~/.cache}/zero-inference` |
 | DeepSpeed's modules | `${TORCH_EXTENSIONS_DIR}`, by default a folder of `${XDG_CACHE_HOME:-~/.cache}/zero-inference/extensions` |
-| what was measured of a machine | that of unpacked models |
+| what was measured of a machine | the file `${ZERO_INFERENCE_MACHINE}`, by default one named after the machine in that of unpacked models |
 | our kernels, and what their trials found | the same two, but never in a folder of DeepSpeed's modules |
 """
 
@@ -36,5 +36,7 @@ def extensions_folder() -> Path:
 
 
 def machine_path() -> Path:
-    """Of what was measured of this machine: home folders are shared by machines."""
+    """Of what was measured of this machine: its own, because home folders are shared by machines."""
+    if given := os.environ.get("ZERO_INFERENCE_MACHINE"):
+        return Path(given).expanduser().absolute()
     return models_folder() / f"machine-{re.sub(r'[^A-Za-z0-9.-]', '_', platform.node()) or 'this'}.json"
