@@ -66,7 +66,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of run_model.py; every `dest` is a field of RunConfig, but for --local_rank."""
     _add_model_options(parser.add_argument_group("model"))
     _add_work_options(parser.add_argument_group("work"))
-    _add_engine_options(parser.add_argument_group("engine and offload"))
+    engine = parser.add_argument_group("engine and offload")
+    _add_engine_options(engine)
+    _add_stream_options(engine)
     _add_quality_options(parser.add_argument_group("quality of the same loaded model, after the timed loops"))
     _add_output_options(parser.add_argument_group("output"))
     parser.set_defaults(**DEFAULTS)
@@ -137,6 +139,10 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
         "--quant-group-size", type=int, metavar="N", help="weights sharing a scale (default: %(default)s)"
     )
     engine.add_argument("--norm-kernels", choices=NORM_KERNELS, help="our CUDA norm kernels (default: %(default)s)")
+    engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
+
+
+def _add_stream_options(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument(
         "--gpu-memory",
         type=float,
@@ -169,7 +175,6 @@ def _add_engine_options(engine: argparse._ArgumentGroup) -> None:
         help="stream engine with one GPU: launch a decode step as CUDA graphs, if they give the same results; auto: unless "
         "that is clearly slower (default: %(default)s)",
     )
-    engine.add_argument("--ds-config", metavar="FILE", help="JSON merged over the generated DeepSpeed config")
 
 
 def _add_quality_options(quality: argparse._ArgumentGroup) -> None:

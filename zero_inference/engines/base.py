@@ -20,6 +20,7 @@ import torch
 
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
+from zero_inference.engines.use import UseOfMachine
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
@@ -146,7 +147,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class EnginePlan:
+class EnginePlan(UseOfMachine):
     """What an engine will do with the weights. Engines add what they need for loading.
 
     Attributes:
@@ -180,6 +181,11 @@ class EnginePlan:
         chosen = job.rank_batch * logits_bytes(job.spec)
         return weights + max(prefill, job.kv_bytes() + max(job.grown_kv_bytes, chosen))
 
+    @property
+    def least_free_device_bytes(self) -> int:
+        """That a device has to have for the engine to make this plan."""
+        return self.device_peak_bytes
+
     def moved_per_step(self) -> MovedPerStep:
         """What a decode step of mean length moves, over all ranks."""
         job, ranks = self.job, self.job.ranks.world_size
@@ -190,62 +196,6 @@ class EnginePlan:
             disk_read_bytes_per_step=self.disk_bytes,
             cores_bytes_per_step=self.cores_bytes or None,
         )
-
-    def beside_link(self) -> tuple[float, float] | None:
-        """GB/s of the link and of what the cores read for a step, beside each other; None where these take no part."""
-        return None
-
-    @property
-    def expects_choices(self) -> bool:
-        """Whether what a step moves depends on which experts tokens choose."""
-        return False
-
-    @property
-    def lacks_cores(self) -> bool:
-        """Whether the host's cores would take part in a run, and this plan does not know how."""
-        return False
-
-    @property
-    def prefill_fetched_bytes(self) -> int:
-        """Of weights, over all ranks, that a prefill brings to the devices."""
-        return self.fetched_bytes
-
-    @property
-    def copies_on_cpu(self) -> bool:
-        """Whether weights in host memory are copied where there is no GPU, too, and not used where they lie."""
-        return False
-
-    @property
-    def copies_overlap(self) -> bool:
-        """Whether weights are copied while the device computes."""
-        return True
-
-    @property
-    def own_work_known(self) -> bool:
-        """Whether what the engine does besides the model's work, such as hooks and dequantizing, is known; else times are lower bounds."""
-        return True
-
-    @property
-    def graphs(self) -> bool:
-        """Whether decode steps are CUDA graphs."""
-        return False
-
-    @property
-    def fused_rows(self) -> int:
-        """Tokens up to which the device multiplies with quantized weights as they are stored; above them it restores these first."""
-        return 0
-
-    def share_on_cores(self) -> tuple[float, float]:
-        """Of the bytes of decoder layers without experts, and of those of experts, what the host's cores multiply in a decode step."""
-        return 0.0, 0.0
-
-    def cores_s(self) -> float:
-        """Seconds in which the device waits for the host's cores in a decode step."""
-        return 0.0
-
-    def least_cores_s(self) -> float:
-        """Seconds that a step's products take the cores if the link rests; 0 where that is not known."""
-        return 0.0
 
     def in_words(self) -> list[str]:
         """Lines about what lies where and how it is used, for people; none where the sizes say all."""

@@ -135,6 +135,7 @@ class Description(_Part):
         cores: None where they are not known.
         launches: None where they are not known.
         process_bytes: host memory of a process that has loaded the libraries of a run, and no model; None where it is not known.
+        library_bytes: what an engine's own library adds to that, by the engine's name.
     """
 
     schema_version: Literal[1] = 1
@@ -154,6 +155,7 @@ class Description(_Part):
     cores: Cores | None = None
     launches: Launches | None = None
     process_bytes: Bytes | None = None
+    library_bytes: dict[str, Bytes] = {}
 
     def in_words(self) -> str:
         """What it is, on one line."""

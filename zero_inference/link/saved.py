@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 
 from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
+from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import weights_gb_per_s
 from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.description import CoreRates, Cores, Description, DeviceRate, Gpu, Launches, Products
@@ -37,6 +41,7 @@ FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
     "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZE)),
     "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZE)),
 }
+LIBRARIES = ("deepspeed", "accelerate")  # of engines of the same name
 MATMUL = "matmul_{}_tflops"  # names of rooflines
 
 
@@ -46,13 +51,22 @@ class Basics:
 
     launches: Launches
     process_bytes: int
+    library_bytes: dict[str, int]
 
 
 def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
     """To be called before anything else is measured: what that takes would stay with the process."""
     say("measuring how long the host takes to launch operators ...")
     launches = measure_launches(ranks.device)
-    return Basics(launches, resident_host_bytes())
+    # a run without a GPU measures its memory by copies of such blocks
+    copied_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
+    process_bytes, added = resident_host_bytes() + copied_bytes, {}
+    for library in LIBRARIES:
+        start = resident_host_bytes()
+        with contextlib.suppress(ImportError), contextlib.redirect_stdout(sys.stderr):
+            importlib.import_module(library)
+            added[library] = max(0, resident_host_bytes() - start)
+    return Basics(launches, process_bytes, added)
 
 
 def describe_this_machine(
@@ -86,6 +100,7 @@ def describe_this_machine(
         cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
         launches=basics.launches,
         process_bytes=basics.process_bytes,
+        library_bytes=basics.library_bytes,
     )
 
 

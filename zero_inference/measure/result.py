@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import Session
 from zero_inference.plan import limits
@@ -12,6 +10,7 @@ from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import Measured
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.environment import peak_host_bytes
 
 
 def measured_of(session: Session, load_s: float) -> Measured:
@@ -25,9 +24,7 @@ def measured_of(session: Session, load_s: float) -> Measured:
     work = limits.least_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
     ahead_bytes = ranks.total(around.ahead_bytes)
     limit = limits.decode_limits(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
-    peak_gpu_bytes, peak_host_bytes = ranks.maximum(
-        [float(around.peak_gpu_bytes or 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
-    )
+    peak_gpu_bytes, host_bytes = ranks.maximum([float(around.peak_gpu_bytes or 0), float(peak_host_bytes())])
     return Measured(
         model_bytes=log.model_bytes,
         cache_bytes=log.cache_bytes,
@@ -46,7 +43,7 @@ def measured_of(session: Session, load_s: float) -> Measured:
         total_latency_s=total_s,
         total_throughput=batch * config.gen_len / total_s,
         peak_gpu_bytes=int(peak_gpu_bytes) if around.peak_gpu_bytes is not None else None,
-        peak_host_bytes=int(peak_host_bytes),
+        peak_host_bytes=int(host_bytes),
         output_ids_sha256=output_ids_sha256(measurement.output_ids),
         transfers=moved,
         decode_weights_gb_per_s=loaded.weight_bytes * steps / decode_s / 1e9 if all_read else None,

@@ -102,7 +102,8 @@ def _of_width(operators: Counter[Operator], times: float) -> dict[Operator, int]
 def launches_of(model: Any, tokens: int, past: int) -> int | None:
     """Kernels of such a pass of any model without experts; see `trace_pass`."""
     counts = _Counting({})
-    return sum(counts.operators.values()) if run_on_meta(on_meta(model, torch.bfloat16), tokens, past, counts) else None
+    ran = run_on_meta(on_meta(model, torch.bfloat16), tokens, past, counts, counts.saw_attention)
+    return sum(counts.operators.values()) if ran else None
 
 
 def _kinds_of_weights(shapes: Any, spec: Any) -> dict[int, str]:

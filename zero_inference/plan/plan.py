@@ -70,7 +70,8 @@ class Plan:
         if description is None or description.process_bytes is None:
             return None
         placed = weights.footprint.host + self.job.kv_host_bytes
-        return description.process_bytes + placed + (0 if self.job.on_gpu else weights.device_peak_bytes)
+        libraries = description.process_bytes + description.library_bytes.get(self.job.config.engine, 0)
+        return libraries + placed + (0 if self.job.on_gpu else weights.device_peak_bytes)
 
     def check(self) -> None:
         """Whether the machine has what is needed besides memory, if it is this one. Raises UsageError."""

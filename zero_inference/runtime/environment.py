@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -58,6 +59,16 @@ def resident_host_bytes() -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
+
+
+def peak_host_bytes() -> int:
+    """Most host memory that this process has had. The kernel's own peak of it: that of `getrusage` begins with what the process had that
+    started this one."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _cpu_model() -> str:

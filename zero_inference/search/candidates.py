@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_inference.config import RunConfig
-from zero_inference.config.choices import DEFAULTS, QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.config.choices import DEFAULTS, LEAST_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.engines.base import Job
-from zero_inference.errors import UsageError
+from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import other_layer_types
 from zero_inference.plan.plan import Plan, changed
 from zero_inference.plan.timing import Times
@@ -150,6 +150,8 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any], found: Found) ->
                 continue
             try:
                 plan = changed(job, **asked)
+            except DoesNotFit:
+                plan = _least_plan(job, asked)
             except UsageError:
                 continue
             if not plan.fits:
@@ -162,6 +164,14 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any], found: Found) ->
                 found.candidates.append(Candidate(plan, plan.times))
 
 
+def _least_plan(job: Job, asked: dict[str, Any]) -> Plan:
+    """Of the stream engine, which refuses a device that is too small for its ring: with as little on the device as it can do with, on a
+    device that holds this; and then for the one that is there."""
+    endless = replace(job, free_device_bytes=1 << 60)
+    found = changed(endless, **asked, gpu_memory=0.0, ring_depth=LEAST_RING_DEPTH)
+    return Plan(found.job, replace(found.weights, job=replace(found.job, free_device_bytes=job.free_device_bytes)))
+
+
 def _worth_moving(job: Job, batch_size: int) -> bool:
     """Whether keys and values of so many sequences take a part of device memory that weights could use."""
     if other_layer_types(job.spec.config) or job.free_device_bytes is None:
@@ -172,7 +182,17 @@ def _worth_moving(job: Job, batch_size: int) -> bool:
 
 def least_machine(plans: list[Plan]) -> str:
     """The least memory that one of `plans` would do with, in words."""
-    plan = min(plans, key=lambda each: sum(need.needed for need in each.needs))
-    needs = " and ".join(f"{need.needed / GB:.1f} GiB of {need.place}" for need in plan.needs if need.needed)
+    plan = min(plans, key=lambda each: sum(_needed(each).values()))
+    needs = " and ".join(f"{nbytes / GB:.1f} GiB of {place}" for place, nbytes in _needed(plan).items())
     config = plan.job.config
     return f"{needs} (--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size})"
+
+
+def _needed(plan: Plan) -> dict[str, int]:
+    """Free bytes by place; what is page-locked is host memory too."""
+    needed = {need.place: need.needed for need in plan.needs if need.needed and need.place != "page-locked memory"}
+    if plan.job.on_gpu:
+        needed = {"free device memory": plan.weights.least_free_device_bytes} | {
+            place: nbytes for place, nbytes in needed.items() if not place.startswith("device memory")
+        }
+    return needed

@@ -16,7 +16,7 @@ from zero_inference.records.schema import Chosen
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.search.candidates import BATCH_SIZES, Candidate, Free, command_of, find_candidates
 from zero_inference.search.ranking import ranked
-from zero_inference.search.table import nowhere
+from zero_inference.search.table import why_none
 
 DEFAULT_GOAL = "throughput"
 MOST_OTHERS = 5
@@ -43,9 +43,7 @@ def choose(
     job = describe_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
     found = find_candidates(job, _free(config))
     if not found.candidates:
-        if found.too_large and not found.unknown:
-            raise UsageError(f"{asked}: {nowhere(found.too_large, config.model)}")
-        raise UsageError(f"{asked}: how fast {config.model} would be is not known; say what it is to run with.")
+        raise UsageError(f"{asked}: {why_none(found, config.model)}")
     best, others = _best(found.candidates, config)
     say(f"chosen: {_in_words(best)}; zero-inference plan compares")
     chosen = Chosen(

@@ -150,18 +150,11 @@ def _free(args: argparse.Namespace) -> Free:
 def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
     from zero_inference.runtime.tables import print_rows
     from zero_inference.search.ranking import ranked
-    from zero_inference.search.table import COLUMNS, draw, in_json, nowhere, rows_of, what_does_not_fit
+    from zero_inference.search.table import COLUMNS, draw, in_json, rows_of, what_does_not_fit, why_none
 
     description = job.machine.described()
     if not found.candidates:
-        if found.unknown:
-            raise UsageError(
-                f"{len(found.unknown)} configurations of {args.model} fit, and how fast they are is not known: the machine has no rate of "
-                f"{_missing(found)}; say it with --assume, or measure it with zero-inference link --save."
-            )
-        if not found.too_large:
-            raise UsageError(f"{args.model}: none of these engines runs it with these options; leave some of them out.")
-        raise UsageError(nowhere(found.too_large, args.model))
+        raise UsageError(why_none(found, args.model))
     best = ranked(found.candidates, args.goal)
     if args.verify:
         from zero_inference.search.verify import verified
@@ -191,17 +184,6 @@ def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
         print(f"not predicted: {len(found.unknown)} more that fit, because the machine has no rate for what they do")
     for place, each in enumerate(shown[:3], 1):
         print(f"{place}: {each.command()}")
-
-
-def _missing(found: Found) -> str:
-    from zero_inference.plan.outlook import missing_rates
-
-    plan = found.unknown[0]
-    description = plan.job.machine.described()
-    missing = [] if description is None else missing_rates(plan.weights, description)
-    if description is not None and description.device_gb_per_s is None:
-        missing.append("device memory (memory=)")
-    return " and ".join(missing) or "what they do"
 
 
 def _say(line: str) -> None:

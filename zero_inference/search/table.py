@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.plan.changes import changes_that_fit
+from zero_inference.plan.outlook import missing_rates
 from zero_inference.plan.plan import Plan
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.replace import replacing
 from zero_inference.runtime.tables import Column, decimals
-from zero_inference.search.candidates import Candidate, least_machine
+from zero_inference.search.candidates import Candidate, Found, least_machine
 from zero_inference.search.ranking import pareto_front
 from zero_inference.utils import GB
 
@@ -111,13 +112,32 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def nowhere(plans: Sequence[Plan], model: str) -> str:
-    """Of a model that fits in no way: the least machine that would do."""
-    plan = plans[0]
+def why_none(found: Found, model: str) -> str:
+    """Why no configuration of `model` can be told of; of one that fits nowhere, the smallest machine that would do."""
+    if found.unknown:
+        return (
+            f"{len(found.unknown)} configurations of {model} fit, and how fast they are is not known: the machine has no rate of "
+            f"{_missing(found.unknown[0])}; say it with --assume, or measure it with zero-inference link --save."
+        )
+    if not found.too_large:
+        return f"{model}: none of these engines runs it with these options; leave some of them out."
     there = ", ".join(
-        f"{(need.available or 0) / GB:.1f} GiB of {need.place}" for need in plan.needs if need.available is not None
+        f"{(need.available or 0) / GB:.1f} GiB of {need.place}"
+        for need in found.too_large[0].needs
+        if need.available is not None
     )
-    return f"{model} fits in none of {len(plans)} ways ({there}); the smallest machine that would do has {least_machine(list(plans))}."
+    return (
+        f"{model} fits in none of {len(found.too_large)} ways ({there}); the smallest machine that would do has "
+        f"{least_machine(found.too_large)}."
+    )
+
+
+def _missing(plan: Plan) -> str:
+    description = plan.job.machine.described()
+    missing = [] if description is None else missing_rates(plan.weights, description)
+    if description is not None and description.device_gb_per_s is None:
+        missing.append("device memory (memory=)")
+    return " and ".join(missing) or "what they do"
 
 
 def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:

@@ -40,6 +40,12 @@ class StreamPlan(EnginePlan):
     cores_stay_out: str | None = None
     no_graph: str | None = None
 
+    @property
+    def least_free_device_bytes(self) -> int:
+        """See `EnginePlan`."""
+        activations = int((1 + UNUSABLE_SHARE) * self.job.activation_bytes)
+        return self.footprint.device + self.job.kv_device_bytes + activations + RESERVE_BYTES
+
     def beside_link(self) -> tuple[float, float] | None:
         """See `EnginePlan`."""
         rates = None if self.cores is None else self.cores.rates

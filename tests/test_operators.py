@@ -1,0 +1,118 @@
+"""What a pass computes, counted on the meta device, against hand computations; and what the host takes to launch it, measured."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_inference.link.compute import weights_gb_per_s
+from zero_inference.link.launches import measure_launches
+from zero_inference.models.layers import decoder_layers
+from zero_inference.models.operators import launches_of, trace_pass
+from zero_inference.models.sizes import experts_of
+from zero_inference.models.skeleton import build_skeleton
+from zero_inference.models.spec import resolve_model
+from zero_inference.options import run_config
+from zero_inference.quantization.groups import GroupQuantization
+
+
+def described(model: str):
+    spec = resolve_model(run_config(["--model", model, "--dummy", "--dtype", "bfloat16"]), "cpu")
+    return build_skeleton(spec), spec
+
+
+@pytest.mark.parametrize("model", ["opt-125m", "llama-3.2-1b", "bloom-560m", "qwen3-8b"])
+@pytest.mark.parametrize("tokens, past", [(1, 0), (1, 100), (33, 0)])
+def test_operations_and_weights_of_a_pass(model, tokens, past):
+    """2 operations a weight of the layers and token, and 2 for each of the scores, and for what they weigh; the head for one token."""
+    skeleton, spec = described(model)
+    found = trace_pass(skeleton.model, spec, tokens, past)
+    layers = list(decoder_layers(skeleton.model)[1].parameters())
+    config = spec.text_config
+    head = config.vocab_size * config.hidden_size
+    assert found.total("layer_bytes") == 2 * sum(p.numel() for p in layers), "each weight once"
+    matrices = sum(p.numel() for p in layers if p.dim() > 1)
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    pairs = tokens * past + tokens * (tokens + 1) // 2
+    attention = 4 * pairs * width * config.num_hidden_layers
+    assert found.total("flops") == pytest.approx(2 * (matrices * tokens + head) + attention, rel=0.01)
+    assert found.total("outside_bytes") >= 2 * head and found.total("expert_bytes") == 0
+    assert found.launches > 10 * config.num_hidden_layers
+
+
+def test_keys_and_values_are_read_by_each_token():
+    skeleton, spec = described("llama-3.2-1b")
+    few, many = (trace_pass(skeleton.model, spec, 1, past).total("nbytes") for past in (1000, 3000))
+    assert many - few == pytest.approx(2000 * 2 * sum(skeleton.sizes.kv_widths), rel=0.2)
+
+
+def test_experts_are_told_from_other_weights():
+    skeleton, spec = described("qwen3-30b-a3b")
+    found = trace_pass(skeleton.model, spec, 1, 10)
+    number, chosen = experts_of(spec)
+    assert (number, chosen) == (128, 8)
+    assert found.total("expert_bytes") == skeleton.sizes.idle_expert_bytes * number // (number - chosen)
+    active = skeleton.sizes.parameters - skeleton.sizes.idle_parameters
+    assert found.total("flops") == pytest.approx(2 * active, rel=0.01), "of experts only what a token chooses"
+
+
+def test_float32_counts_four_bytes_an_element():
+    spec = resolve_model(run_config(["--model", "mixtral-8x7b-v0.1", "--dummy", "--dtype", "float32"]), "cpu")
+    found = trace_pass(build_skeleton(spec).model, spec, 1, 10)
+    assert found.total("layer_bytes") + found.total("expert_bytes") > 4 * 45e9, (
+        "its grouped products know bfloat16 alone there"
+    )
+
+
+def test_the_skeleton_asks_once_and_only_while_it_is_empty():
+    skeleton, spec = described("opt-125m")
+    assert skeleton.traced_pass(spec, 1, 5) is skeleton.traced_pass(spec, 1, 5)
+    skeleton.model.to_empty(device="cpu")
+    assert not skeleton.is_empty and skeleton.traced_pass(spec, 1, 6) is None
+
+
+def test_what_the_host_takes_is_measured():
+    found = measure_launches(torch.device("cpu"))
+    assert 1e-6 < found.operator_s < 1e-2 and 0 <= found.step_s < 1 and found.graph_operator_s is None
+
+
+def test_launches_of_a_model_do_not_depend_on_its_weights():
+    skeleton, spec = described("opt-125m")
+    assert launches_of(skeleton.model, 1, 5) == trace_pass(skeleton.model, spec, 1, 5).launches
+
+
+@pytest.mark.parametrize("scheme", [None, GroupQuantization(8, 64), GroupQuantization(4, 64)])
+def test_products_of_few_tokens_are_measured(scheme, monkeypatch):
+    monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_BYTES", 1 << 20)
+    monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_S", 0.0)
+    assert 0.01 < weights_gb_per_s(torch.device("cpu"), torch.bfloat16, scheme, 3) < 2000
+
+
+class SawBatches(TorchDispatchMode):
+    def __init__(self, columns: int):
+        super().__init__()
+        self.columns, self.found = columns, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._overloadpacket is torch.ops.aten.bmm and args[1].shape[-1] == self.columns:
+            self.found += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_prefill_multiplies_the_head_once(batch):
+    """PyTorch makes a product of batches of a slice without gradients, and copies the head for it: 6 s of a prefill on a CPU."""
+    from transformers import AutoModelForCausalLM
+
+    spec = described("opt-125m")[1]
+    spec.config.num_hidden_layers = 1
+    model = build_skeleton(spec).model.to_empty(device="cpu")
+    plain = AutoModelForCausalLM.from_config(spec.config, dtype=spec.dtype).requires_grad_(False).eval()
+    ids = torch.zeros(batch, 8, dtype=torch.int64)
+    found = {}
+    for name, each in (("ours", model), ("plain", plain)):
+        with torch.no_grad(), SawBatches(spec.config.vocab_size) as saw:
+            each(input_ids=ids, logits_to_keep=1)
+        found[name] = saw.found
+    assert found["ours"] == 0 and (found["plain"] or batch == 1), "drop the hook once PyTorch no longer needs it"

@@ -1,0 +1,329 @@
+"""`zero-inference plan` and what is `auto`: configurations compared by what their plans predict."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, without_gpus
+from test_machine import MACHINE
+from test_timing import FAST
+
+from zero_inference.cli import console_main, main
+from zero_inference.config import RunConfig
+from zero_inference.errors import UsageError
+from zero_inference.link.description import write_description
+from zero_inference.machine import kept
+from zero_inference.machine.kept import kept_description, why_outdated
+from zero_inference.machine.limited import LimitedMachine
+from zero_inference.machine.machine import DescribedMachine
+from zero_inference.models.spec import resolve_model
+from zero_inference.options import run_config
+from zero_inference.plan.plan import describe_job, make_plan
+from zero_inference.records.read import read_records
+from zero_inference.runtime.distributed import detect_ranks
+from zero_inference.runtime.environment import describe_environment
+from zero_inference.search.candidates import Free, command_of, find_candidates, options_of
+from zero_inference.search.choose import choose, faster_than
+from zero_inference.search.ranking import GOALS, pareto_front, ranked
+
+GIB = 1 << 30
+LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
+
+
+def job_of(options: str, machine):
+    config = run_config([*shlex.split(options), "--dry-run"])
+    ranks = getattr(machine, "machine", machine).ranks_there(detect_ranks())
+    spec = resolve_model(config, ranks.device.type)
+    return describe_job(config, spec, ranks, machine=machine)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Of OPT-30B on an H200 of which 24 GiB may be used."""
+    machine = LimitedMachine(DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=24 * GIB)
+    job = job_of("--model opt-30b --dummy --prompt-len 128 --engine stream", machine)
+    return find_candidates(job, Free(batch_sizes=(1, 8, 32)))
+
+
+def test_everything_that_fits_is_there_and_what_does_not_is_told(found):
+    asked = {(each.config.engine, each.config.quant_bits, each.config.batch_size) for each in found.candidates}
+    assert {("stream", bits, batch) for bits in (16, 8, 4) for batch in (1, 8, 32)} <= asked
+    assert ("deepspeed", 4, 8) in asked and ("accelerate", 16, 1) in asked
+    assert all(each.plan.fits for each in found.candidates)
+    assert "resident" in {plan.job.config.engine for plan in found.too_large} and ("resident", 16, 1) not in asked
+    assert all(each.plan.weights.device_peak_bytes <= 24 * GIB for each in found.candidates)
+    assert not any(each.config.disk_offload for each in found.candidates), "something fits elsewhere"
+
+
+def test_the_best_comes_first_by_each_goal(found):
+    by = {goal: ranked(found.candidates, goal)[0] for goal in GOALS}
+    assert by["throughput"].tokens_per_s == max(each.tokens_per_s for each in found.candidates)
+    assert by["latency"].times.step.seconds == min(each.times.step.seconds for each in found.candidates)
+    assert by["memory"].memory_bytes == min(each.memory_bytes for each in found.candidates)
+    assert by["throughput"].config.batch_size > by["latency"].config.batch_size == 1
+
+
+def test_nobody_beats_the_front_in_both(found):
+    front = pareto_front(found.candidates)
+    assert front[0].times.step.seconds == min(each.times.step.seconds for each in found.candidates)
+    assert front[-1].tokens_per_s == max(each.tokens_per_s for each in found.candidates)
+    for each in front:
+        for other in found.candidates:
+            faster = other.times.step.seconds < each.times.step.seconds and other.tokens_per_s > each.tokens_per_s
+            assert not faster
+
+
+def test_a_command_asks_for_its_configuration(found):
+    for each in found.candidates:
+        again = run_config(options_of(each.config))
+        assert replace(again, dry_run=True) == each.config
+        assert command_of(each.config).startswith(
+            "deepspeed --num_gpus 1 " if each.config.engine == "deepspeed" else "python "
+        )
+
+
+def test_trying_by_trial_takes_first_what_was_measured(found):
+    best = ranked(found.candidates, "throughput")
+    slower = replace(best[0], measured_tokens_per_s=0.5)
+    assert ranked([slower, best[1]], "throughput")[0] is best[1]
+
+
+def test_nothing_is_loaded_and_a_large_model_takes_seconds(monkeypatch, capfd):
+    monkeypatch.setattr("zero_inference.models.checkpoint.load_weights", lambda *_: pytest.fail("weights were loaded"))
+    asked = ["plan", "--model", "llama-3.1-405b", "--dummy", "--json", "--engine", "stream", "deepspeed"]
+    assert console_main(["zero-inference", *asked, "--assume", LINE]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    (first, *_) = answer["configurations"]
+    assert first["engine"] == "stream" and first["quant_bits"] == 4 and first["place"] == 1
+    assert "--engine stream" in first["command"] and first["front"] is True
+    assert {each["at_most"] for each in answer["configurations"] if each["engine"] == "deepspeed"} == {True}
+
+
+def test_the_table_is_for_people(capfd, tmp_path):
+    asked = [
+        "plan",
+        "--model",
+        "llama-2-13b",
+        "--dummy",
+        "--batch-size",
+        "1",
+        "8",
+        "--goal",
+        "latency",
+        "--assume",
+        LINE,
+    ]
+    assert console_main(["zero-inference", *asked, "--plot", str(tmp_path / "front.svg")]) == 0
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("predicted for a machine that is not there (assumed): 1 x GPU with 24 GiB")
+    assert "best latency first" in lines[1] and "token/s" in lines[2] and "first token (s)" in lines[2]
+    assert any(
+        line.startswith("does not fit: resident with 16 bits: ") and "fits with --engine stream" in line
+        for line in lines
+    )
+    assert any(line.startswith("1: python run_model.py --model llama-2-13b --dummy ") for line in lines)
+    assert "picture: " in err and (tmp_path / "front.svg").read_text().count("Pareto front") >= 0
+    assert (tmp_path / "front.svg").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            "--assume gpus=1x24GiB,host=64GiB,link=25GB/s,memory=900GB/s --engine stream",
+            "the smallest machine that would do has",
+        ),
+        ("--assume gpus=1x24GiB,host=64GiB,link=25GB/s,memory=900GB/s", "no rate of the disk"),
+        ("--assume gpus=1x24GiB,host=999GiB,link=25GB/s --engine stream", "no rate of device memory"),
+        ("--gpu-memory -1", "--gpu-memory -1: must be more than 0 GiB"),
+        ("--host-memory 0", "--host-memory 0: must be more than 0 GiB"),
+        ("--batch-size 0", "--batch-size 0: must be at least 1"),
+        ("--plot front.xls --assume gpus=0,host=1GiB", "end its name in .png, .pdf or .svg"),
+        (f"--verify 2 --assume {LINE}", "--verify runs configurations"),
+        (f"--verify -1 --assume {LINE}", "must be 0 or more"),
+        (f"--quant-bits 4 --engine resident --assume {LINE}", "none of these engines"),
+    ],
+)
+def test_what_cannot_be_planned(options, said, capfd):
+    assert console_main(["zero-inference", "plan", "--model", "llama-3.1-405b", "--dummy", *options.split()]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_the_smallest_machine_is_one_that_does(capfd):
+    asked = ["plan", "--model", "opt-66b", "--dummy", "--engine", "stream", "--batch-size", "1"]
+    rates = "link=25GB/s,memory=900GB/s,cores=50GB/s"
+    assert console_main(["zero-inference", *asked, "--assume", f"gpus=1x4GiB,host=8GiB,{rates}"]) == 2
+    device, host = map(
+        float,
+        re.search(r"has ([0-9.]+) GiB of free device.* and ([0-9.]+) GiB of host", capfd.readouterr().err).groups(),
+    )
+    enough = f"gpus=1x{device + 0.6:.2f}GiB,host={host + 0.1:.1f}GiB,{rates}"  # a context takes half a GiB
+    assert console_main(["zero-inference", *asked, "--assume", enough]) == 0
+
+
+def test_a_part_of_a_machine():
+    whole = DescribedMachine(MACHINE)
+    part = LimitedMachine(whole, device_bytes=10 * GIB, host_bytes=20 * GIB)
+    ranks = whole.ranks_there(detect_ranks())
+    assert (part.free_device_bytes(ranks, False), part.available_host_bytes()) == (10 * GIB, 20 * GIB)
+    assert LimitedMachine(whole, 999 * GIB).free_device_bytes(ranks, False) == whole.free_device_bytes(ranks, False)
+    assert LimitedMachine(whole).available_host_bytes() == whole.available_host_bytes() and not part.is_here
+    assert (part.gpus(), part.described(), part.instructions()) == (1, MACHINE, "amx")
+
+
+@pytest.fixture
+def kept_here(monkeypatch, tmp_path):
+    """A file that describes this machine, without its GPUs."""
+    monkeypatch.setattr(kept, "describe_environment", lambda: describe_environment() | {"gpus": []})
+    environment = describe_environment()
+    path = tmp_path / "machine.json"
+    versions = environment["packages"] | {"gpu_driver": environment["gpu_driver"]}
+    here = FAST.model_copy(update={"gpus": (), "versions": versions, "link_gb_per_s": 10.0, "device_gb_per_s": 20.0})
+    write_description(here, path)
+    monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))
+    return path, here
+
+
+def test_a_kept_machine_is_used_until_something_changes(kept_here):
+    path, here = kept_here
+    assert kept_description() == here and why_outdated(here) is None
+    write_description(here.model_copy(update={"versions": here.versions | {"torch": "1.0"}}), path)
+    assert kept_description() is None
+    assert why_outdated(here.model_copy(update={"versions": {}})).startswith("torch was None and is 2")
+    assert why_outdated(here.model_copy(update={"gpus": MACHINE.gpus})) == "it has other GPUs"
+    path.write_text("{")
+    assert kept_description() is None
+    path.unlink()
+    assert kept_description() is None
+
+
+def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path, capfd):
+    path = tmp_path / "new" / "machine.json"
+    monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))
+    monkeypatch.setattr("zero_inference.link.rooflines.measure_rooflines", lambda ranks, disk: ([], ["no link"]))
+    monkeypatch.setattr("zero_inference.link.saved.measure_basics", lambda ranks, say: None)
+    monkeypatch.setattr("zero_inference.link.saved.describe_this_machine", lambda *_: MACHINE)
+    lines: list[str] = []
+    kept.measure_and_keep(lines.append)
+    assert path.is_file() and lines[0].startswith("measuring this machine") and lines[1] == "warning: no link"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
+def test_what_is_left_open_is_found_and_recorded(kept_here, tmp_path, capfd):
+    asked = "--model opt-125m --dummy --engine auto --batch-size auto --quant-bits auto --prompt-len 8 --gen-len 3 --dtype bfloat16"
+    run = f"{asked} --goal latency --loops 1 --warmup 0 --log-file {tmp_path / 'run.log'}"
+    assert main(["run_model.py", *run.split()]) == 0
+    err = capfd.readouterr().err
+    (record,) = read_records(tmp_path / "run.jsonl")
+    assert (
+        record["chosen"]["options"] == ["engine", "quant_bits", "batch_size"] and record["chosen"]["goal"] == "latency"
+    )
+    assert record["batch_size"] == 1
+    assert f"chosen: --engine {record['engine']} --quant-bits {record['quant_bits']} --batch-size 1, predicted: " in err
+    assert len(record["chosen"]["over"]) == 5 and all(": " in each for each in record["chosen"]["over"])
+    assert record["chosen"]["tokens_per_s"] == pytest.approx(2 / record["predicted"]["decode_s"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
+def test_a_named_engine_is_kept_and_bits_come_before_speed(kept_here, capfd):
+    asked = "--model opt-125m --dummy --engine stream --quant-bits auto --batch-size auto --dry-run --dtype bfloat16"
+    assert main(["run_model.py", *asked.split()]) == 0
+    assert "chosen: --engine stream --quant-bits 16 --batch-size 64" in capfd.readouterr().err
+    assert main(["run_model.py", *asked.replace("--quant-bits auto ", "").replace("stream", "auto").split()]) == 0
+    assert "--quant-bits 16" in capfd.readouterr().err
+
+
+def test_what_auto_cannot_do(monkeypatch, capfd):
+    asked = [
+        "run_model.py",
+        "--model",
+        "opt-66b",
+        "--dummy",
+        "--engine",
+        "auto",
+        "--dry-run",
+        "--assume",
+        "gpus=1x8GiB,host=50GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,disk=3GB/s,disk_free=50GiB",
+    ]
+    assert main(asked) == 2
+    err = capfd.readouterr().err
+    assert "--engine auto: opt-66b fits in none of" in err and "the smallest machine that would do has" in err
+    assert main([*asked, "--quant-bits", "auto"]) == 0, "rounded weights fit"
+    assert "chosen: --engine stream --quant-bits 4" in capfd.readouterr().err
+    assert main(["run_model.py", "--engine", "auto", "--cpu-offload"]) == 2
+    assert "drop --cpu-offload, or name an engine" in capfd.readouterr().err
+    assert main(["run_model.py", "--goal", "latency"]) == 2
+    assert "add --engine auto" in capfd.readouterr().err
+    names = dict(
+        WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29501"
+    )
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    two = [
+        "run_model.py",
+        "--model",
+        "opt-125m",
+        "--dummy",
+        "--engine",
+        "auto",
+        "--batch-size",
+        "2",
+        "--dry-run",
+        "--assume",
+    ]
+    assert main([*two, "gpus=2x24GiB,host=8GiB"]) == 2
+    assert "only one process can look for the best yet" in capfd.readouterr().err
+
+
+def test_deepspeed_says_when_another_engine_is_much_faster():
+    def plan(options: str, **changes):
+        machine = FAST.model_copy(update={"cores": MACHINE.cores} | changes)
+        return make_plan(job_of(f"{options} --dummy", DescribedMachine(machine)))
+
+    slow = plan("--model llama-2-13b --cpu-offload --quant-bits 4")
+    streamed = plan("--model llama-2-13b --engine stream --quant-bits 4")
+    times = slow.times.step.seconds / streamed.times.step.seconds
+    line = f"hint: --engine stream is predicted to decode {times:.1f} times as fast here; zero-inference plan compares"
+    assert times > 2 and faster_than(slow) == line
+    assert faster_than(plan("--model opt-66b --cpu-offload --batch-size 64", link_gb_per_s=5000.0)) is None
+    unknown = plan("--model llama-2-13b --cpu-offload", link_gb_per_s=None)
+    assert unknown.times is None and faster_than(unknown) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
+def test_the_best_are_tried(kept_here, tmp_path):
+    path, _ = kept_here
+    asked = "plan --model opt-125m --dummy --dtype bfloat16 --prompt-len 8 --gen-len 3 --batch-size 1 --quant-bits 16"
+    ways = ["--engine", "resident", "stream"]
+    command = [
+        sys.executable,
+        "-m",
+        "zero_inference",
+        *asked.split(),
+        *ways,
+        "--kv-offload",
+        "off",
+        "--verify",
+        "2",
+        "--json",
+    ]
+    environment = without_gpus() | {"ZERO_INFERENCE_MACHINE": str(path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rates = [each["measured_tokens_per_s"] for each in json.loads(done.stdout)["configurations"]]
+    assert len(rates) == 2 and rates == sorted(rates, reverse=True) and rates[-1] > 0
+    assert done.stderr.count("token/s, predicted") == 2
+
+
+def test_a_configuration_without_anything_open_stays_as_it_is():
+    config = RunConfig(model="opt-125m", dummy=True)
+    assert choose(config, None, None, None, print) == (config, None)
+    with pytest.raises(UsageError, match="--engine quick: choose one of"):
+        RunConfig(engine="quick").validate()

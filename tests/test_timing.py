@@ -1,0 +1,304 @@
+"""Predicted times: against hand computations, against runs that H200s have done, and against runs of this machine."""
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, without_gpus
+from test_machine import MACHINE, OF_FILES, planned
+
+from zero_inference.cli import console_main, main
+from zero_inference.link.description import CoreRates, Cores, DeviceRate, Gpu, Launches, write_description
+from zero_inference.machine.machine import DescribedMachine
+from zero_inference.records.read import read_records
+from zero_inference.runtime.environment import describe_environment
+
+GIB = 1 << 30
+LAUNCHES = Launches(operator_s=12e-6, step_s=1e-3, graph_operator_s=2e-6)
+FAST = MACHINE.model_copy(
+    update={"launches": LAUNCHES, "cores": None, "pageable_link_gb_per_s": 10.0, "disk_gb_per_s": 3.0}
+)
+SIZES = "--dummy --dtype bfloat16 --prompt-len 128 --gen-len 32"
+
+
+def times_of(options: str, machine=FAST):
+    plan = planned(f"{options} {SIZES}", DescribedMachine(machine))
+    return plan, plan.times
+
+
+def test_streamed_weights_take_what_the_link_takes():
+    plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0")
+    assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.step.bound_by == "link"
+    ring = plan.weights.residency.depth * plan.weights.residency.slot_bytes
+    assert times.prefill.seconds == pytest.approx((plan.weights.fetched_bytes - ring) / 55e9), (
+        "the ring is full when it begins"
+    )
+
+
+def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
+    plan, times = times_of("--model opt-13b --engine resident")
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 128 + 16)
+    host_s = traced.launches * 12e-6 + 1e-3
+    gaps_s = traced.launches * 2e-6
+    read = traced.total("layer_bytes") + traced.total("outside_bytes") + traced.total("nbytes")
+    assert times.step.seconds == pytest.approx(max(host_s, read / 4200e9 + gaps_s + 1e-3), rel=1e-6)
+    slow = FAST.model_copy(update={"device_gb_per_s": 420.0})
+    times = times_of("--model opt-13b --engine resident", slow)[1]
+    assert times.step.seconds == pytest.approx(read / 420e9 + gaps_s + 1e-3) and times.step.bound_by == "device_memory"
+    late = FAST.model_copy(update={"launches": Launches(operator_s=1e-3, step_s=0.0)})
+    times = times_of("--model opt-13b --engine resident", late)[1]
+    assert times.step.seconds == pytest.approx(traced.launches * 1e-3) and times.step.bound_by == "launches"
+
+
+def test_a_long_prefill_takes_what_products_take():
+    few = times_of("--model opt-13b --engine resident")[1].prefill
+    many = times_of("--model opt-13b --engine resident --batch-size 8")[1].prefill
+    assert many.bound_by == "matmul" and many.seconds == pytest.approx(8 * 128 * 2 * 12.6e9 / 700e12, rel=0.15)
+    assert few.seconds < many.seconds < 8 * few.seconds
+
+
+def test_accelerate_copies_and_computes_in_turn_from_pageable_memory():
+    plan, times = times_of("--model opt-13b --engine accelerate --cpu-offload")
+    computing = times_of("--model opt-13b --engine resident")[1].step.seconds
+    assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 10e9 + computing)
+    on_disk = times_of("--model opt-13b --engine accelerate --disk-offload")[1].step
+    assert (
+        on_disk.seconds == pytest.approx(times.step.seconds + plan.weights.fetched_bytes / 3e9)
+        and on_disk.bound_by == "disk"
+    )
+
+
+def test_deepspeed_takes_at_least_what_the_link_takes():
+    plan, times = times_of("--model opt-13b --cpu-offload")
+    assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.at_least
+    assert "decode at most" in times.in_words(1) and "prefill at least" in times.in_words(1)
+    pageable = times_of("--model opt-13b --cpu-offload --pin-memory 0")[1]
+    assert pageable.step.seconds == pytest.approx(plan.weights.fetched_bytes / 10e9)
+    disk = times_of("--model opt-13b --disk-offload")[0]
+    assert disk.times.step.seconds == pytest.approx(disk.weights.disk_bytes / 3e9)
+
+
+def test_keys_and_values_in_host_memory_cross_the_link_too():
+    plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0 --kv-offload --batch-size 64 --pin-kv-cache")
+    moved = plan.weights.moved_per_step().host_to_device_bytes_per_step
+    assert moved > plan.weights.fetched_bytes and times.step.seconds == pytest.approx(moved / 55e9)
+
+
+def test_the_cores_work_beside_the_link():
+    machine = FAST.model_copy(update={"cores": MACHINE.cores})
+    plan, times = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0", machine)
+    weights = plan.weights
+    alone = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute off", machine)[1]
+    assert times.step.seconds < 0.6 * alone.step.seconds
+    waits_s = weights.residency.computed_bytes / 100e9 + weights.residency.meetings * 1e-4
+    assert weights.cores_s() == pytest.approx(waits_s) and times.step.seconds > waits_s
+    assert times.step.seconds >= (weights.fetched_bytes + weights.cores_bytes) / 150e9, (
+        "never faster than both together"
+    )
+    assert times.prefill.seconds == pytest.approx(weights.residency.host_bytes / 55e9), "all of it is fetched"
+    layers, experts = weights.share_on_cores()
+    assert 0.4 < layers < 0.8 and experts == 0.0
+
+
+def test_products_with_codes_are_taken_from_what_was_measured():
+    rates = [DeviceRate(format="int4", rows=rows, gb_per_s=rate) for rows, rate in ((1, 1000.0), (32, 500.0))]
+    machine = FAST.model_copy(update={"device_products": tuple(rates)})
+    options = "--model llama-2-13b --engine stream --quant-bits 4"
+    plan, of_codes = times_of(options, machine)
+    of_memory = times_of(options)[1]
+    stored = plan.weights.weight_bytes - 2 * 32000 * 5120 * 2
+    gained = of_codes.step.seconds - of_memory.step.seconds
+    assert gained == pytest.approx(stored * (1 / 1000e9 - 1 / 4200e9), rel=0.02)
+    several = [times_of(f"{options} --batch-size 2", each)[1].prefill.seconds for each in (machine, FAST)]
+    assert several[0] == several[1], "more than 128 tokens are multiplied with weights that were restored"
+
+
+@pytest.mark.parametrize(
+    "options, without",
+    [
+        ("--engine stream --gpu-memory 0", "link_gb_per_s"),
+        ("--engine accelerate --cpu-offload", "pageable_link_gb_per_s"),
+        ("--disk-offload", "disk_gb_per_s"),
+        ("--engine resident", "device_gb_per_s"),
+    ],
+)
+def test_without_a_rate_nothing_is_predicted(options, without):
+    machine = FAST.model_copy(update={without: None})
+    assert times_of(f"--model opt-13b {options}", machine)[1] is None
+    assert times_of(f"--model opt-13b {options}")[1] is not None
+
+
+# Runs whose records say all that a description would, but for the host's time of launches, taken from one of them: a resident
+# Llama-3.1-8B (h200-x2), whose 1238 kernels took 20.5 ms.
+MEASURED_LAUNCHES = Launches(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
+OF_LINK = (
+    "h200-shared/opt13b-fp16-stream",
+    "h200-shared/opt13b-int8-stream",
+    "h200-shared/opt13b-int4-stream",
+    "h200-shared/opt13b-kv-stream",
+    "h200-shared/opt30b-half-stream",
+    "h200-shared/llama70b-int4-stream",
+    "h200-cores/llama13b-int4-bs1-off",
+)
+WITH_CORES = (
+    "h200-balanced/first_host/llama13b-int4-bs1-auto",
+    "h200-balanced/first_host/llama13b-int4-bs8-auto",
+    "h200-balanced/first_host/llama13b-int4-bs32-auto",
+    "h200-balanced/llama13b-bf16-bs1-auto",
+    "h200-balanced/llama13b-bf16-bs8-auto",
+    "h200-balanced/llama13b-bf16-bs32-auto",
+    "h200-balanced/llama13b-int4-half-auto",
+    "h200-balanced/llama70b-int4-20gib-bs1-auto",
+    "h200-balanced/qwen30b-int4-auto",
+    "h200-cores/opt13b-kv-auto",
+)
+
+
+def of_record(name: str, skeletons: dict):
+    """The record, and the plan of its run for the machine that the record describes."""
+    record = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")[-1]
+    options, argv = [], iter(record["argv"][1:])
+    for word in argv:
+        if word in OF_FILES:
+            next(argv)
+        elif not word.startswith("--local_rank="):
+            options.append(word)
+    limit, cores = record["limit"], (record.get("stream") or {}).get("cores")
+    if record["engine"] == "stream" and cores is None and "--cpu-compute" not in options:
+        options += ["--cpu-compute", "off"]
+    if record["engine"] == "stream" and not (record.get("stream") or {}).get("decode_graph"):
+        options += ["--decode-graph", "off"]
+    memory = record["environment"]["gpus"][0]["memory_bytes"]
+    changes = {
+        "gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),),
+        "link_gb_per_s": limit["link_gbps"],
+        "device_gb_per_s": limit["device_copy_gbps"],
+        "matmul_tflops": {record["dtype"]: limit["matmul_tflops"]},
+        "launches": MEASURED_LAUNCHES,
+        "process_bytes": int(2.1e9),
+        "cores": None,
+    }
+    if cores:
+        rates = {key: cores[key] for key in ("link_gbps", "cores_gbps", "cores_alone_gbps", "crossing_s")}
+        kind = record["dtype"] if record["quant_bits"] == 16 else f"int{record['quant_bits']}"
+        point = CoreRates.model_validate(rates | {"format": kind, "rows": record["batch_size"]})
+        found = Cores(
+            threads=cores["threads"],
+            instructions=cores["instructions"],
+            read_gb_per_s=cores["read_gbps"],
+            products=(point,),
+        )
+        changes |= {"cores": found, "link_gb_per_s": cores["link_alone_gbps"]}
+    machine = DescribedMachine(MACHINE.model_copy(update=changes))
+    return record, planned(shlex.join(options), machine, skeletons)
+
+
+@pytest.fixture(scope="module")
+def skeletons() -> dict:
+    return {}
+
+
+@pytest.mark.parametrize("name", OF_LINK)
+def test_steps_bound_by_the_link_are_predicted_to_3_percent(name, skeletons):
+    record, plan = of_record(name, skeletons)
+    step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
+    assert plan.times.step.seconds == pytest.approx(step_s, rel=0.03)
+    assert plan.predicted.decode_s == pytest.approx(record["decode_latency_s"], rel=0.03)
+    assert plan.times.prefill.seconds == pytest.approx(record["prefill_latency_s"], rel=0.16)
+    assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
+
+
+def test_steps_with_the_cores_are_predicted_to_10_percent(skeletons):
+    errors = []
+    for name in WITH_CORES:
+        record, plan = of_record(name, skeletons)
+        step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
+        errors.append(step_s / plan.times.step.seconds - 1)
+        assert abs(errors[-1]) < 0.1, name
+        assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
+    assert abs(statistics.median(errors)) < 0.05
+
+
+@pytest.fixture(scope="module")
+def measured_here(tmp_path_factory):
+    """A file that describes this machine: what its processes take is measured, as `zero-inference link --save` does."""
+    code = (
+        "import json; from zero_inference.link.saved import measure_basics; "
+        "from zero_inference.runtime.distributed import detect_ranks; "
+        "found = measure_basics(detect_ranks(), lambda line: None); "
+        "print(json.dumps([found.launches.model_dump(), found.process_bytes, found.library_bytes]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=without_gpus())
+    launches, process_bytes, library_bytes = json.loads(done.stdout.splitlines()[-1])
+    environment = describe_environment()
+    path = tmp_path_factory.mktemp("machine") / "machine.json"
+    here = MACHINE.model_copy(
+        update={
+            "gpus": (),
+            "cores": None,
+            "versions": environment["packages"] | {"gpu_driver": environment["gpu_driver"]},
+            "link_gb_per_s": 10.0,
+            "device_gb_per_s": 20.0,
+            "launches": Launches(**launches),
+            "process_bytes": process_bytes,
+            "library_bytes": library_bytes,
+        }
+    )
+    write_description(here, path)
+    return path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU all of a run's memory is host memory")
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--engine resident",
+        "--engine stream --kv-offload",
+        "--engine stream --quant-bits 8",
+        "--engine stream --quant-bits 4",
+        "--engine accelerate --cpu-offload",
+        "--engine deepspeed --cpu-offload",
+        "--engine deepspeed --cpu-offload --quant-bits 8",
+    ],
+)
+def test_a_run_here_takes_the_host_memory_that_was_predicted(options, measured_here, tmp_path, monkeypatch, capfd):
+    """Within 10%. And `plan`, --dry-run and the run say the same."""
+    monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(measured_here))
+    sizes = "--model opt-125m --dummy --dtype bfloat16 --prompt-len 64 --gen-len 4 --batch-size 2"
+    asked, log = [*sizes.split(), *options.split()], tmp_path / "run.log"
+    command = [
+        sys.executable,
+        str(ROOT / "run_model.py"),
+        *asked,
+        "--loops",
+        "1",
+        "--warmup",
+        "0",
+        "--log-file",
+        str(log),
+    ]
+    subprocess.run(command, check=True, env=without_gpus() | {"ZERO_INFERENCE_MACHINE": str(measured_here)})
+    (record,) = read_records(log.with_suffix(".jsonl"))
+    predicted = record["predicted"]
+    assert predicted["peak_host_bytes"] == pytest.approx(record["peak_host_bytes"], rel=0.1)
+    capfd.readouterr()
+    assert main(["run_model.py", *asked, "--dry-run"]) == 0
+    dry = capfd.readouterr().out
+    if "deepspeed" in options and "quant" in options:
+        assert predicted["prefill_s"] is None and "predicted:" not in dry, "its dequantizing was not measured"
+        return
+    assert f"prefill {'at least ' * ('deepspeed' in options)}{predicted['prefill_s']:.3g} s" in dry
+    words = [*asked, "--json", *([] if "--quant-bits" in asked else ["--quant-bits", "16"])]
+    if "--cpu-offload" in words:
+        words.remove("--cpu-offload")
+    kv = "--kv-offload" in words
+    assert console_main(["zero-inference", "plan", *(word for word in words if word != "--kv-offload")]) == 0
+    planned = json.loads(capfd.readouterr().out)["configurations"]
+    (same,) = [each for each in planned if ("--kv-offload" in each["command"]) == kv] or planned[:1]
+    if kv == ("--kv-offload" in same["command"]):
+        assert same["prefill_s"] == predicted["prefill_s"]
+        assert 3 * same["step_s"] == pytest.approx(predicted["decode_s"])

@@ -1,0 +1,69 @@
+"""How an engine uses the machine with what it has placed: what predicted times and limits ask of a plan."""
+
+from __future__ import annotations
+
+
+class UseOfMachine:
+    """What holds of an engine that fetches what it needs and multiplies all on the device; others say where they differ.
+
+    Attributes:
+        fetched_bytes: see `EnginePlan`.
+    """
+
+    fetched_bytes: int
+
+    def beside_link(self) -> tuple[float, float] | None:
+        """GB/s of the link and of what the cores read for a step, beside each other; None where these take no part."""
+        return None
+
+    @property
+    def expects_choices(self) -> bool:
+        """Whether what a step moves depends on which experts tokens choose."""
+        return False
+
+    @property
+    def lacks_cores(self) -> bool:
+        """Whether the host's cores would take part in a run, and this plan does not know how."""
+        return False
+
+    @property
+    def prefill_fetched_bytes(self) -> int:
+        """Of weights, over all ranks, that a prefill brings to the devices."""
+        return self.fetched_bytes
+
+    @property
+    def copies_on_cpu(self) -> bool:
+        """Whether weights in host memory are copied where there is no GPU, too, and not used where they lie."""
+        return False
+
+    @property
+    def copies_overlap(self) -> bool:
+        """Whether weights are copied while the device computes."""
+        return True
+
+    @property
+    def own_work_known(self) -> bool:
+        """Whether what the engine does besides the model's work, such as hooks and dequantizing, is known; else times are lower bounds."""
+        return True
+
+    @property
+    def graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs."""
+        return False
+
+    @property
+    def fused_rows(self) -> int:
+        """Tokens up to which the device multiplies with quantized weights as they are stored; above them it restores these first."""
+        return 0
+
+    def share_on_cores(self) -> tuple[float, float]:
+        """Of the bytes of decoder layers without experts, and of those of experts, what the host's cores multiply in a decode step."""
+        return 0.0, 0.0
+
+    def cores_s(self) -> float:
+        """Seconds in which the device waits for the host's cores in a decode step."""
+        return 0.0
+
+    def least_cores_s(self) -> float:
+        """Seconds that a step's products take the cores if the link rests; 0 where that is not known."""
+        return 0.0
