@@ -169,7 +169,7 @@ def _least_plan(job: Job, asked: dict[str, Any]) -> Plan:
     device that holds this; and then for the one that is there."""
     endless = replace(job, free_device_bytes=1 << 60)
     found = changed(endless, **asked, gpu_memory=0.0, ring_depth=LEAST_RING_DEPTH)
-    return Plan(found.job, replace(found.weights, job=replace(found.job, free_device_bytes=job.free_device_bytes)))
+    return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config)))
 
 
 def _worth_moving(job: Job, batch_size: int) -> bool:
