@@ -228,7 +228,7 @@ def test_what_is_left_open_is_found_and_recorded(kept_here, tmp_path, capfd):
     assert record["batch_size"] == 1
     assert f"chosen: --engine {record['engine']} --quant-bits {record['quant_bits']} --batch-size 1, predicted: " in err
     assert len(record["chosen"]["over"]) == 5 and all(": " in each for each in record["chosen"]["over"])
-    assert record["chosen"]["tokens_per_s"] == pytest.approx(2 / record["predicted"]["decode_s"])
+    assert record["chosen"]["decode_throughput"] == pytest.approx(2 / record["predicted"]["decode_s"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")

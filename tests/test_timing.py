@@ -1,7 +1,6 @@
 """Predicted times: against hand computations, against runs that H200s have done, and against runs of this machine."""
 
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -9,10 +8,11 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, without_gpus
-from test_machine import MACHINE, OF_FILES, planned
+from test_machine import MACHINE, planned
 
+from benchmarks.predictions import plan_of
 from zero_inference.cli import console_main, main
-from zero_inference.link.description import CoreRates, Cores, DeviceRate, Gpu, Launches, write_description
+from zero_inference.link.description import DeviceRate, Launches, write_description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.records.read import read_records
 from zero_inference.runtime.environment import describe_environment
@@ -132,9 +132,6 @@ def test_without_a_rate_nothing_is_predicted(options, without):
     assert times_of(f"--model opt-13b {options}")[1] is not None
 
 
-# Runs whose records say all that a description would, but for the host's time of launches, taken from one of them: a resident
-# Llama-3.1-8B (h200-x2), whose 1238 kernels took 20.5 ms.
-MEASURED_LAUNCHES = Launches(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
 OF_LINK = (
     "h200-shared/opt13b-fp16-stream",
     "h200-shared/opt13b-int8-stream",
@@ -161,40 +158,7 @@ WITH_CORES = (
 def of_record(name: str, skeletons: dict):
     """The record, and the plan of its run for the machine that the record describes."""
     record = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")[-1]
-    options, argv = [], iter(record["argv"][1:])
-    for word in argv:
-        if word in OF_FILES:
-            next(argv)
-        elif not word.startswith("--local_rank="):
-            options.append(word)
-    limit, cores = record["limit"], (record.get("stream") or {}).get("cores")
-    if record["engine"] == "stream" and cores is None and "--cpu-compute" not in options:
-        options += ["--cpu-compute", "off"]
-    if record["engine"] == "stream" and not (record.get("stream") or {}).get("decode_graph"):
-        options += ["--decode-graph", "off"]
-    memory = record["environment"]["gpus"][0]["memory_bytes"]
-    changes = {
-        "gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),),
-        "link_gb_per_s": limit["link_gbps"],
-        "device_gb_per_s": limit["device_copy_gbps"],
-        "matmul_tflops": {record["dtype"]: limit["matmul_tflops"]},
-        "launches": MEASURED_LAUNCHES,
-        "process_bytes": int(2.1e9),
-        "cores": None,
-    }
-    if cores:
-        rates = {key: cores[key] for key in ("link_gbps", "cores_gbps", "cores_alone_gbps", "crossing_s")}
-        kind = record["dtype"] if record["quant_bits"] == 16 else f"int{record['quant_bits']}"
-        point = CoreRates.model_validate(rates | {"format": kind, "rows": record["batch_size"]})
-        found = Cores(
-            threads=cores["threads"],
-            instructions=cores["instructions"],
-            read_gb_per_s=cores["read_gbps"],
-            products=(point,),
-        )
-        changes |= {"cores": found, "link_gb_per_s": cores["link_alone_gbps"]}
-    machine = DescribedMachine(MACHINE.model_copy(update=changes))
-    return record, planned(shlex.join(options), machine, skeletons)
+    return record, plan_of(record, skeletons)
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 from zero_inference.records.key import key
 
+_AUTO = "--engine, --quant-bits or --batch-size auto"
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """What the plan found of what was left open."""
 
-    options: list[str] = key("", "names of those that were auto")
-    goal: str | None = key("", "what was best; null: as many bits as fit, then token/s")
-    tokens_per_s: float = key("token/s", "predicted decode throughput")
-    over: list[str] = key("", "the next best that fit: command and predicted decode throughput")
+    options: list[str] = key("", "names of those that were auto", only_with=_AUTO)
+    goal: str | None = key("", "what was best; null: as many bits as fit, then token/s", only_with=_AUTO)
+    decode_throughput: float = key("token/s", "predicted", only_with=_AUTO)
+    over: list[str] = key("", "the next best that fit: command and predicted decode throughput", only_with=_AUTO)
 
 
 @dataclass(frozen=True, slots=True)

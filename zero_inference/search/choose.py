@@ -49,7 +49,7 @@ def choose(
     chosen = Chosen(
         options=list(config.auto),
         goal=config.goal,
-        tokens_per_s=best.tokens_per_s,
+        decode_throughput=best.tokens_per_s,
         over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MOST_OTHERS]],
     )
     return best.config, chosen

@@ -1,0 +1,149 @@
+"""What plans predict of runs that one H200 has done, beside what these measured.
+
+    python benchmarks/predictions.py [PATTERN]
+
+Takes the records of one GPU under benchmarks/results whose path has PATTERN in it; needs no GPU. Each is planned for a machine with the
+rates that the record itself has: link, device memory, products, cores beside the link. No record says what the host takes to launch
+operators; `LAUNCHES` are those of all. A figure is by how much more was measured than predicted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zero_inference.engines.base import Job
+from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Launches
+from zero_inference.machine.machine import DescribedMachine
+from zero_inference.models.skeleton import Skeleton, build_skeleton
+from zero_inference.models.spec import resolve_model
+from zero_inference.options import run_config
+from zero_inference.plan.plan import Plan, make_plan
+from zero_inference.records.read import read_records
+from zero_inference.runtime.distributed import detect_ranks
+
+RESULTS = Path(__file__).parent / "results"
+OF_FILES = ("--log-file", "--log-dir", "--offload-dir", "--trace", "--local_rank", "--local-rank")
+GIB = 1 << 30
+# A resident Llama-3.1-8B (h200-x2) took 20.5 ms for a step of 1238 kernels; 13B int4 in graphs (h200-balanced) 6.9 ms for 1542. Neither
+# was measured by itself: `zero-inference link --save` does that since then.
+LAUNCHES = Launches(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
+PROCESS_BYTES = 2_100_000_000  # of the runs' host memory, what is not weights, keys or values: 1.5 to 2.4 GB
+PAGEABLE_GB_PER_S, DISK_GB_PER_S = 9.5, 2.3  # of that machine, where a record lacks them (h200/link.txt)
+LINK_GB_PER_S, DEVICE_GB_PER_S, TFLOPS = 55.3, 4225.0, 680.0  # the same, of the oldest records
+
+
+def options_of(record: dict[str, Any]) -> list[str]:
+    """Those of the run, in today's words."""
+    found, argv = [], iter(record["argv"][1:])
+    for word in argv:
+        if word in OF_FILES:
+            next(argv)
+        elif not word.startswith("--local_rank="):
+            found.append(word)
+    stream = record.get("stream") or {}
+    if record["engine"] == "stream":
+        # there was no other way then
+        found += [] if stream.get("cores") or "--cpu-compute" in found else ["--cpu-compute", "off"]
+        found += [] if stream.get("decode_graph") else ["--decode-graph", "off"]
+    return found
+
+
+def machine_of(record: dict[str, Any]) -> Description:
+    """What the record says of its machine."""
+    limit, cores = record.get("limit") or {}, (record.get("stream") or {}).get("cores") or {}
+    memory = record["environment"]["gpus"][0]["memory_bytes"]
+    found = None
+    if cores.get("cores_gbps"):
+        rates = {key: cores[key] for key in ("link_gbps", "cores_gbps", "cores_alone_gbps", "crossing_s")}
+        kind = record["dtype"] if record["quant_bits"] == 16 else f"int{record['quant_bits']}"
+        point = CoreRates.model_validate(rates | {"format": kind, "rows": record["batch_size"]})
+        found = Cores(
+            threads=cores["threads"],
+            instructions=cores["instructions"],
+            read_gb_per_s=cores.get("read_gbps") or cores["cores_gbps"],
+            products=(point,),
+        )
+    return Description(
+        source="measured",
+        name="an H200",
+        gpus=(Gpu(name="NVIDIA H200", memory_bytes=memory, free_bytes=memory - GIB),),
+        host_memory_bytes=120 * GIB,
+        link_gb_per_s=cores.get("link_alone_gbps") or limit.get("link_gbps") or LINK_GB_PER_S,
+        pageable_link_gb_per_s=PAGEABLE_GB_PER_S,
+        device_gb_per_s=limit.get("device_copy_gbps") or DEVICE_GB_PER_S,
+        matmul_tflops={record["dtype"]: limit.get("matmul_tflops") or TFLOPS},
+        disk_gb_per_s=DISK_GB_PER_S,
+        cores=found,
+        launches=LAUNCHES,
+        process_bytes=PROCESS_BYTES,
+    )
+
+
+def plan_of(record: dict[str, Any], skeletons: dict[Any, Skeleton]) -> Plan:
+    """The plan of the record's run for its machine; models that are in `skeletons` are not built again."""
+    machine = DescribedMachine(machine_of(record))
+    config = run_config([*options_of(record), "--dry-run"])
+    ranks = machine.ranks_there(detect_ranks())
+    spec = resolve_model(config, ranks.device.type)
+    if (config.model, spec.dtype) not in skeletons:
+        skeletons[config.model, spec.dtype] = build_skeleton(spec)
+    skeleton = skeletons[config.model, spec.dtype]
+    return make_plan(Job(config, spec, ranks, skeleton, machine.free_device_bytes(ranks, False), None, machine))
+
+
+def errors_of(record: dict[str, Any], plan: Plan) -> dict[str, float | None]:
+    """By how much more was measured, as shares of what was predicted."""
+    said = plan.predicted
+    measured = {
+        "decode": (record["decode_latency_s"], said.decode_s),
+        "prefill": (record["prefill_latency_s"], said.prefill_s),
+        "device": (record.get("peak_gpu_bytes"), said.peak_gpu_bytes),
+        "host": (record.get("peak_host_bytes"), said.peak_host_bytes),
+    }
+    return {
+        name: found / predicted - 1 if found and predicted else None for name, (found, predicted) in measured.items()
+    }
+
+
+def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of whole runs of one GPU, with their names."""
+    for path in sorted(RESULTS.glob("h200*/**/*.jsonl")):
+        name = str(path.relative_to(RESULTS).with_suffix(""))
+        if pattern not in name or "/parts/" in name or "/compare" in name:
+            continue
+        for record in read_records(path):
+            if record.get("status") == "ok" and record["world_size"] == 1 and "decode_latency_s" in record:
+                yield name, record
+
+
+def main() -> None:
+    names = ("decode", "prefill", "device", "host")
+    kinds: dict[str, dict[str, list[float]]] = {}
+    skeletons: dict[Any, Skeleton] = {}
+    print(f"{'':48} {'step (ms)':>10} " + " ".join(f"{name:>8}" for name in names) + "  mostly")
+    for name, record in records(sys.argv[1] if len(sys.argv) > 1 else ""):
+        plan = plan_of(record, skeletons)
+        found = errors_of(record, plan)
+        step_ms = 1e3 * record["decode_latency_s"] / (record["gen_len"] - 1)
+        shown = " ".join("       -" if found[each] is None else f"{found[each]:+8.1%}" for each in names)
+        print(f"{name[-48:]:48} {step_ms:10.2f} {shown}  {plan.predicted.bound_by}", flush=True)
+        cores = " with the cores" if plan.weights.cores_bytes else ""
+        of_kind = kinds.setdefault(f"{record['engine']}{cores}", {each: [] for each in names})
+        for each in names:
+            of_kind[each] += [] if found[each] is None else [found[each]]
+    print("\nmedian, and the part within 10%:")
+    for kind, errors in kinds.items():
+        shown = ", ".join(
+            f"{each} {statistics.median(values):+.1%} ({sum(abs(value) <= 0.1 for value in values)} of {len(values)})"
+            for each, values in errors.items()
+            if values
+        )
+        print(f"{kind}: {shown}")
+
+
+if __name__ == "__main__":
+    main()
