@@ -12,7 +12,16 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import RunError, UsageError
 from zero_inference.link import saved
 from zero_inference.link.cores import BesideLink
-from zero_inference.link.description import CoreRates, Cores, Description, Gpu, read_description, write_description
+from zero_inference.link.description import (
+    CoreRates,
+    Cores,
+    Description,
+    DeviceRate,
+    Gpu,
+    Launches,
+    read_description,
+    write_description,
+)
 from zero_inference.link.saved import core_rates
 from zero_inference.machine.assume import CONTEXT_BYTES, assumed
 from zero_inference.machine.choose import machine_of
@@ -132,6 +141,19 @@ def test_what_is_assumed():
                 0,
             )
     assert assumed("gpus=0,host=1GiB").gpus == ()
+
+
+def test_what_was_measured_of_another_device_is_not_kept():
+    """Neither its products nor its launches, where a GPU is said of a machine without one."""
+    rates = (DeviceRate(format="bfloat16", rows=1, gb_per_s=15.0),)
+    launches = Launches(operator_s=1e-5, step_s=1e-3)
+    known = {"device_products": rates, "launches": launches, "pageable_link_gb_per_s": 10.0}
+    without = MACHINE.model_copy(update=known | {"gpus": (), "cores": None})
+    found = assumed("gpus=1x24GiB,link=25GB/s,memory=1000GB/s", without)
+    assert (found.device_products, found.launches, found.pageable_link_gb_per_s) == ((), None, None)
+    faster = assumed("memory=8000GB/s,link=110GB/s", MACHINE.model_copy(update=known))
+    assert faster.device_products == () and faster.launches == launches and faster.pageable_link_gb_per_s == 20.0
+    assert assumed("pageable=5GB/s,link=110GB/s", MACHINE.model_copy(update=known)).pageable_link_gb_per_s == 5.0
 
 
 def test_a_measured_machine_with_other_numbers():

@@ -102,7 +102,7 @@ class SawBatches(TorchDispatchMode):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_prefill_multiplies_the_head_once(batch):
-    """PyTorch makes a product of batches of a slice without gradients, and copies the head for it: 6 s of a prefill on a CPU."""
+    """PyTorch makes a product of batches of a slice without gradients, and copies the head for it: most of a prefill's time on a CPU."""
     from transformers import AutoModelForCausalLM
 
     spec = described("opt-125m")[1]

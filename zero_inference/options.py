@@ -20,6 +20,7 @@ from zero_inference.config import (
     QUANT_BITS,
     RunConfig,
 )
+from zero_inference.config.choices import STREAM_OPTIONS
 from zero_inference.errors import UsageError
 from zero_inference.runtime.text import printable
 
@@ -58,7 +59,7 @@ def _number_or_auto(text: str) -> int | str:
     return AUTO if text == AUTO else int(text)
 
 
-_number_or_auto.__name__ = "whole number, or auto"
+_number_or_auto.__name__ = "whole number or 'auto' as a"
 _numbers.__name__ = "comma-separated list of whole numbers"  # argparse says it when the text is none
 
 
@@ -94,7 +95,7 @@ def _add_work_options(work: argparse._ArgumentGroup) -> None:
         "--batch-size",
         type=_number_or_auto,
         metavar="B",
-        help="sequences over all ranks, or auto (default: %(default)s)",
+        help="sequences over all ranks, or auto: 1 to 64 (default: %(default)s)",
     )
     work.add_argument("--prompt-len", type=int, metavar="P", help="real tokens of each prompt (default: %(default)s)")
     work.add_argument("--gen-len", type=int, metavar="G", help="tokens to generate (default: %(default)s)")
@@ -253,6 +254,11 @@ def config_of(args: argparse.Namespace) -> RunConfig:
             if values[name]:
                 raise UsageError(
                     f"--engine auto finds where the weights are to wait: drop --{name.replace('_', '-')}, or name an engine."
+                )
+        for name, engine in {**dict.fromkeys(STREAM_OPTIONS, "stream"), "ds_config": "deepspeed"}.items():
+            if values[name] != DEFAULTS[name]:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} belongs to --engine {engine}: name that engine instead of auto, or drop it."
                 )
     if values["pin_memory"] is not None:
         values["pin_memory"] = bool(values["pin_memory"])

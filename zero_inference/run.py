@@ -35,7 +35,7 @@ from zero_inference.runtime import garbage
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
 from zero_inference.runtime.progress import Progress
-from zero_inference.search.choose import choose, faster_than
+from zero_inference.search.choose import check_alone, choose, faster_than
 
 Questions = dict[str, list[dict]]
 
@@ -53,6 +53,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     machine = machine_of(config.machine, config.assume)
     if isinstance(machine, DescribedMachine):
         ranks = machine.ranks_there(ranks)
+    check_alone(config, ranks)
     check_launch(config, ranks, machine)
     config, spec, chosen = _resolved(config, ranks, machine)
     questions = quality.prepare(config)

@@ -147,7 +147,7 @@ def check_companions(choices: Choices) -> None:
     for name, other, other_given in (
         ("pin_kv_cache", "--kv-offload", choices.kv_offload),
         ("async_kv_offload", "--kv-offload", choices.kv_offload),
-        ("offload_dir", "--disk-offload", choices.disk_offload),
+        ("offload_dir", "--disk-offload", choices.disk_offload or "engine" in choices.auto),
         ("quant_group_size", "--quant-bits 8 or 4", choices.quantized),
     ):
         if getattr(choices, name) != DEFAULTS[name] and not other_given:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import importlib
+import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,19 @@ from zero_inference.link.rooflines import Result
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.environment import available_host_bytes, describe_environment, resident_host_bytes
+from zero_inference.runtime.environment import (
+    available_host_bytes,
+    describe_environment,
+    resident_host_bytes,
+    versions_of,
+)
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.text import first_line
 
 ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
 DEVICE_ROWS = (*ROWS, 128)
 COLUMNS = 8192
-GROUP_SIZE = 64
+GROUP_SIZE = 64  # the default of runs
 # By format: the dtype of weights or scales, and how the weights are stored.
 FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
     "bfloat16": (torch.bfloat16, None),
@@ -60,13 +65,21 @@ def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
     launches = measure_launches(ranks.device)
     # a run without a GPU measures its memory by copies of such blocks
     copied_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
-    process_bytes, added = resident_host_bytes() + copied_bytes, {}
-    for library in LIBRARIES:
-        start = resident_host_bytes()
-        with contextlib.suppress(ImportError), contextlib.redirect_stdout(sys.stderr):
-            importlib.import_module(library)
-            added[library] = max(0, resident_host_bytes() - start)
+    process_bytes = resident_host_bytes() + copied_bytes
+    added = {library: found for library in LIBRARIES if (found := _library_bytes(library, ranks)) is not None}
     return Basics(launches, process_bytes, added)
+
+
+def _library_bytes(library: str, ranks: Ranks) -> int | None:
+    """What importing it adds to a process that has the others, in one of its own: it may start things. None where it is not there."""
+    code = (
+        "import torch, transformers.generation, psutil; before = psutil.Process().memory_info().rss; "
+        f"import {library}; print(psutil.Process().memory_info().rss - before)"
+    )
+    environment = os.environ | {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    last = (done.stdout.splitlines() or [""])[-1]
+    return max(0, int(last)) if done.returncode == 0 and last.lstrip("-").isdigit() else None
 
 
 def describe_this_machine(
@@ -87,7 +100,7 @@ def describe_this_machine(
         source="measured",
         name=f"{platform.node()}, {environment['cpu_model']}",
         measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        versions=environment["packages"] | {"gpu_driver": environment["gpu_driver"]},
+        versions=versions_of(environment),
         gpus=_gpus() if on_gpu else (),
         host_memory_bytes=available_host_bytes(),
         disk_free_bytes=None if disk is None else shutil.disk_usage(disk).free,

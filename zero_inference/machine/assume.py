@@ -37,6 +37,10 @@ def assumed(text: str, base: Description | None = None) -> Description:
     changes = {_FIELDS[name]: value for name, value in said.items() if name in _FIELDS}
     if "matmul" in said:
         changes["matmul_tflops"] = dict.fromkeys(("float16", "bfloat16"), said["matmul"])
+    if "memory" in said:
+        changes["device_products"] = ()  # which were measured with another memory
+    if "link" in said and "pageable" not in said and start.link_gb_per_s and start.pageable_link_gb_per_s:
+        changes["pageable_link_gb_per_s"] = start.pageable_link_gb_per_s * said["link"] / start.link_gb_per_s
     found = start.model_copy(update={**changes, "source": "assumed"})
     if "cores" in said:
         return found.model_copy(update={"cores": _cores(said["cores"], found)})
@@ -63,8 +67,8 @@ def _without_other_device(base: Description, gpus: tuple[Gpu, ...] | None) -> De
     """Without the rates of its device where that becomes a GPU or stops being one."""
     if gpus is None or bool(gpus) == bool(base.gpus):
         return base
-    gone: dict[str, Any] = {"link_gb_per_s": None, "device_gb_per_s": None, "matmul_tflops": {}, "cores": None}
-    return base.model_copy(update=gone)
+    gone = dict.fromkeys(("link_gb_per_s", "pageable_link_gb_per_s", "device_gb_per_s", "cores", "launches"))
+    return base.model_copy(update={**gone, "matmul_tflops": {}, "device_products": ()})
 
 
 def _beside(cores: Cores, times: float) -> Cores:
@@ -157,6 +161,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "gpus": _gpus,
     "host": _size,
     "link": _rate,
+    "pageable": _rate,
     "cores": _rate,
     "memory": _rate,
     "matmul": _tflops,
@@ -167,6 +172,7 @@ _FIELDS = {
     "gpus": "gpus",
     "host": "host_memory_bytes",
     "link": "link_gb_per_s",
+    "pageable": "pageable_link_gb_per_s",
     "memory": "device_gb_per_s",
     "disk": "disk_gb_per_s",
     "disk_free": "disk_free_bytes",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zero_inference.errors import UsageError
 from zero_inference.runtime.cache_folder import machine_path
-from zero_inference.runtime.environment import describe_environment
+from zero_inference.runtime.environment import describe_environment, versions_of
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
@@ -39,10 +39,9 @@ def _read(path: Path, changed: int) -> Description | None:
 def why_outdated(description: Description) -> str | None:
     """What is no longer as it was when this machine was measured, in a few words."""
     now = describe_environment()
-    versions = now["packages"] | {"gpu_driver": now["gpu_driver"]}
-    for name, version in versions.items():
+    for name, version in versions_of(now).items():
         if description.versions.get(name) != version:
-            return f"{name} was {description.versions.get(name)} and is {version}"
+            return f"{name.replace('_', ' ')} was {description.versions.get(name)} and is {version}"
     gpus = [gpu["name"] for gpu in now["gpus"]]
     if [gpu.name for gpu in description.gpus] != gpus:
         return "it has other GPUs"
@@ -50,18 +49,33 @@ def why_outdated(description: Description) -> str | None:
 
 
 def measure_and_keep(say: Callable[[str], None]) -> None:
-    """Measure this machine and keep what was found."""
-    from zero_inference.link.description import write_description
+    """Measure this machine and keep what was found; tells why, if it was measured before.
+
+    Raises:
+        UsageError: there is a file in its place that describes no machine.
+    """
+    from zero_inference.link.description import read_description, write_description
     from zero_inference.link.rooflines import measure_rooflines
     from zero_inference.link.saved import describe_this_machine, measure_basics
     from zero_inference.runtime.distributed import detect_ranks
 
-    say("measuring this machine, half a minute; what is found is kept until a version or a GPU changes ...")
+    path = machine_path()
+    again = ""
+    if path.exists():
+        try:
+            again = f" again ({why_outdated(read_description(path))})"
+        except UsageError as error:
+            raise UsageError(
+                f"{path} is where this machine's rates are kept, and describes no machine; remove it, or have ZERO_INFERENCE_MACHINE name "
+                "another file."
+            ) from error
+    say(
+        f"measuring this machine{again}, half a minute; what is found is kept until a version, the CPU or a GPU changes ..."
+    )
     ranks = detect_ranks()
     basics = measure_basics(ranks, say)
     results, warnings = measure_rooflines(ranks, None)
     for line in warnings:
         say(f"warning: {line}")
-    path = machine_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_description(describe_this_machine(ranks, basics, results, None, say), path)

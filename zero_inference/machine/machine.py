@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # its library is loaded where a machine is described
     from zero_inference.link.description import Description
 
 
+MEASURED_GROUP_SIZE = 64  # of the quantized weights that `link --save` measures
+
+
 @dataclass(frozen=True)
 class Work:
     """What the host's cores would multiply.
@@ -131,7 +134,8 @@ class ThisMachine:
             return "there was no memory to measure them"
 
     def _kept_beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | None:
-        kept = self.described() if ranks.world_size == 1 else None
+        as_measured = work.scheme is None or work.scheme.group_size == MEASURED_GROUP_SIZE
+        kept = self.described() if ranks.world_size == 1 and as_measured else None
         if kept is None or kept.cores is None or kept.cores.threads != len(cpus):
             return None
         found = beside_link(kept, format_of(work.dtype, work.scheme), work.rows)

@@ -12,7 +12,7 @@ def multiply_rows_at_once(model: Any) -> None:
 
     A prefill multiplies the last position alone, a slice of the hidden states. Where no gradient is asked for, PyTorch makes a product
     of batches of such a slice, even of one row, and copies the transposed head for it on a CPU: a prefill of 64 tokens of Llama-3.2-1B
-    took 6 s instead of 0.5 (2 cores, bfloat16).
+    took 3.8 s instead of 0.5 (2 cores, bfloat16; benchmarks/results/cpu/prefill_head.txt).
     """
     head = model.get_output_embeddings()
     if isinstance(head, torch.nn.Module):

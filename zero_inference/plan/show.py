@@ -42,7 +42,7 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
         if plan.fits:
             if line := limit_in_words(plan.weights):
                 print(line)
-            if plan.times and job.machine.described().launches:
+            if plan.times:
                 print(plan.times.in_words(job.config.batch_size))
             print("It fits.", flush=True)
             return

@@ -41,11 +41,13 @@ class Times:
     Attributes:
         step: a decode step of mean length.
         at_least: they are lower bounds.
+        with_host: what the host takes to launch operators is known, and in them.
     """
 
     prefill: PassTime
     step: PassTime
     at_least: bool = False
+    with_host: bool = True
 
     def tokens_per_s(self, batch_size: int) -> float:
         """Of decoding."""
@@ -57,7 +59,26 @@ class Times:
         return (
             f"predicted: prefill {least}{_shown(self.prefill.seconds)} s, decode {most}{_shown(self.tokens_per_s(batch_size))} token/s "
             f"({_shown(self.step.seconds)} s a step), mostly {RATE_WORDS[self.step.bound_by]}"
+            f"{'' if self.with_host else ', if the host is never late'}"
         )
+
+
+def why_unknown(plan: EnginePlan, description: Description) -> str:
+    """Why `predicted_times` gives none, in a few words."""
+    job, fetched = plan.job, plan.prefill_fetched_bytes or (plan.job.on_gpu and plan.job.config.kv_offload)
+    missing = {
+        "device memory (memory=)": description.device_gb_per_s is None,
+        "the link (link=)": bool(fetched) and _link_gb_per_s(plan, description) is None and _copies_locked(plan),
+        "pageable copies (pageable=)": bool(fetched)
+        and _link_gb_per_s(plan, description) is None
+        and not _copies_locked(plan),
+        "the disk (disk=)": bool(plan.disk_bytes) and description.disk_gb_per_s is None,
+    }
+    if names := [name for name, lacks in missing.items() if lacks]:
+        return f"the machine has no rate of {' and '.join(names)}"
+    if job.config.quantized and not job.on_gpu and not plan.own_work_known:
+        return f"what dequantizing takes {job.config.engine} on a CPU is not measured"
+    return "the model cannot be traced without its weights"
 
 
 def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
@@ -70,7 +91,10 @@ def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
     if one is None or prompt is None:
         return None
     of_prompt, of_step = prefill(plan, description, prompt), decode_step(plan, description, one)
-    return None if of_prompt is None or of_step is None else Times(of_prompt, of_step, not plan.own_work_known)
+    if of_prompt is None or of_step is None:
+        return None
+    at_least = not plan.own_work_known or description.matmul_tflops.get(job.spec.dtype_name) is None
+    return Times(of_prompt, of_step, at_least, description.launches is not None)
 
 
 def _shown(value: float) -> str:
@@ -131,19 +155,23 @@ def _weights_s(
     in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
     stored = (plan.weight_bytes - (job.sizes.parameter_bytes - in_layers)) / max(1, in_layers)
     memory = description.device_gb_per_s or float("inf")
-    plain = quantized = memory
-    restored = 0.0
-    if tokens <= FEW_ROWS or not job.on_gpu:
-        plain = product_gb_per_s(description, job.spec.dtype_name, tokens) or memory
-        quantized = (
-            (product_gb_per_s(description, f"int{config.quant_bits}", tokens) or memory) if config.quantized else plain
-        )
-    if config.quantized and job.on_gpu and tokens > (FEW_ROWS if plan.fused_rows else 0):
-        quantized, restored = memory, 2.0
+    kind = f"int{config.quant_bits}" if config.quantized else job.spec.dtype_name
+    codes = config.quantized and job.on_gpu  # which it multiplies as they are, or restores
+    restored = 2.0 if codes and tokens > plan.fused_rows else 0.0
+
+    def rate(kind: str, rows: int, most: int) -> float:
+        few = rows <= most or not job.on_gpu
+        return (product_gb_per_s(description, kind, rows) if few else None) or memory
+
+    plain = rate(job.spec.dtype_name, tokens, FEW_ROWS)
+    stored_rate = rate(kind, tokens, plan.fused_rows if codes else FEW_ROWS)
+    of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # rows that one expert gets
+    expert_rate = rate(kind, of_expert, plan.fused_rows if codes else FEW_ROWS)
 
     def seconds(operator: Operator) -> float:
-        layers = (1 - of_cores[0]) * operator.layer_bytes + (1 - of_cores[1]) * read * operator.expert_bytes
-        return (operator.outside_bytes / plain + (stored + restored) * layers / quantized) / 1e9
+        layers = (1 - of_cores[0]) * operator.layer_bytes / stored_rate
+        experts = (1 - of_cores[1]) * read * operator.expert_bytes / expert_rate
+        return (operator.outside_bytes / plain + (stored + restored) * (layers + experts)) / 1e9
 
     return seconds
 
@@ -203,10 +231,14 @@ def _total(traced: Pass, seconds: Callable[[Operator], float]) -> float:
 def _link_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
     if not plan.job.on_gpu and not plan.copies_on_cpu:
         return float("inf")
-    locked = plan.pinned if plan.prefill_fetched_bytes else plan.job.config.pin_kv_cache
-    if plan.job.on_gpu and not locked:
+    if not _copies_locked(plan):
         return description.pageable_link_gb_per_s
     return description.link_gb_per_s
+
+
+def _copies_locked(plan: EnginePlan) -> bool:
+    """Whether what is copied lies in page-locked memory, or there is no GPU for which that matters."""
+    return not plan.job.on_gpu or (plan.pinned if plan.prefill_fetched_bytes else plan.job.config.pin_kv_cache)
 
 
 def _disk_s(plan: EnginePlan, description: Description) -> float | None:

@@ -83,6 +83,8 @@ COLUMNS = (
     _score("perplexity_stderr", "+-", "perplexity.stderr", three_decimals),
     Column("prefill_throughput", "prefill (token/s)", three_decimals, shown="detail", best_first=True),
     Column("decode_latency_s", "decode (s)", three_decimals, shown="detail"),
+    Column("predicted_prefill_s", "predicted prefill (s)", three_decimals, key="predicted.prefill_s", shown="detail"),
+    Column("predicted_decode_s", "predicted decode (s)", three_decimals, key="predicted.decode_s", shown="detail"),
     Column("total_latency_s", "total (s)", three_decimals, shown="detail"),
     Column("load_s", "load (s)", three_decimals, shown="detail"),
     Column("cold_total_s", "cold (s)", three_decimals, shown="detail"),

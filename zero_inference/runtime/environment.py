@@ -42,6 +42,12 @@ def describe_environment() -> dict:
     }
 
 
+def versions_of(environment: dict) -> dict[str, str | None]:
+    """Of what `describe_environment` gave, what measured rates depend on: packages, driver, CPU."""
+    cpu = {"cpu_model": environment["cpu_model"], "cpu_threads": str(environment["cpu_threads_usable"])}
+    return environment["packages"] | {"gpu_driver": environment["gpu_driver"]} | cpu
+
+
 def available_host_bytes(root: str = "/") -> int:
     """Host memory this process can still take: what the machine has free, or what its cgroup leaves if less.
 

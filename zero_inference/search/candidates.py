@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from zero_inference.config.choices import DEFAULTS, LEAST_RING_DEPTH, QUANT_BITS
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import other_layer_types
+from zero_inference.machine.limited import LimitedMachine
 from zero_inference.plan.plan import Plan, changed
 from zero_inference.plan.timing import Times
 from zero_inference.utils import GB
@@ -25,6 +27,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "accelerate": ({"cpu_offload": True}, {"disk_offload": True}),
 }
 LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
+LEAST = {"gpu_memory": 0.0, "ring_depth": LEAST_RING_DEPTH}  # of the stream engine on the device
 LAUNCHER = {"deepspeed": "deepspeed --num_gpus 1"}
 
 
@@ -50,11 +53,13 @@ class Candidate:
 
     Attributes:
         measured_tokens_per_s: of decoding, where a run of it was tried.
+        failed: a run of it was tried, and failed.
     """
 
     plan: Plan
     times: Times
     measured_tokens_per_s: float | None = None
+    failed: bool = False
 
     @property
     def config(self) -> RunConfig:
@@ -112,13 +117,17 @@ def options_of(config: RunConfig) -> list[str]:
         if implied or value == DEFAULTS[name] or name in ("dry_run", "machine", "assume"):
             continue
         words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        if name == "pin_memory":
+            words.append(str(int(value)))
+        elif isinstance(value, tuple):
+            words.append(",".join(map(str, value)))
+        elif value is not True:
             words.append(f"{value:g}" if isinstance(value, float) else str(value))
     return words
 
 
 def find_candidates(job: Job, free: Free) -> Found:
-    """Plan what `free` leaves open of `job`, from the smallest batch up; a larger one than does not fit is not tried."""
+    """Plan what `free` leaves open of `job`, from the smallest batch up; a batch larger than one that does not fit is not tried."""
     found = Found([], [], [])
     for on_disk in (False, True):
         for fields in _ways(job, free, on_disk):
@@ -139,6 +148,8 @@ def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
                     continue  # it would be the same as in host memory
                 if bool(way.get("disk_offload")) == on_disk:
                     offload = {"cpu_offload": False, "disk_offload": False} | way
+                    if not on_disk:
+                        offload["offload_dir"] = DEFAULTS["offload_dir"]
                     yield {"engine": engine, "quant_bits": bits} | offload
 
 
@@ -148,13 +159,14 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any], found: Found) ->
             asked = fields | {"kv_offload": kv_offload, "batch_size": batch_size}
             if kv_offload and len(free.kv_offload) > 1 and not _worth_moving(job, batch_size):
                 continue
+            refused = False
             try:
-                plan = changed(job, **asked)
+                plan = _within_limits(job, asked)
             except DoesNotFit:
-                plan = _least_plan(job, asked)
+                plan, refused = _least_plan(job, asked)
             except UsageError:
                 continue
-            if not plan.fits:
+            if refused or not plan.fits:
                 first = batch_size == min(free.batch_sizes) and kv_offload == free.kv_offload[0]
                 found.too_large.extend([plan] if first else [])
                 break
@@ -164,12 +176,28 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any], found: Found) ->
                 found.candidates.append(Candidate(plan, plan.times))
 
 
-def _least_plan(job: Job, asked: dict[str, Any]) -> Plan:
-    """Of the stream engine, which refuses a device that is too small for its ring: with as little on the device as it can do with, on a
-    device that holds this; and then for the one that is there."""
-    endless = replace(job, free_device_bytes=1 << 60)
-    found = changed(endless, **asked, gpu_memory=0.0, ring_depth=LEAST_RING_DEPTH)
-    return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config)))
+def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
+    """The plan of `asked`. Where only a part of the device may be used, the stream engine's says how much of it weights take: its command
+    is to do the same on the whole device."""
+    plan = changed(job, **asked)
+    limited = isinstance(job.machine, LimitedMachine) and job.machine.device_bytes is not None
+    residency = getattr(plan.weights, "residency", None)
+    if not limited or residency is None or job.config.gpu_memory is not None:
+        return plan
+    return changed(job, **asked, gpu_memory=math.ceil(100 * residency.kept_bytes / GB) / 100)
+
+
+def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:
+    """Of the stream engine, which refuses a device that is too small for its ring: with as little on the device as it can do with, unless
+    the user said how much; and whether it refuses that too. Then the plan is that of a larger device, for the one that is there, and
+    of whole layers, which the engine places first."""
+    least = {} if job.config.ring_depth or job.config.gpu_memory is not None else LEAST
+    try:
+        return changed(job, **asked, **least), False
+    except DoesNotFit:
+        whole = LEAST | {"cpu_compute": "off", "cpu_threads": None}
+        found = changed(replace(job, free_device_bytes=1 << 60), **asked, **whole)
+        return Plan(found.job, replace(found.weights, job=replace(job, config=found.job.config))), True
 
 
 def _worth_moving(job: Job, batch_size: int) -> bool:
@@ -185,7 +213,10 @@ def least_machine(plans: list[Plan]) -> str:
     plan = min(plans, key=lambda each: sum(_needed(each).values()))
     needs = " and ".join(f"{nbytes / GB:.1f} GiB of {place}" for place, nbytes in _needed(plan).items())
     config = plan.job.config
-    return f"{needs} (--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size})"
+    least = f" --gpu-memory 0 --ring-depth {LEAST_RING_DEPTH}" if config.ring_depth else ""
+    return (
+        f"{needs} (--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}{least})"
+    )
 
 
 def _needed(plan: Plan) -> dict[str, int]:

@@ -29,15 +29,11 @@ def choose(
     """`config` with what it left open, and what was chosen over what; as it is where nothing was.
 
     Raises:
-        UsageError: nothing fits, or several ranks ask.
+        UsageError: nothing fits.
     """
     if not config.auto:
         return config, None
-    asked = ", ".join(f"--{name.replace('_', '-')} auto" for name in config.auto)
-    if ranks.world_size > 1:
-        raise UsageError(
-            f"{asked}: only one process can look for the best yet; say what {ranks.world_size} ranks are to do."
-        )
+    asked = _asked(config)
     if machine.is_here and machine.described() is None:
         measure_and_keep(say)
     job = describe_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
@@ -53,6 +49,18 @@ def choose(
         over=[f"{command_of(each.config)}: {each.tokens_per_s:.4g} token/s" for each in others[:MOST_OTHERS]],
     )
     return best.config, chosen
+
+
+def check_alone(config: RunConfig, ranks: Ranks) -> None:
+    """Raises UsageError where several ranks were to find something: they would have to agree."""
+    if config.auto and ranks.world_size > 1:
+        raise UsageError(
+            f"{_asked(config)}: only one process can look for the best yet; say what {ranks.world_size} ranks are to do."
+        )
+
+
+def _asked(config: RunConfig) -> str:
+    return ", ".join(f"--{name.replace('_', '-')} auto" for name in config.auto)
 
 
 def faster_than(plan: Plan) -> str | None:

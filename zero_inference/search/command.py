@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--goal",
         choices=GOALS,
         default="throughput",
-        help="what to rank by: token/s, seconds of a step, or device and host memory (default: %(default)s)",
+        help="what to rank by: token/s of decoding, seconds of a decode step, or device and host memory (default: %(default)s)",
     )
     parser.add_argument(
         "--machine", metavar="FILE", help="another machine, that `zero-inference link --save FILE` measured"
@@ -140,9 +140,9 @@ def _free(args: argparse.Namespace) -> Free:
     free = Free()
     return replace(
         free,
-        engines=tuple(args.engine or free.engines),
-        quant_bits=tuple(args.quant_bits or free.quant_bits),
-        batch_sizes=tuple(args.batch_size or free.batch_sizes),
+        engines=tuple(dict.fromkeys(args.engine or free.engines)),
+        quant_bits=tuple(dict.fromkeys(args.quant_bits or free.quant_bits)),
+        batch_sizes=tuple(dict.fromkeys(args.batch_size or free.batch_sizes)),
         kv_offload=free.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
     )
 
@@ -150,7 +150,15 @@ def _free(args: argparse.Namespace) -> Free:
 def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
     from zero_inference.runtime.tables import print_rows
     from zero_inference.search.ranking import ranked
-    from zero_inference.search.table import COLUMNS, draw, in_json, rows_of, what_does_not_fit, why_none
+    from zero_inference.search.table import (
+        COLUMNS,
+        draw,
+        in_json,
+        rows_of,
+        what_does_not_fit,
+        why_none,
+        why_not_predicted,
+    )
 
     description = job.machine.described()
     if not found.candidates:
@@ -167,13 +175,19 @@ def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
         _say(f"picture: {args.plot}")
     too_large = what_does_not_fit(found.too_large)
     if args.json:
-        asked = {"model": args.model, "goal": args.goal, "prompt_len": args.prompt_len, "gen_len": args.gen_len}
-        print(json.dumps(asked | {"configurations": in_json(rows, shown), "too_large": too_large}, indent=1))
+        names = ("model", "goal", "prompt_len", "gen_len", "gpu_memory", "host_memory")
+        answer = {name: getattr(args, name) for name in names} | {
+            "machine": None if description is None else description.in_words(),
+            "configurations": in_json(rows, shown),
+            "too_large": too_large,
+            "not_predicted": {"count": len(found.unknown), "because": why_not_predicted(found.unknown) or None},
+        }
+        print(json.dumps(answer, indent=1))
         return
     if description is not None:
-        print(f"predicted for {description.in_words()}")
+        print(f"predicted for {description.in_words()}{_limits(args)}")
     print(
-        f"prompt {args.prompt_len}, {args.gen_len} new tokens; best {args.goal} first; *: no other one is better in latency and throughput"
+        f"prompt {args.prompt_len}, {args.gen_len} new tokens; best {args.goal} of decoding first; *: no other is better in both"
     )
     print_rows(rows, [each for each in COLUMNS if any(row[each.name] is not None for row in rows)], "table")
     if len(best) > len(shown):
@@ -181,9 +195,15 @@ def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
     for line in too_large:
         print(f"does not fit: {line}")
     if found.unknown:
-        print(f"not predicted: {len(found.unknown)} more that fit, because the machine has no rate for what they do")
-    for place, each in enumerate(shown[:3], 1):
+        print(f"not predicted: {len(found.unknown)} more that fit: {why_not_predicted(found.unknown)}")
+    for place, each in enumerate([each for each in shown if not each.failed][:3], 1):
         print(f"{place}: {each.command()}")
+
+
+def _limits(args: argparse.Namespace) -> str:
+    parts = {"device": args.gpu_memory, "host": args.host_memory}
+    words = " and ".join(f"{gib:g} GiB of {where} memory" for where, gib in parts.items() if gib is not None)
+    return f"; at most {words} used" if words else ""
 
 
 def _say(line: str) -> None:

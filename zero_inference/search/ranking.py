@@ -15,14 +15,16 @@ GOALS: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
 
 
 def ranked(candidates: Sequence[Candidate], goal: str) -> list[Candidate]:
-    """The best first; of equals those with more bits, then those that need less memory."""
-    return sorted(candidates, key=lambda each: (*GOALS[goal](each), -each.config.quant_bits, each.memory_bytes))
+    """The best first, those that failed last; of equals those with more bits, then those that need less memory."""
+    return sorted(
+        candidates, key=lambda each: (each.failed, *GOALS[goal](each), -each.config.quant_bits, each.memory_bytes)
+    )
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those that no other one beats in both the time of a step and tokens a second, from the shortest step up."""
     front: list[Candidate] = []
-    for each in ranked(candidates, "latency"):
+    for each in ranked([each for each in candidates if not each.failed], "latency"):
         if not front or each.best_tokens_per_s > front[-1].best_tokens_per_s:
             front.append(each)
     return front

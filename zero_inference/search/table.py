@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.plan.changes import changes_that_fit
-from zero_inference.plan.outlook import missing_rates
+from zero_inference.plan.memory import Need
 from zero_inference.plan.plan import Plan
+from zero_inference.plan.timing import why_unknown
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.replace import replacing
 from zero_inference.runtime.tables import Column, decimals
@@ -35,13 +36,14 @@ COLUMNS = (
     Column("keys_and_values", "keys and values in", dtype="string"),
     Column("batch_size", "batch", decimals(0), "Int64"),
     Column("prefill_s", "first token (s)", _significant),
-    Column("step_s", "step (s)", _significant),
+    Column("step_s", "decode step (s)", _significant),
     Column("at_most", "", dtype="string"),
-    Column("tokens_per_s", "token/s", _significant),
+    Column("tokens_per_s", "decode (token/s)", _significant),
     Column("measured_tokens_per_s", "measured", _significant),
     Column("device_bytes", "device (GiB)", _gib, "Int64"),
     Column("host_bytes", "host (GiB)", _gib, "Int64"),
-    Column("bound_by", "mostly", dtype="string"),
+    Column("tried", "tried", dtype="string"),
+    Column("bound_by", "mostly", lambda value: RATE_WORDS[value], dtype="string"),
     Column("front", "front", dtype="string"),
 )
 
@@ -68,22 +70,22 @@ def _row(place: int, candidate: Candidate, on_front: bool) -> dict[str, Any]:
         "measured_tokens_per_s": candidate.measured_tokens_per_s,
         "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
         "host_bytes": next(need.needed for need in plan.needs if need.place == "host memory"),
-        "bound_by": RATE_WORDS[candidate.times.step.bound_by],
+        "bound_by": candidate.times.step.bound_by,
+        "tried": "failed" if candidate.failed else None,
         "front": "*" if on_front else None,
     }
 
 
 def weights_in_words(plan: Plan) -> str:
-    """Where they are, and what share of them the host's cores multiply."""
+    """Where they are, and what share of the layers, or of their experts, the host's cores multiply."""
     weights = plan.weights
+    host = weights.footprint.host * plan.job.ranks.local_world_size
     if weights.footprint.disk:
         return "disk"
-    if not weights.fetched_bytes and not weights.cores_bytes:
+    if not host:
         return "device" if plan.job.on_gpu else "host"
-    host = weights.footprint.host * plan.job.ranks.local_world_size
     words = "host" if host > 0.99 * weights.weight_bytes else f"host {host / max(1, weights.weight_bytes):.0%}, device"
-    moved = weights.fetched_bytes + weights.cores_bytes
-    cores = weights.cores_bytes / max(1, moved)
+    cores = max(weights.share_on_cores())
     return f"{words} (cores {cores:.0%})" if cores else words
 
 
@@ -100,7 +102,11 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
     lines = []
     for number, plan in enumerate(plans):
         config = plan.job.config
-        short = next(need for need in plan.needs if not need.fits)
+        free: int | None = plan.job.free_device_bytes
+        refused = Need("free device memory", plan.weights.least_free_device_bytes, free or 0)
+        short = next(
+            (need for need in plan.needs if not need.fits), refused
+        )  # which counts what the engine keeps free, too
         offload = {"cpu": " with weights in host memory", "disk": " with weights on disk"}.get(config.offload, "")
         line = (
             f"{config.engine} with {config.quant_bits} bits{'' if config.engine == 'stream' else offload}: "
@@ -116,8 +122,8 @@ def why_none(found: Found, model: str) -> str:
     """Why no configuration of `model` can be told of; of one that fits nowhere, the smallest machine that would do."""
     if found.unknown:
         return (
-            f"{len(found.unknown)} configurations of {model} fit, and how fast they are is not known: the machine has no rate of "
-            f"{_missing(found.unknown[0])}; say it with --assume, or measure it with zero-inference link --save."
+            f"{len(found.unknown)} configurations of {model} fit, and how fast they are is not known: {why_not_predicted(found.unknown)}; "
+            "say what is missing with --assume, or measure it with zero-inference link --save."
         )
     if not found.too_large:
         return f"{model}: none of these engines runs it with these options; leave some of them out."
@@ -127,17 +133,20 @@ def why_none(found: Found, model: str) -> str:
         if need.available is not None
     )
     return (
-        f"{model} fits in none of {len(found.too_large)} ways ({there}); the smallest machine that would do has "
+        f"none of {len(found.too_large)} ways to run {model} fits ({there}); the smallest machine that would do has "
         f"{least_machine(found.too_large)}."
     )
 
 
-def _missing(plan: Plan) -> str:
-    description = plan.job.machine.described()
-    missing = [] if description is None else missing_rates(plan.weights, description)
-    if description is not None and description.device_gb_per_s is None:
-        missing.append("device memory (memory=)")
-    return " and ".join(missing) or "what they do"
+def why_not_predicted(plans: Sequence[Plan]) -> str:
+    """Why nobody knows how fast they are; each reason once."""
+    reasons = []
+    for plan in plans:
+        description = plan.job.machine.described()
+        reasons.append(
+            "the machine was not measured" if description is None else why_unknown(plan.weights, description)
+        )
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:

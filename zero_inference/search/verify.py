@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zero_inference.errors import RunError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.runtime.child_runs import last_words, run_child
@@ -18,18 +19,24 @@ MOST_TOKENS = 17  # of a trial: 16 steps
 
 
 def verified(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
-    """`best` with the first `count` of them run and ranked by what they did; those that failed are behind these, and told of."""
+    """`best` with the first `count` of them run and ranked by what they did; those that failed come last.
+
+    Raises:
+        RunError: all of them failed.
+    """
     tried, failed = [], []
     with tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder:
         for number, candidate in enumerate(best[:count], 1):
             say(f"trying {number} of {min(count, len(best))}: {candidate.command()}")
             rate = _measured_tokens_per_s(candidate, Path(folder), number, say)
             if rate is None:
-                failed.append(candidate)
+                failed.append(replace(candidate, failed=True))
             else:
                 say(f"  {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}")
                 tried.append(replace(candidate, measured_tokens_per_s=rate))
-    return ranked(tried, goal) + failed + list(best[count:])
+    if not tried:
+        raise RunError(f"--verify {count}: none of them ran; what each said is above.")
+    return ranked(tried, goal) + list(best[count:]) + failed
 
 
 def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:

@@ -15,7 +15,7 @@ from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.quantization.products import FUSED_ROWS
+from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps
@@ -88,7 +88,8 @@ class StreamPlan(EnginePlan):
     @property
     def fused_rows(self) -> int:
         """See `EnginePlan`."""
-        return FUSED_ROWS if self.job.on_gpu else 0
+        fits = self.job.config.quant_group_size in FUSED_GROUP_SIZES and self.job.spec.dtype in FUSED_DTYPES
+        return FUSED_ROWS if self.job.on_gpu and fits else 0
 
     def share_on_cores(self) -> tuple[float, float]:
         """See `EnginePlan`. What the device keeps of experts it multiplies itself."""
