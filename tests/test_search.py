@@ -146,6 +146,7 @@ def test_the_table_is_for_people(capfd, tmp_path):
             "no rate of pageable copies (pageable=)",
         ),
         ("--gpu-memory -1", "--gpu-memory -1: must be more than 0 GiB"),
+        ("--gpu-memory 8 --assume gpus=0,host=64GiB", "--gpu-memory 8: the machine has no GPU; use --host-memory"),
         ("--host-memory 0", "--host-memory 0: must be more than 0 GiB"),
         ("--batch-size 0", "--batch-size 0: must be at least 1"),
         ("--plot front.xls --assume gpus=0,host=1GiB", "end its name in .png, .pdf or .svg"),

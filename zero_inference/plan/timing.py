@@ -204,7 +204,8 @@ def _together(
         return operator.flops * plan.job.rank_batch / (flop_rate * 1e12) if flop_rate else 0.0
 
     work_s = _total(traced, lambda each: max(of_memory(each), of_products(each)))
-    bound = "matmul" if _total(traced, of_products) > work_s / 2 else "device_memory"
+    memory = "device_memory" if plan.job.on_gpu else "host_memory"
+    bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
     host_s = 0.0 if in_graphs else traced.launches * operator_s
     gaps_s = traced.launches * (gap_s or 0.0)  # between kernels, one waiting for the other
     if plan.job.on_gpu:  # which computes while the host launches what follows

@@ -9,6 +9,7 @@ from zero_inference.records.key import inline, key
 # What bounds a pass, in words.
 RATE_WORDS = {
     "device_memory": "device memory",
+    "host_memory": "memory",
     "matmul": "matrix products",
     "link": "the link",
     "link_and_cores": "link and cores",

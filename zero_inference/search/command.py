@@ -130,6 +130,8 @@ def _machine(args: argparse.Namespace) -> Machine:
     machine = machine_of(args.machine, args.assume)
     if machine.is_here and machine.described() is None:
         measure_and_keep(_say)
+    if args.gpu_memory is not None and not machine.gpus():
+        raise UsageError(f"--gpu-memory {args.gpu_memory:g}: the machine has no GPU; use --host-memory, or drop it.")
     device, host = (None if gib is None else int(gib * 2**30) for gib in (args.gpu_memory, args.host_memory))
     return machine if device is None and host is None else LimitedMachine(machine, device, host)
 

@@ -82,8 +82,10 @@ def weights_in_words(plan: Plan) -> str:
     host = weights.footprint.host * plan.job.ranks.local_world_size
     if weights.footprint.disk:
         return "disk"
+    if not plan.job.on_gpu:
+        return "host"
     if not host:
-        return "device" if plan.job.on_gpu else "host"
+        return "device"
     words = "host" if host > 0.99 * weights.weight_bytes else f"host {host / max(1, weights.weight_bytes):.0%}, device"
     cores = max(weights.share_on_cores())
     return f"{words} (cores {cores:.0%})" if cores else words
