@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from benchmarks.predictions import options_of
 from zero_inference.cli import main
 from zero_inference.engines.base import Job
 from zero_inference.errors import RunError, UsageError
@@ -237,7 +238,7 @@ def test_rates_between_those_that_were_measured():
 def planned(options: str, machine, skeletons: dict | None = None):
     """The plan of `options` for `machine`; models that are in `skeletons` are not built again."""
     config = run_config([*shlex.split(options), "--dry-run"])
-    ranks = machine.ranks_there(detect_ranks()) if isinstance(machine, DescribedMachine) else detect_ranks()
+    ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
     kept, key = {} if skeletons is None else skeletons, (config.model, spec.dtype)
     if key not in kept:
@@ -358,7 +359,6 @@ RECORDS = (
     "h200-cores/llama13b-int4-bs1-off",
     "h200-fixed/deepspeed13b-int4",
 )
-OF_FILES = ("--log-file", "--log-dir", "--offload-dir", "--trace", "--local_rank", "--local-rank")
 
 
 def says_what_was_counted(plan, record: dict) -> None:
@@ -381,14 +381,7 @@ def test_the_plan_says_what_an_h200_counted(name, skeletons):
     record = [
         each for each in read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl") if each["status"] == "ok"
     ][-1]
-    options, argv = [], iter(record["argv"][1:])
-    for word in argv:
-        if word in OF_FILES:
-            next(argv)
-        elif not word.startswith("--local_rank="):
-            options.append(word)
-    if record["engine"] == "stream" and "--cpu-compute" not in options:
-        options += ["--cpu-compute", "off"]  # there was no other way then
+    options = options_of(record)
     memory = record["environment"]["gpus"][0]["memory_bytes"]
     machine = MACHINE.model_copy(update={"gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),)})
     plan = planned(shlex.join(options), DescribedMachine(machine), skeletons)

@@ -38,7 +38,7 @@ LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul
 
 def job_of(options: str, machine):
     config = run_config([*shlex.split(options), "--dry-run"])
-    ranks = getattr(machine, "machine", machine).ranks_there(detect_ranks())
+    ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
     return describe_job(config, spec, ranks, machine=machine)
 
@@ -217,7 +217,11 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path,
     monkeypatch.setattr("zero_inference.link.saved.describe_this_machine", lambda *_: MACHINE)
     lines: list[str] = []
     kept.measure_and_keep(lines.append)
-    assert path.is_file() and lines[0].startswith("measuring this machine, half") and lines[1] == "warning: no link"
+    assert (
+        path.is_file()
+        and lines[0].startswith("measuring this machine; what is found is kept")
+        and lines[1] == "warning: no link"
+    )
     kept.measure_and_keep(lines.append)
     assert "measuring this machine again (torch was 2.11 and is " in lines[2]
     path.write_text("a letter")

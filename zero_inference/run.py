@@ -13,7 +13,7 @@ from zero_inference.config import RunConfig
 from zero_inference.engines.offload_folder import close_all
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.machine.choose import machine_of
-from zero_inference.machine.machine import DescribedMachine, Machine
+from zero_inference.machine.machine import Machine
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
@@ -49,10 +49,8 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     """
     config = config.validate()
     _quiet_libraries(config.verbose)
-    ranks = detect_ranks(local_rank)
     machine = machine_of(config.machine, config.assume)
-    if isinstance(machine, DescribedMachine):
-        ranks = machine.ranks_there(ranks)
+    ranks = machine.ranks_there(detect_ranks(local_rank))
     check_alone(config, ranks)
     check_launch(config, ranks, machine)
     config, spec, chosen = _resolved(config, ranks, machine)

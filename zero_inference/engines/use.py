@@ -27,6 +27,11 @@ class UseOfMachine:
         return False
 
     @property
+    def gpu_memory_bytes(self) -> int | None:
+        """What `--gpu-memory` would have to say for the same plan; None of an engine without that option."""
+        return None
+
+    @property
     def prefill_fetched_bytes(self) -> int:
         """Of weights, over all ranks, that a prefill brings to the devices."""
         return self.fetched_bytes

@@ -25,6 +25,7 @@ from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 
 MATRIX_BYTES = 128 << 20  # of a weight, about as many as a feed-forward has: what a call costs besides is little then
+GROUP_SIZE = 64  # of quantized weights whose rates are kept: the default of runs
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
 PRODUCTS_S, DEVICE_S = 0.3, 0.02

@@ -18,7 +18,7 @@ from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import weights_gb_per_s
-from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
+from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.description import CoreRates, Cores, Description, DeviceRate, Gpu, Launches, Products
 from zero_inference.link.launches import measure_launches
 from zero_inference.link.rooflines import Result
@@ -37,7 +37,6 @@ from zero_inference.runtime.text import first_line
 ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
 DEVICE_ROWS = (*ROWS, 128)
 COLUMNS = 8192
-GROUP_SIZE = 64  # the default of runs
 # By format: the dtype of weights or scales, and how the weights are stored.
 FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
     "bfloat16": (torch.bfloat16, None),

@@ -69,9 +69,7 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
                 f"{path} is where this machine's rates are kept, and describes no machine; remove it, or have ZERO_INFERENCE_MACHINE name "
                 "another file."
             ) from error
-    say(
-        f"measuring this machine{again}, half a minute; what is found is kept until a version, the CPU or a GPU changes ..."
-    )
+    say(f"measuring this machine{again}; what is found is kept until a version, the CPU or a GPU changes ...")
     ranks = detect_ranks()
     basics = measure_basics(ranks, say)
     results, warnings = measure_rooflines(ranks, None)

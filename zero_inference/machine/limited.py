@@ -29,6 +29,9 @@ class LimitedMachine:
     def described(self) -> Description | None:
         return self.machine.described()
 
+    def ranks_there(self, ranks: Ranks) -> Ranks:
+        return self.machine.ranks_there(ranks)
+
     def gpus(self) -> int:
         return self.machine.gpus()
 

@@ -11,7 +11,7 @@ import torch
 
 from zero_inference.cores.library import best_instructions, load_library, why_unavailable
 from zero_inference.errors import RunError, UsageError
-from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
+from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.cores_of_host import measure_beside_links
 from zero_inference.machine.kept import kept_description
 from zero_inference.machine.rates import beside_link, format_of
@@ -23,9 +23,6 @@ from zero_inference.runtime.extension import load_extension
 
 if TYPE_CHECKING:  # its library is loaded where a machine is described
     from zero_inference.link.description import Description
-
-
-MEASURED_GROUP_SIZE = 64  # of the quantized weights that `link --save` measures
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,9 @@ class Machine(Protocol):
 
     def described(self) -> Description | None:
         """Its measured rates; None where it was not measured yet."""
+
+    def ranks_there(self, ranks: Ranks) -> Ranks:
+        """`ranks` as they would be started there: with a GPU each, if there are any."""
 
     def gpus(self) -> int:
         """GPUs of a node, that ranks may have one each."""
@@ -92,6 +92,9 @@ class ThisMachine:
 
     def described(self) -> Description | None:
         return kept_description()
+
+    def ranks_there(self, ranks: Ranks) -> Ranks:
+        return ranks
 
     def gpus(self) -> int:
         return torch.cuda.device_count()
@@ -134,7 +137,7 @@ class ThisMachine:
             return "there was no memory to measure them"
 
     def _kept_beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | None:
-        as_measured = work.scheme is None or work.scheme.group_size == MEASURED_GROUP_SIZE
+        as_measured = work.scheme is None or work.scheme.group_size == GROUP_SIZE
         kept = self.described() if ranks.world_size == 1 and as_measured else None
         if kept is None or kept.cores is None or kept.cores.threads != len(cpus):
             return None
@@ -184,7 +187,6 @@ class DescribedMachine:
         return beside_link(self.description, format_of(work.dtype, work.scheme), work.rows)
 
     def ranks_there(self, ranks: Ranks) -> Ranks:
-        """`ranks` as they would be started there: with a GPU each, if there are any."""
         if not self.description.gpus:
             return replace(ranks, device=torch.device("cpu"))
         return replace(ranks, device=torch.device("cuda", ranks.local_rank))

@@ -7,14 +7,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from zero_inference.models.meta_pass import on_meta, run_on_meta
+from zero_inference.models.meta_pass import Watching, on_meta, run_on_meta, storage_of, tensors_in
 
 ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
-# More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
-MOST_OPERATORS = 40_000
 
 
 def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
@@ -40,8 +36,8 @@ def _traced_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int |
     return alive.most if run_on_meta(on_meta(model, dtype), prompt_len, 0, alive) else None
 
 
-class _Alive(TorchDispatchMode):
-    """Adds up the storages that operators make, while they are there. Raises RuntimeError behind `MOST_OPERATORS`.
+class _Alive(Watching):
+    """Adds up the storages that operators make, while they are there.
 
     Attributes:
         now, most: bytes.
@@ -51,20 +47,12 @@ class _Alive(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self.known: set[int] = set()
-        self.operators = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.operators += 1
-        if self.operators > MOST_OPERATORS:
-            raise RuntimeError("the model has too many operators to be traced")
-        given = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
-                self._note(leaf.untyped_storage())
-        return out
+    def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
+        """See `Watching`."""
+        for tensor in tensors_in(out):
+            if storage_of(tensor) not in given:
+                self._note(tensor.untyped_storage())
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES

@@ -10,9 +10,48 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # Of one call of PyTorch's attention: query, key, value and what it returns.
 SawAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+# More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
+MOST_OPERATORS = 40_000
+
+
+class Watching(TorchDispatchMode):
+    """Sees each operator of a pass: `saw` is what it does about it. Raises RuntimeError behind `MOST_OPERATORS`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators_seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.operators_seen += 1
+        if self.operators_seen > MOST_OPERATORS:
+            raise RuntimeError("the model has too many operators to be traced")
+        given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
+        out = function(*args, **(kwargs or {}))
+        self.saw(function, args, kwargs or {}, given, out)
+        return out
+
+    def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
+        """
+        Args:
+            given: storages of the arguments, as they were before.
+        """
+        raise NotImplementedError
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Names it while it is alive."""
+    return tensor.untyped_storage()._cdata
 
 
 def on_meta(model: Any, dtype: torch.dtype) -> Any:

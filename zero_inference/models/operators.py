@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from zero_inference.models.activations import MOST_OPERATORS
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.meta_pass import on_meta, run_on_meta
+from zero_inference.models.meta_pass import Watching, on_meta, run_on_meta, storage_of, tensors_in
 from zero_inference.models.sizes import expert_parameters
 
 aten = torch.ops.aten
@@ -108,40 +105,35 @@ def launches_of(model: Any, tokens: int, past: int) -> int | None:
 
 def _kinds_of_weights(shapes: Any, spec: Any) -> dict[int, str]:
     """By the storage of each parameter the attribute of `Operator` that its bytes belong to."""
-    kinds = {_storage(parameter): "outside_bytes" for parameter in shapes.parameters()}
+    kinds = {storage_of(parameter): "outside_bytes" for parameter in shapes.parameters()}
     for layer in decoder_layers(shapes)[1]:
-        kinds |= {_storage(parameter): "layer_bytes" for parameter in layer.parameters()}
-    return kinds | {_storage(parameter): "expert_bytes" for parameter in expert_parameters(shapes, spec)}
+        kinds |= {storage_of(parameter): "layer_bytes" for parameter in layer.parameters()}
+    return kinds | {storage_of(parameter): "expert_bytes" for parameter in expert_parameters(shapes, spec)}
 
 
-class _Counting(TorchDispatchMode):
-    """Counts the operators that move or compute something. Raises RuntimeError behind `MOST_OPERATORS`."""
+class _Counting(Watching):
+    """Counts the operators that move or compute something."""
 
     def __init__(self, kinds: dict[int, str]) -> None:
         super().__init__()
         self.kinds = kinds
         self.operators: Counter[Operator] = Counter()
-        self.seen = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.seen += 1
-        if self.seen > MOST_OPERATORS:
-            raise RuntimeError("the model has too many operators to be traced")
-        out = function(*args, **(kwargs or {}))
+    def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
+        """See `Watching`."""
         name = function._overloadpacket
         if function.is_view or name in WITHOUT_WORK:
-            return out
+            return
         read: Counter[str] = Counter()
         nbytes = 0
-        for tensor in _tensors((args, kwargs)):
-            kind = self.kinds.get(_storage(tensor))
+        for tensor in tensors_in((args, kwargs)):
+            kind = self.kinds.get(storage_of(tensor))
             if kind is None:
                 nbytes += tensor.nbytes
             elif name is not aten.embedding:  # which reads a row a token
                 read[kind] += tensor.nbytes
-        nbytes += sum(tensor.nbytes for tensor in _tensors(out))
-        self.operators[Operator(_flops(name, args, kwargs or {}, out), nbytes, **read)] += 1
-        return out
+        nbytes += sum(tensor.nbytes for tensor in tensors_in(out))
+        self.operators[Operator(_flops(name, args, kwargs, out), nbytes, **read)] += 1
 
     def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
         """Scores and what they weigh; a prompt's tokens look at half of each other."""
@@ -158,11 +150,3 @@ def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:
     if "grouped_mm" in str(name):  # rows, sorted by expert, times the weights of each
         return 2 * out.numel() * args[0].shape[-1]
     return 0
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -9,6 +9,7 @@ from zero_inference.machine.machine import DescribedMachine
 from zero_inference.plan.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import RATE_WORDS, Rates
+from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
@@ -26,10 +27,11 @@ def limit_in_words(plan: EnginePlan) -> str | None:
         return "decode: no limit is known, because the description of the machine has no rates"
     bound_by, step_s = found
     most = plan.job.config.batch_size / step_s
-    shown = f"{most:.3g}" if most < 1000 else f"{most:.0f}"
     bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
     alone = ", without the host's cores, whose part with several ranks is not known" if plan.lacks_cores else ""
-    return f"decode: {bound} {shown} token/s ({step_s:.3g} s a step), bound by {RATE_WORDS[bound_by]}{alone}"
+    return (
+        f"decode: {bound} {significant(most)} token/s ({step_s:.3g} s a step), bound by {RATE_WORDS[bound_by]}{alone}"
+    )
 
 
 def missing_rates(plan: EnginePlan, description: Description) -> list[str]:

@@ -12,6 +12,7 @@ from zero_inference.machine.rates import product_gb_per_s
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.models.sizes import experts_of
 from zero_inference.records.limit import RATE_WORDS
+from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
@@ -57,8 +58,9 @@ class Times:
         """On one line."""
         least, most = ("at least ", "at most ") if self.at_least else ("", "")
         return (
-            f"predicted: prefill {least}{_shown(self.prefill.seconds)} s, decode {most}{_shown(self.tokens_per_s(batch_size))} token/s "
-            f"({_shown(self.step.seconds)} s a step), mostly {RATE_WORDS[self.step.bound_by]}"
+            f"predicted: prefill {least}{significant(self.prefill.seconds)} s, "
+            f"decode {most}{significant(self.tokens_per_s(batch_size))} token/s "
+            f"({significant(self.step.seconds)} s a step), mostly {RATE_WORDS[self.step.bound_by]}"
             f"{'' if self.with_host else ', if the host is never late'}"
         )
 
@@ -95,10 +97,6 @@ def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
         return None
     at_least = not plan.own_work_known or description.matmul_tflops.get(job.spec.dtype_name) is None
     return Times(of_prompt, of_step, at_least, description.launches is not None)
-
-
-def _shown(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> PassTime | None:

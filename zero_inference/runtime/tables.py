@@ -71,6 +71,11 @@ def decimals(count: int) -> Callable[[float], str]:
     return lambda value: f"{value:.{count}f}"
 
 
+def significant(value: float) -> str:
+    """Three digits that count, and whole numbers from 1000 on."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
 def gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.3f}"
 

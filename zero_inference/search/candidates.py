@@ -181,10 +181,10 @@ def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
     is to do the same on the whole device."""
     plan = changed(job, **asked)
     limited = isinstance(job.machine, LimitedMachine) and job.machine.device_bytes is not None
-    residency = getattr(plan.weights, "residency", None)
-    if not limited or residency is None or job.config.gpu_memory is not None:
+    kept = plan.weights.gpu_memory_bytes
+    if not limited or kept is None or job.config.gpu_memory is not None:
         return plan
-    return changed(job, **asked, gpu_memory=math.ceil(100 * residency.kept_bytes / GB) / 100)
+    return changed(job, **asked, gpu_memory=math.ceil(100 * kept / GB) / 100)
 
 
 def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_inference.config import DTYPES, GOALS, QUANT_BITS, RunConfig
+from zero_inference.config import DTYPES, ENGINES, GOALS, QUANT_BITS, RunConfig
+from zero_inference.config.choices import MOST_GIB
 from zero_inference.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
     from zero_inference.machine.machine import Machine
     from zero_inference.search.candidates import Found, Free
 
-ENGINES = ("stream", "resident", "deepspeed", "accelerate")
 SHOWN = 10
-MOST_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +78,6 @@ def main(args: argparse.Namespace) -> int:
         dry_run=True,
     ).validate()
     _check(args)
-    from zero_inference.machine.machine import DescribedMachine
     from zero_inference.models.spec import resolve_model
     from zero_inference.plan.checks import check_model
     from zero_inference.plan.plan import describe_job
@@ -89,9 +87,7 @@ def main(args: argparse.Namespace) -> int:
     machine, ranks = _machine(args), detect_ranks()
     if ranks.world_size > 1:
         raise UsageError("zero-inference plan answers for one process: start it without a launcher.")
-    described = getattr(machine, "machine", machine)
-    if isinstance(described, DescribedMachine):
-        ranks = described.ranks_there(ranks)
+    ranks = machine.ranks_there(ranks)
     spec = resolve_model(config, ranks.device.type)
     check_model(config, spec)
     job = describe_job(config, spec, ranks, machine=machine)

@@ -12,16 +12,12 @@ from zero_inference.plan.plan import Plan
 from zero_inference.plan.timing import why_unknown
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.replace import replacing
-from zero_inference.runtime.tables import Column, decimals
+from zero_inference.runtime.tables import Column, decimals, significant
 from zero_inference.search.candidates import Candidate, Found, least_machine
 from zero_inference.search.ranking import pareto_front
 from zero_inference.utils import GB
 
 MOST_EXPLAINED = 3
-
-
-def _significant(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _gib(nbytes: float) -> str:
@@ -35,11 +31,11 @@ COLUMNS = (
     Column("weights", "weights in", dtype="string"),
     Column("keys_and_values", "keys and values in", dtype="string"),
     Column("batch_size", "batch", decimals(0), "Int64"),
-    Column("prefill_s", "first token (s)", _significant),
-    Column("step_s", "decode step (s)", _significant),
+    Column("prefill_s", "first token (s)", significant),
+    Column("step_s", "decode step (s)", significant),
     Column("at_most", "", dtype="string"),
-    Column("tokens_per_s", "decode (token/s)", _significant),
-    Column("measured_tokens_per_s", "measured", _significant),
+    Column("tokens_per_s", "decode (token/s)", significant),
+    Column("measured_tokens_per_s", "measured", significant),
     Column("device_bytes", "device (GiB)", _gib, "Int64"),
     Column("host_bytes", "host (GiB)", _gib, "Int64"),
     Column("tried", "tried", dtype="string"),

@@ -70,6 +70,11 @@ class StreamPlan(EnginePlan):
         return self.residency.computed_bytes / (self.cores.rates.cores_alone_gb_per_s * 1e9)
 
     @property
+    def gpu_memory_bytes(self) -> int | None:
+        """See `EnginePlan`."""
+        return self.residency.kept_bytes
+
+    @property
     def prefill_fetched_bytes(self) -> int:
         """See `EnginePlan`. Where the cores multiply nothing, the ring is full when a prefill begins: it follows another generation."""
         ring = self.residency.depth * self.residency.slot_bytes
