@@ -82,7 +82,7 @@ def with_and_without_graph(name: str, options: str, load_s: float, step_s: float
 def all_cases() -> dict[str, Case]:
     """By name, in the order in which they are run: the shorter and more telling ones first."""
     thirteen, seventy = "--model llama-2-13b", "--model llama-3.1-70b --gpu-memory 20 --quant-bits 4"
-    # a step of 405B takes 1.9 s; no trial of graphs comes behind the 24th
+    # a step of 405B takes 1.9 s; what the engine tries ends with the 24th
     short = "--gen-len 26 --loops 1"
     large = f"--model llama-3.1-405b --quant-bits 4 {short}"
     kv = "--kv-offload --pin-kv-cache --async-kv-offload --batch-size 64 --prompt-len 512"

@@ -21,7 +21,14 @@ from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  
 
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
-CORES = ("h200-cores", "h200-graphs", "h200-fixed", "h200-ahead", "h200-balanced")  # the last one that has a case
+CORES = (
+    "h200-cores",
+    "h200-graphs",
+    "h200-fixed",
+    "h200-ahead",
+    "h200-balanced",
+    "h200-beside",
+)  # the last one that has a case
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 COLUMNS = (
@@ -128,7 +135,7 @@ def label(record: dict) -> str:
             f"{stream['resident_layers']} of {stream['resident_layers'] + stream['streamed_layers']} layers on the GPU"
         )
     if cores := stream.get("cores"):
-        options.append(f"and {cores['threads']} cores")
+        options.append(f"and {cores['threads']} core{'s' * (cores['threads'] > 1)}")
     if record["norm_kernels"] != "auto":
         options.append(f"--norm-kernels {record['norm_kernels']}")
     gpus = f", {record['world_size']} GPUs" if record["world_size"] > 1 else ""

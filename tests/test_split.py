@@ -202,9 +202,11 @@ def test_the_division_is_corrected_by_passes_that_follow_each_other(monkeypatch)
     """With 6 GB the link needs 0.12 s of a step's 0.2."""
     placed = fine(0.8)
     looks = watched(monkeypatch, AUTOMATIC, [None, FIFTY, FIFTY])
+    assert looks.steps_to_settle() == 0, "no pass of few tokens yet"
     passes = [True] * (LAST_PASS - 1) + [False]  # of many tokens between them; and behind one window nothing is known
     for few in passes + passes + [True] * LAST_PASS + [False] + [True] * (LAST_PASS - 1):
         assert looks.of(placed, few, ALL) is placed
+    assert looks.steps_to_settle() == LAST_PASS
     corrected = looks.of(placed, True, ALL)
     moved = placed.nbytes_of(placed.computed) - corrected.nbytes_of(corrected.computed)
     assert moved == pytest.approx(0.08 * 50 * 120 / 170 * GB, abs=GB // 10)
@@ -221,8 +223,9 @@ def corrected(looks: Balance, placed: Residency) -> list[Residency]:
 
 
 def test_the_division_is_looked_at_again(monkeypatch):
-    found = corrected(watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.195, 0.19)), fine(0.8))
-    assert len(found) == 1 + MOST_LOOKS
+    looks = watched(monkeypatch, AUTOMATIC, [FIFTY] * 9, step_s=(0.2, 0.195, 0.19))
+    found = corrected(looks, fine(0.8))
+    assert len(found) == 1 + MOST_LOOKS and looks.steps_to_settle() == 0
     computed = [each.nbytes_of(each.computed) for each in found]
     assert computed == sorted(computed, reverse=True)
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from conftest import FAMILIES, ROOT, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
-from test_stream_cores import feeder_of
+from test_stream_cores import chosen_by_plan, feeder_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from zero_inference.engines.stream import engine, graphs, plan, step_graph
+from zero_inference.engines.stream import core_team, engine, graphs, plan, step_graph
+from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
-from zero_inference.measure import finiteness
+from zero_inference.measure import finiteness, generation
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.report.results import graph_in_words
@@ -169,6 +170,42 @@ def test_a_trial_right_behind_a_prefill(share, checkpoints, steps):
     loaded.close()
     assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
     assert used.unused_because is None and steps["recorded"] == 1 and steps["repeated"] > 2
+
+
+@pytest.mark.parametrize(("gen_len", "warmup"), [(12, 1), (12, 0), (4, 1), (LAST_PASS, 1)])
+def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkeypatch):
+    """Behind a warm-up that is too short for it, the engine settles: graph, correction, graph, correction and graph."""
+    monkeypatch.setattr(core_team.CoreTeam, "__init__", chosen_by_plan(core_team.CoreTeam.__init__))
+    folder = checkpoints("llama")
+    placed = {"gpu_memory": 0, "cpu_compute": "0.4", "decode_graph": "on", "gen_len": gen_len}
+    loaded, spec, ranks = load(folder, **placed)
+    found_ahead = iter([-(10**9), 10**9])  # bytes: all for the cores, and then all for the link
+    feeder, timed, tried = feeder_of(loaded), [], []
+    monkeypatch.setattr(type(feeder.balance), "_look", lambda *_: next(found_ahead))
+    report = step_graph.StepGraph._trial
+    monkeypatch.setattr(
+        step_graph.StepGraph, "_trial", lambda self, call: tried.append(len(timed)) or report(self, call)
+    )
+    assert loaded.steps_to_settle() == 0, "nothing is known of decode steps yet"
+    cache = DeviceKVCache(spec.config, PROMPT + gen_len)
+
+    def make():
+        cache.reset()
+        return cache
+
+    ids = random_ids(0, BATCH, PROMPT, VOCAB)
+    found = generation.measure(loaded, ids, gen_len, 2, warmup, ranks, make, lambda: timed.append(feeder.residency))
+    left = loaded.steps_to_settle()
+    loaded.close()
+    assert torch.equal(found.output_ids, plain_ids(folder, ids, gen_len))
+    assert len(found.warmup_s) == warmup and all(len(loop.step_s) == gen_len - 1 for loop in found.loops)
+    if not warmup:
+        assert tried == [1, 2] and not found.settling_s, "without a warm-up it settles while it is timed"
+    elif gen_len == 12:
+        assert tried == [0] * (1 + MOST_LOOKS) and len(found.settling_s) == 2
+        assert left == 0 and timed[0] is timed[-1]
+    else:  # too short for a correction, so that none comes later
+        assert tried == [0] and len(found.settling_s) == (gen_len == 4) and left == LAST_PASS and timed[0] is timed[-1]
 
 
 def test_more_sequences_than_the_cores_expect(checkpoints, steps):

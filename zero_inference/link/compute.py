@@ -85,9 +85,14 @@ class _Weights:
             return
         groups = self.size**2 // scheme.group_size
         codes = self.size**2 * scheme.bits // 8
-        self.codes = [torch.randint(256, (codes,), dtype=torch.uint8, device=device) for _ in range(count)]
-        self.scale, self.minimum = (torch.rand(groups, device=device).to(dtype) for _ in range(2))
-        self.nbytes = count * (codes + self.scale.nbytes + self.minimum.nbytes)
+        self.packed = [
+            (
+                torch.randint(256, (codes,), dtype=torch.uint8, device=device),
+                *torch.rand(2, groups, device=device).to(dtype),
+            )
+            for _ in range(count)
+        ]
+        self.nbytes = sum(part.nbytes for packed in self.packed for part in packed)
 
     def multiply(self, x: torch.Tensor) -> None:
         if self.scheme is None:
@@ -95,8 +100,8 @@ class _Weights:
                 torch.nn.functional.linear(x, weight)
             return
         how = self.scheme.bits, self.scheme.group_size, self.size
-        for codes in self.codes:
-            linear_groups(x, codes, self.scale, self.minimum, *how, None)
+        for codes, scale, minimum in self.packed:
+            linear_groups(x, codes, scale, minimum, *how, None)
 
 
 def _median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:

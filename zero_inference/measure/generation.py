@@ -25,6 +25,7 @@ from zero_inference.runtime.garbage import short_collections
 from zero_inference.runtime.transfers import ExpertCounts
 
 SETTLED_LOOPS = 3
+MOST_SETTLING = 2  # generations behind the warm-up; what an engine has not chosen by then, it chooses while it is timed
 
 
 @dataclass
@@ -35,11 +36,13 @@ class Measurement:
         output_ids: generated ids int64 [global batch, gen_len] of the last loop, on the host.
         warmup_s: total time of each warm-up loop.
         warmed_up: whether the warm-up ended because its loops had become alike; None where that was not asked for.
+        settling_s: total time of each generation that followed the warm-up until the engine had settled.
     """
 
     loops: list[Loop] = field(default_factory=list)
     warmup_s: list[float] = field(default_factory=list)
     warmed_up: bool | None = None
+    settling_s: list[float] = field(default_factory=list)
     output_ids: torch.Tensor | None = None
 
     @property
@@ -66,6 +69,8 @@ def measure(
 ) -> Measurement:
     """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
 
+    Between them, if there is a warm-up, up to `MOST_SETTLING` generations that end as soon as the engine has settled.
+
     Args:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
         make_cache: gives the cache of a loop; None leaves it to transformers.
@@ -79,10 +84,9 @@ def measure(
     measurement = Measurement()
     logits = FirstLogits(loaded.model)
 
-    def one(label: str) -> tuple[Loop, torch.Tensor]:
-        found = _one_loop(
-            loaded, ids, gen_len, ranks, make_cache, lambda step: progress(f"{label}, token {step}/{gen_len}")
-        )
+    def one(label: str, ends_early: Callable[[], bool] = lambda: False) -> tuple[Loop, torch.Tensor]:
+        tell = lambda step: progress(f"{label}, token {step}/{gen_len}")  # noqa: E731
+        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, tell, ends_early)
         logits.require_finite(
             loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None)
         )
@@ -94,6 +98,11 @@ def measure(
             measurement.warmed_up = settled(measurement.warmup_s, warmup_spread)
             if measurement.warmed_up:
                 break
+    for number in range(MOST_SETTLING if warmup else 0):  # alike on all ranks
+        if not 0 < loaded.steps_to_settle() < gen_len:
+            break
+        settling, _ = one(f"settling {number + 1}", ends_early=lambda: not loaded.steps_to_settle())
+        measurement.settling_s.append(settling.total_s)
     for number in range(loops):
         around_loops()
         loop, measurement.output_ids = one(f"loop {number + 1}/{loops}")
@@ -119,9 +128,15 @@ def use_repeatable_attention() -> None:
 
 
 def _one_loop(
-    loaded: LoadedModel, ids: torch.Tensor, gen_len: int, ranks: Ranks, make_cache, progress
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    gen_len: int,
+    ranks: Ranks,
+    make_cache,
+    progress,
+    ends_early: Callable[[], bool] = lambda: False,
 ) -> tuple[Loop, torch.Tensor]:
-    clock = _StepClock(loaded, ids.shape[0], progress)
+    clock = _StepClock(loaded, ids.shape[0], progress, ends_early)
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
     ranks.barrier()
@@ -149,10 +164,12 @@ def _one_loop(
 
 
 class _StepClock(StoppingCriteria):
-    """Called by `generate` after each token is selected; never stops it."""
+    """Called by `generate` after each token is selected; stops it where `ends_early` says so."""
 
-    def __init__(self, loaded: LoadedModel, batch_size: int, progress: Callable[[int], None]):
-        self.loaded, self.progress = loaded, progress
+    def __init__(
+        self, loaded: LoadedModel, batch_size: int, progress: Callable[[int], None], ends_early: Callable[[], bool]
+    ):
+        self.loaded, self.progress, self.ends_early = loaded, progress, ends_early
         self.on_device = loaded.device.type == "cuda"
         self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=loaded.device)
         self.marks: list[Any] = []
@@ -174,7 +191,7 @@ class _StepClock(StoppingCriteria):
         if transfers.expert_counts is not None:
             self.experts.append(transfers.expert_counts())
         self.progress(len(self.marks))
-        return self.go_on
+        return ~self.go_on if self.ends_early() else self.go_on
 
     def _mark(self):
         if not self.on_device:

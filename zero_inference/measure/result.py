@@ -34,6 +34,7 @@ def measured_of(session: Session, load_s: float) -> Measured:
         cold_total_s=measurement.cold_total_s,
         warmup_total_s=measurement.warmup_s,
         warmed_up=measurement.warmed_up,
+        settling_s=measurement.settling_s,
         loops=measurement.loops,
         evenness=steadiness.decode_evenness(measurement.loops),
         prefill_latency_s=prefill_s,

@@ -92,6 +92,10 @@ class Measured:
     )
     warmup_total_s: list[float] = key("s", "total latency of each warm-up loop")
     warmed_up: bool | None = key("", "whether the loops had become alike; null without --warmup-spread")
+    settling_s: list[float] = key(
+        "s",
+        "total latency of each generation that followed the warm-up until the engine had settled how its decode steps run",
+    )
     loops: list[Loop] = key("", "every measured loop", required="when measured")
     evenness: Evenness = inline()
     prefill_latency_s: float = key(

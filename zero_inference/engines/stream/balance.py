@@ -32,6 +32,7 @@ class Balance:
         self.team, self.timeline = team, timeline
         self.passes, self.looks = 0, 0
         self.done = team is None or not team.plan.automatic  # a share that was asked for stays
+        self.has_few = False  # whether passes of few tokens were seen
         self.start = 0.0, 0.0
         self.first = 1  # call of the model that is looked at
 
@@ -39,8 +40,13 @@ class Balance:
         """Passes so far are not like those to come."""
         self.passes = 0
 
+    def steps_to_settle(self) -> int:
+        """Decode steps behind a prefill until it has looked once more; 0 where it will not, and before the first of few tokens."""
+        return 0 if self.done or not self.has_few else LAST_PASS
+
     def of(self, residency: Residency, few: bool, candidates: Collection[int]) -> Residency:
         """The placement for the pass that begins, which is of few tokens or not; `candidates` are blocks that may go to the cores."""
+        self.has_few |= few
         if self.done or not few or self.team is None:
             self.passes = 0
             return residency

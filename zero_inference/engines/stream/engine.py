@@ -85,6 +85,9 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         cores=None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
         meeting=meeting,
         page_locked=[store.buffers[block] for block in residency.in_host_memory] if plan.pinned else (),
+        steps_to_settle=lambda: (
+            (graph.steps_to_settle() if graph is not None else 0) or feeder.balance.steps_to_settle()
+        ),
     )
 
 

@@ -118,6 +118,12 @@ class StepGraph:
         self._forget()
         self.cache, self.given_up = None, True
 
+    def steps_to_settle(self) -> int:
+        """Decode steps behind a prefill until a graph has been tried; 0 once it has, where it will not be, and before the first one."""
+        if self.given_up or self.cache is None or (self.tried and self.placed is self.feeder.residency):
+            return 0
+        return 1 if self.recording is not None else USUAL_STEPS + 2  # those before, one to record and one to try
+
     def _forward(self, *args: Any, **call: Any) -> Any:
         if self.given_up or args or not is_decode_step(call):
             self.usual_steps = 0
