@@ -248,9 +248,8 @@ def planned(options: str, machine, skeletons: dict | None = None):
 
 
 def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(
-        torch.cuda, "is_available", lambda: True
-    )  # a process looks whether there is a GPU, and no further
+    # a process looks whether there is a GPU, and no further
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("mem_get_info", "get_device_properties", "get_device_capability", "device_count"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was asked"))
     monkeypatch.setattr(

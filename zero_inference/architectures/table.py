@@ -205,6 +205,7 @@ def run_facts(record: Mapping[str, Any]) -> dict[str, Any]:
         "total_throughput",
         "warmed_up",
         "warmup_total_s",
+        "settling_s",
         "error",
     )
     return {name: record[name] for name in names if record.get(name) is not None}

@@ -235,8 +235,8 @@ class LoadedModel:
         cores: how the host's cores take part; None where they do not.
         meeting: of the device and the cores, where those attend over a KV cache in host memory.
         page_locked: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
-        steps_to_settle: decode steps, one behind the other, until the engine has made its next choice of how it runs them; 0 once it has
-            made all. The same on all ranks.
+        steps_to_settle: consecutive decode steps until the engine's next choice of how it runs them; 0 when nothing is left to choose.
+            The same on all ranks.
     """
 
     model: Any

@@ -25,7 +25,7 @@ from zero_inference.runtime.garbage import short_collections
 from zero_inference.runtime.transfers import ExpertCounts
 
 SETTLED_LOOPS = 3
-MOST_SETTLING = 2  # generations behind the warm-up; what an engine has not chosen by then, it chooses while it is timed
+MOST_SETTLING = 4  # generations after the warm-up, one for each choice that the stream engine may still have to make
 
 
 @dataclass

@@ -94,7 +94,7 @@ class Measured:
     warmed_up: bool | None = key("", "whether the loops had become alike; null without --warmup-spread")
     settling_s: list[float] = key(
         "s",
-        "total latency of each generation that followed the warm-up until the engine had settled how its decode steps run",
+        "total latency of each generation after the warm-up, until the engine had settled how its decode steps run",
     )
     loops: list[Loop] = key("", "every measured loop", required="when measured")
     evenness: Evenness = inline()
