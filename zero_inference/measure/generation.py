@@ -69,7 +69,7 @@ def measure(
 ) -> Measurement:
     """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
 
-    Between them, if there is a warm-up, up to `MOST_SETTLING` generations that end as soon as the engine has settled.
+    After a warm-up, up to `MOST_SETTLING` more generations follow until the engine has settled, the last of which ends early.
 
     Args:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
@@ -85,7 +85,9 @@ def measure(
     logits = FirstLogits(loaded.model)
 
     def one(label: str, ends_early: Callable[[], bool] = lambda: False) -> tuple[Loop, torch.Tensor]:
-        tell = lambda step: progress(f"{label}, token {step}/{gen_len}")  # noqa: E731
+        def tell(step: int) -> None:
+            progress(f"{label}, token {step}/{gen_len}")
+
         found = _one_loop(loaded, ids, gen_len, ranks, make_cache, tell, ends_early)
         logits.require_finite(
             loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None)
