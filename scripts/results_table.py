@@ -21,14 +21,14 @@ from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  
 
 RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
-CORES = (
+CORES = (  # of these, the last one that has a case
     "h200-cores",
     "h200-graphs",
     "h200-fixed",
     "h200-ahead",
     "h200-balanced",
     "h200-beside",
-)  # the last one that has a case
+)
 BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 COLUMNS = (

@@ -19,7 +19,7 @@ from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
-from zero_inference.measure import finiteness, generation
+from zero_inference.measure import finiteness
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.report.results import graph_in_words
@@ -182,22 +182,13 @@ def test_nothing_is_tried_while_it_is_timed(gen_len, warmup, checkpoints, monkey
     found_ahead = iter([-(10**9), 10**9])  # bytes: all for the cores, and then all for the link
     feeder, timed, tried = feeder_of(loaded), [], []
     monkeypatch.setattr(type(feeder.balance), "_look", lambda *_: next(found_ahead))
-    report = step_graph.StepGraph._trial
-    monkeypatch.setattr(
-        step_graph.StepGraph, "_trial", lambda self, call: tried.append(len(timed)) or report(self, call)
-    )
+    own = step_graph.StepGraph._trial
+    monkeypatch.setattr(step_graph.StepGraph, "_trial", lambda self, call: tried.append(len(timed)) or own(self, call))
     assert loaded.steps_to_settle() == 0, "nothing is known of decode steps yet"
-    cache = DeviceKVCache(spec.config, PROMPT + gen_len)
-
-    def make():
-        cache.reset()
-        return cache
-
-    ids = random_ids(0, BATCH, PROMPT, VOCAB)
-    found = generation.measure(loaded, ids, gen_len, 2, warmup, ranks, make, lambda: timed.append(feeder.residency))
+    found = generate(loaded, spec, ranks, gen_len, warmup=warmup, around_loops=lambda: timed.append(feeder.residency))
     left = loaded.steps_to_settle()
     loaded.close()
-    assert torch.equal(found.output_ids, plain_ids(folder, ids, gen_len))
+    assert torch.equal(found.output_ids, plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), gen_len))
     assert len(found.warmup_s) == warmup and all(len(loop.step_s) == gen_len - 1 for loop in found.loops)
     if not warmup:
         assert tried == [1, 2] and not found.settling_s, "without a warm-up it settles while it is timed"

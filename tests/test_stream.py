@@ -102,14 +102,16 @@ def load(folder, **options):
     return plan_run(config, spec, ranks).load(), spec, ranks
 
 
-def generate(loaded, spec, ranks, gen_len=GEN, loops=2):
+def generate(loaded, spec, ranks, gen_len=GEN, loops=2, warmup=0, **others):
     cache = DeviceKVCache(spec.config, PROMPT + gen_len)
 
     def make():
         cache.reset()
         return cache
 
-    return generation.measure(loaded, random_ids(0, BATCH, PROMPT, VOCAB), gen_len, loops, 0, ranks, make)
+    return generation.measure(
+        loaded, random_ids(0, BATCH, PROMPT, VOCAB), gen_len, loops, warmup, ranks, make, **others
+    )
 
 
 @pytest.mark.parametrize("name", LONGER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,14 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 # Of one call of PyTorch's attention: query, key, value and what it returns.
 SawAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
 # More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
 MOST_OPERATORS = 40_000
 
 
-class Watching(TorchDispatchMode):
-    """Sees each operator of a pass: `saw` is what it does about it. Raises RuntimeError behind `MOST_OPERATORS`."""
+class Watching(TorchDispatchMode, ABC):
+    """Sees each operator of a pass. Raises RuntimeError behind `MOST_OPERATORS`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +36,13 @@ class Watching(TorchDispatchMode):
         self.saw(function, args, kwargs or {}, given, out)
         return out
 
+    @abstractmethod
     def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
-        """
+        """An operator has run.
+
         Args:
             given: storages of the arguments, as they were before.
         """
-        raise NotImplementedError
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

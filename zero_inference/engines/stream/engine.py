@@ -65,6 +65,10 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     feeder.changed = lambda residency: facts["stream"].update(_divided(residency))
     graph = _step_graph(plan, feeder, team, facts)
 
+    def steps_to_settle() -> int:  # the division is looked at behind the trial of a graph
+        of_graph = 0 if graph is None else graph.steps_to_settle()
+        return of_graph or feeder.balance.steps_to_settle()
+
     def close() -> None:
         if graph is not None:
             graph.close()
@@ -85,9 +89,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         cores=None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
         meeting=meeting,
         page_locked=[store.buffers[block] for block in residency.in_host_memory] if plan.pinned else (),
-        steps_to_settle=lambda: (
-            (graph.steps_to_settle() if graph is not None else 0) or feeder.balance.steps_to_settle()
-        ),
+        steps_to_settle=steps_to_settle,
     )
 
 
