@@ -1,22 +1,24 @@
 """What plans predict of runs that one H200 has done, beside what these measured.
 
-    python benchmarks/predictions.py [PATTERN]
+    python benchmarks/predictions.py [PATTERN] [--machine FILE]
 
-Takes the records of one GPU under benchmarks/results whose path has PATTERN in it; needs no GPU. Each is planned for a machine with the
-rates that the record itself has: link, device memory, products, cores beside the link. No record says what the host takes to launch
-operators; `LAUNCHES` are those of all. A figure is by how much more was measured than predicted.
+Takes the records of one GPU under benchmarks/results whose path has PATTERN in it; needs no GPU. Each is planned for the machine of FILE,
+as `zero-inference link --save` wrote it there; without FILE for one with the rates that the record itself has: link, device memory,
+products, cores beside the link. No record says what the host takes to launch operators; `LAUNCHES` are those of all. A figure is by how
+much more was measured than predicted.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zero_inference.engines.base import Job
-from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Launches
+from zero_inference.errors import UsageError
+from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Launches, read_description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
@@ -83,9 +85,8 @@ def machine_of(record: dict[str, Any]) -> Description:
     )
 
 
-def plan_of(record: dict[str, Any], skeletons: dict[Any, Skeleton]) -> Plan:
-    """The plan of the record's run for its machine; models that are in `skeletons` are not built again."""
-    machine = DescribedMachine(machine_of(record))
+def plan_of(record: dict[str, Any], machine: DescribedMachine, skeletons: dict[Any, Skeleton]) -> Plan:
+    """The plan of the record's run for `machine`; models that are in `skeletons` are not built again."""
     config = run_config([*options_of(record), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
@@ -120,13 +121,28 @@ def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, record
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pattern", nargs="?", default="", help="of the records' paths under benchmarks/results")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="plan for this machine, and not for the rates of each record"
+    )
+    return parser.parse_args()
+
+
 def main() -> None:
+    asked = arguments()
+    given = read_description(asked.machine) if asked.machine else None
     names = ("decode", "prefill", "device", "host")
     kinds: dict[str, dict[str, list[float]]] = {}
     skeletons: dict[Any, Skeleton] = {}
     print(f"{'':48} {'step (ms)':>10} " + " ".join(f"{name:>8}" for name in names) + "  mostly")
-    for name, record in records(sys.argv[1] if len(sys.argv) > 1 else ""):
-        plan = plan_of(record, skeletons)
+    for name, record in records(asked.pattern):
+        try:
+            plan = plan_of(record, DescribedMachine(given or machine_of(record)), skeletons)
+        except UsageError as error:  # the rates of FILE are those of other options
+            print(f"{name[-48:]:48} not planned: {error}")
+            continue
         found = errors_of(record, plan)
         step_ms = 1e3 * record["decode_latency_s"] / (record["gen_len"] - 1)
         shown = " ".join("       -" if found[each] is None else f"{found[each]:+8.1%}" for each in names)

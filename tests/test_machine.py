@@ -228,6 +228,11 @@ def test_rates_between_those_that_were_measured():
     found = beside_link(MACHINE, "int4", 20)
     assert isinstance(found, BesideLink) and found.rows == 20
     assert 1 / found.cores_gb_per_s == pytest.approx((1 / 80 + 1 / 50) / 2) and found.crossing_s == pytest.approx(2e-4)
+    others = tuple(rates("int8", each.rows, 90.0, crossing_s=3 * each.crossing_s) for each in CORES.products)
+    both = CORES.model_copy(update={"products": (*CORES.products, *others)})
+    of_both = beside_link(MACHINE.model_copy(update={"cores": both}), "int4", 20)
+    assert of_both.crossing_s == pytest.approx(4e-4), "the median of both formats: it has nothing to do with them"
+    assert of_both.cores_gb_per_s == found.cores_gb_per_s
     assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
     assert "no rates of int8" in beside_link(MACHINE, "int8", 1)
     assert "no rate of them" in beside_link(MACHINE.model_copy(update={"cores": None}), "int4", 1)

@@ -10,9 +10,9 @@ import torch
 from conftest import ROOT, without_gpus
 from test_machine import MACHINE, planned
 
-from benchmarks.predictions import plan_of
+from benchmarks.predictions import machine_of, plan_of
 from zero_inference.cli import console_main, main
-from zero_inference.link.description import DeviceRate, Launches, write_description
+from zero_inference.link.description import DeviceRate, Launches, OwnWork, write_description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.records.read import read_records
 from zero_inference.runtime.environment import describe_environment, versions_of
@@ -33,7 +33,9 @@ def times_of(options: str, machine=FAST):
 def test_streamed_weights_take_what_the_link_takes():
     plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0")
     assert times.step.seconds == pytest.approx(plan.weights.fetched_bytes / 55e9) and times.step.bound_by == "link"
-    ring = plan.weights.residency.depth * plan.weights.residency.slot_bytes
+    residency = plan.weights.residency
+    assert (len(residency.layouts), residency.depth) == (40, 6)
+    ring = 5 * residency.slot_bytes  # that 40 blocks go through in turn, each into the same one in every step
     assert times.prefill.seconds == pytest.approx((plan.weights.fetched_bytes - ring) / 55e9), (
         "the ring is full when it begins"
     )
@@ -82,6 +84,61 @@ def test_deepspeed_takes_at_least_what_the_link_takes():
     assert disk.times.step.seconds == pytest.approx(disk.weights.disk_bytes / 3e9)
 
 
+HOOKS = OwnWork(engine="deepspeed", quant_bits=4, start_s=0.01, piece_s=1e-3, restored_gb_per_s=400.0)
+
+
+def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was_measured():
+    options = "--model opt-13b --cpu-offload --quant-bits 4"
+    at_least = times_of(options)[1]
+    machine = FAST.model_copy(update={"own_work": (HOOKS,)})
+    plan, times = times_of(options, machine)
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 128 + 16)
+    dense = traced.total("layer_bytes")
+    assert at_least.at_least and not times.at_least
+    assert times.step.bound_by == "launches" and plan.weights.pieces > 6 * 40
+    host_s = traced.launches * 12e-6 + plan.weights.pieces * 1e-3
+    assert times.step.seconds == pytest.approx(host_s + 1e-3, rel=1e-3)
+    quick = FAST.model_copy(
+        update={"own_work": (HOOKS.model_copy(update={"piece_s": 0.0, "restored_gb_per_s": 100.0}),)}
+    )
+    restoring = times_of(options, quick)[1].step
+    assert restoring.bound_by == "device_memory" and restoring.seconds == pytest.approx(dense / 100e9, rel=0.1)
+    of_8_bits = times_of("--model opt-13b --cpu-offload --quant-bits 8", machine)[1]
+    assert not of_8_bits.at_least, "what was measured of other codes serves"
+    assert times_of("--model opt-13b --cpu-offload", machine)[1].at_least, "of codes, not of plain weights"
+
+
+def test_a_prefill_waits_for_the_start_of_its_generation():
+    starts = OwnWork(engine="stream", quant_bits=16, start_s=0.01, piece_s=0.0)
+    options = "--model opt-13b --engine stream --gpu-memory 0"
+    with_it = times_of(options, FAST.model_copy(update={"own_work": (starts,)}))[1]
+    without = times_of(options)[1]
+    assert with_it.prefill.seconds == pytest.approx(without.prefill.seconds + 0.01)
+    assert with_it.step == without.step
+    late = starts.model_copy(update={"piece_s": 0.02})
+    blocks = times_of(options, FAST.model_copy(update={"own_work": (late,)}))
+    assert blocks[0].weights.pieces == 40 and blocks[1].prefill.bound_by == "launches"
+    assert blocks[1].prefill.seconds > 40 * 0.02 and blocks[1].step == without.step, "graphs of a step send for nothing"
+
+
+def test_many_tokens_take_what_products_of_as_many_took():
+    points = ((1, 3500.0), (128, 3200.0), (2048, 300.0), (8192, 80.0))
+    rates = tuple(DeviceRate(format="bfloat16", rows=rows, gb_per_s=rate) for rows, rate in points)
+    machine = FAST.model_copy(update={"device_products": rates})
+    options = "--model opt-13b --engine resident --batch-size"
+    plan, times = times_of(f"{options} 16", machine)
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 128, 0)
+    read = traced.total("layer_bytes") + traced.total("outside_bytes")
+    assert times.prefill.bound_by == "matmul"
+    assert times.prefill.seconds == pytest.approx(read / 300e9, rel=0.15), "2048 tokens"
+    of_16384 = times_of(f"{options} 128", machine)[1].prefill.seconds
+    slope = (1 / 80e9 - 1 / 300e9) / 6144
+    assert of_16384 == pytest.approx(read * (1 / 80e9 + 8192 * slope), rel=0.15), "more than were measured"
+    few = FAST.model_copy(update={"device_products": rates[:2]})
+    unmeasured = times_of(f"{options} 16", few)[1].prefill, times_of(f"{options} 16")[1].prefill
+    assert unmeasured[0].seconds == pytest.approx(unmeasured[1].seconds, rel=0.05), "few tokens say nothing of many"
+
+
 def test_keys_and_values_in_host_memory_cross_the_link_too():
     plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0 --kv-offload --batch-size 64 --pin-kv-cache")
     moved = plan.weights.moved_per_step().host_to_device_bytes_per_step
@@ -99,7 +156,10 @@ def test_the_cores_work_beside_the_link():
     assert times.step.seconds >= (weights.fetched_bytes + weights.cores_bytes) / 150e9, (
         "never faster than both together"
     )
-    assert times.prefill.seconds == pytest.approx(weights.residency.host_bytes / 55e9), "all of it is fetched"
+    found = weights.residency
+    first = set(found.in_host_memory[: found.depth]).intersection(found.fetched)
+    assert 0 < len(first) < found.depth, "of what the ring holds for a decode step, the prefill needs these soon"
+    assert times.prefill.seconds == pytest.approx((found.host_bytes - found.nbytes_of(first)) / 55e9)
     layers, experts = weights.share_on_cores()
     assert 0.4 < layers < 0.8 and experts == 0.0
 
@@ -158,7 +218,7 @@ WITH_CORES = (
 def of_record(name: str, skeletons: dict):
     """The record, and the plan of its run for the machine that the record describes."""
     record = read_records(ROOT / "benchmarks" / "results" / f"{name}.jsonl")[-1]
-    return record, plan_of(record, skeletons)
+    return record, plan_of(record, DescribedMachine(machine_of(record)), skeletons)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def console_main(argv: list[str] | None = None) -> int:
         "link",
         "measure what the link, the disk and the device of this machine can do",
         link.add_arguments,
-        link.main,
+        lambda args: _measure_engines() if args.engines else link.main(args),
     )
     add(
         "micro",
@@ -95,6 +95,13 @@ def console_main(argv: list[str] | None = None) -> int:
     _prepare_streams()
     args = parser.parse_args(own)
     return _guarded(lambda: args.action(args), getattr(args, "verbose", 1))
+
+
+def _measure_engines() -> int:
+    from zero_inference.measure.own_work import print_own_work
+
+    print_own_work()
+    return 0
 
 
 def _guarded(action: Callable[[], int], verbose: int) -> int:

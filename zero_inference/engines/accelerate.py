@@ -25,6 +25,12 @@ class AcceleratePlan(EnginePlan):
     """Its hooks bring a module's weights when the module is called, and the host waits for them."""
 
     @property
+    def pieces(self) -> int:
+        """See `EnginePlan`: modules with weights of their own."""
+        own = (any(True for _ in module.parameters(recurse=False)) for module in self.job.skeleton.model.modules())
+        return sum(own)
+
+    @property
     def copies_overlap(self) -> bool:
         """See `EnginePlan`."""
         return False

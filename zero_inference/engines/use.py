@@ -47,9 +47,20 @@ class UseOfMachine:
         return True
 
     @property
+    def pieces(self) -> int:
+        """Of weights, as many as a prefill sends for one by one: each costs the host time."""
+        return 0
+
+    @property
     def own_work_known(self) -> bool:
-        """Whether what the engine does besides the model's work, such as hooks and dequantizing, is known; else times are lower bounds."""
+        """Whether what the engine does besides the model's work, such as hooks and dequantizing, is little where it was not measured; else
+        times are lower bounds then."""
         return True
+
+    def measure_restored_gb_per_s(self) -> float | None:
+        """Of the dtype that is multiplied, restored from codes by an operator that only this engine has, on the device and while a model is
+        loaded; None of one that has none."""
+        return None
 
     @property
     def graphs(self) -> bool:

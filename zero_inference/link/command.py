@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "use them until a version or a GPU changes; with a GPU, link and cores are measured beside each other in twelve "
         "ways, about two seconds each",
     )
+    parser.add_argument(
+        "--engines", action="store_true", help=argparse.SUPPRESS
+    )  # what --save finds of them, and nothing else
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # set by the deepspeed launcher
 
 

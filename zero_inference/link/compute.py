@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> floa
         nbytes = caches.block_bytes()
     source = torch.full((nbytes,), 3, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / _median_s(device, lambda: target.copy_(source), seconds) / 1e9
+    return 2 * nbytes / median_s(device, lambda: target.copy_(source), seconds) / 1e9
 
 
 def matmul_tflops(
@@ -53,7 +54,7 @@ def matmul_tflops(
         # random values: zeros draw less power, and a GPU at its power limit then clocks higher than any model would see
         left, weight = (torch.randn(many, size, device=device).to(dtype) for many in (count, size))
         product = torch.empty(count, size, dtype=dtype, device=device)
-        spent_s = _median_s(device, lambda: torch.mm(left, weight.t(), out=product), seconds)
+        spent_s = median_s(device, lambda: torch.mm(left, weight.t(), out=product), seconds)
         return 2 * count * size**2 / spent_s / 1e12
 
     return max(of(count) for count in (size, *rows))
@@ -68,7 +69,23 @@ def weights_gb_per_s(device: torch.device, dtype: torch.dtype, scheme: GroupQuan
     """
     weights = _Weights(device, dtype, scheme)
     x = torch.randn(rows, weights.size, device=device).to(dtype)
-    return weights.nbytes / _median_s(device, lambda: weights.multiply(x), WEIGHTS_S) / 1e9
+    action: Callable[[], object] = functools.partial(weights.multiply, x)
+    if device.type == "cuda":  # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
+        action = _as_graph(device, action)
+    return weights.nbytes / median_s(device, action, WEIGHTS_S) / 1e9
+
+
+def _as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
+    """What repeats the kernels of `action`."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        action()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        action()
+    return graph.replay
 
 
 class _Weights:
@@ -104,7 +121,7 @@ class _Weights:
             linear_groups(x, codes, scale, minimum, *how, None)
 
 
-def _median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
+def median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
     """Median duration of `action` in seconds, of at least three; two before them are not counted."""
     timed = _cuda_seconds if device.type == "cuda" else _host_seconds
     for _ in range(2):

@@ -24,7 +24,7 @@ from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 
-MATRIX_BYTES = 128 << 20  # of a weight, about as many as a feed-forward has: what a call costs besides is little then
+BLOCK_BYTES, WIDTH_STEP = 128 << 20, 256  # of a feed-forward; groups of any size divide its width
 GROUP_SIZE = 64  # of quantized weights whose rates are kept: the default of runs
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
@@ -87,7 +87,8 @@ def measure_beside_link(
             rows,
             link_alone,
             statistics.median(rate for rate, _ in together),
-            statistics.median(rate for _, rate in together),
+            # more than alone is a host that others used meanwhile
+            min(cores_alone, statistics.median(rate for _, rate in together)),
             cores_alone,
             statistics.median(read_beside(cpus, link, products.kept) for _ in range(READS)),
             crossing_s(Meeting(cores, place, link), dtype, rows, columns),
@@ -156,20 +157,23 @@ def read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Ten
 
 
 class Products:
-    """Products of `rows` rows with weights that the caches do not hold, in the form that a run stores them."""
+    """Products of `rows` rows with gated feed-forwards that the caches do not hold, their weights in the form that a run stores them: what
+    a run gives the cores first."""
 
     def __init__(self, cores: Cores, dtype: torch.dtype, scheme: GroupQuantization | None, rows: int, columns: int):
         self.cores = cores
         of_row = columns * dtype.itemsize if scheme is None else scheme.stored_bytes(columns, dtype)
-        height = max(64, MATRIX_BYTES // of_row // 64 * 64)
-        count = -(-2 * block_bytes() // (height * of_row))
-        self.kept = random_bytes(count * height * of_row)
+        width = max(WIDTH_STEP, BLOCK_BYTES // (3 * of_row) // WIDTH_STEP * WIDTH_STEP)  # of gate, up and down
+        matrix_bytes = width * of_row
+        count = -(-2 * block_bytes() // (3 * matrix_bytes))
+        self.kept = random_bytes(count * 3 * matrix_bytes)
         self.tasks: list[Task] = []
-        for index in range(count):
-            buffer = self.kept[index * height * of_row :][: height * of_row]
-            self.tasks.append(cores.add_block([Stage([_weight(buffer, height, columns, dtype, scheme)])], dtype))
+        for block in self.kept.split(3 * matrix_bytes):
+            gate, up = (_weight(part, width, columns, dtype, scheme) for part in block.split(matrix_bytes)[:2])
+            down = _weight(block[2 * matrix_bytes :], columns, width, dtype, scheme)
+            self.tasks.append(cores.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], dtype))
         self.x = torch.randn(rows, columns).to(dtype)
-        self.out = torch.empty(rows * height, dtype=dtype)
+        self.out = torch.empty(rows * columns, dtype=dtype)
         self.next = 0
 
     def rate(self, seconds: float) -> float:

@@ -90,7 +90,8 @@ def measure_beside_links(
         torch.cuda.synchronize(device)
     del link, products
     torch.cuda.empty_cache()  # the plan looks at the memory that is free
-    found = BesideLink(count * rows, mine.alone, mine.beside, beside, alone, read, spent_s, device_gb_per_s)
+    together = min(alone, beside)  # as in `measure_beside_link`
+    found = BesideLink(count * rows, mine.alone, mine.beside, together, alone, read, spent_s, device_gb_per_s)
     of_ranks = ranks.gather_objects((found, mine))
     return of_all_ranks(of_ranks[0][0], [link for _, link in of_ranks])
 

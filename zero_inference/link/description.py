@@ -115,6 +115,24 @@ class Launches(_Part):
     graph_operator_s: Seconds | None = None
 
 
+class OwnWork(_Part):
+    """What an engine takes besides the model's work, found with a model so thin that nothing else counts.
+
+    Attributes:
+        engine, quant_bits: how it was run.
+        start_s: from the call of a generation to its first token, above what a decode step takes.
+        piece_s: of the host, for each piece of weights that a pass brings: a block, a parameter or a module's weights, as the engine does.
+        restored_gb_per_s: bytes of the dtype that is multiplied, restored by the engine's own operator from codes on the device; None where
+            there is none.
+    """
+
+    engine: str
+    quant_bits: Count
+    start_s: Seconds
+    piece_s: Seconds
+    restored_gb_per_s: Rate | None = None
+
+
 class Description(_Part):
     """One machine.
 
@@ -129,11 +147,12 @@ class Description(_Part):
         link_gb_per_s: page-locked copies to one GPU while the cores rest; without a GPU copies inside host memory.
         pageable_link_gb_per_s: the same from host memory that is not page-locked.
         device_gb_per_s: copies inside the device's memory, bytes read and bytes written both counted.
-        device_products: products of few tokens with weights on the device.
+        device_products: products with weights on the device, of few tokens and, of a GPU, of many.
         matmul_tflops: products of large matrices on the device, TFLOP/s of 1e12 by dtype.
         disk_gb_per_s: direct reads; None where it is not known.
         cores: None where they are not known.
         launches: None where they are not known.
+        own_work: of engines where it was measured.
         process_bytes: host memory of a process that has loaded the libraries of a run, and no model; None where it is not known.
         library_bytes: what an engine's own library adds to that, by the engine's name.
     """
@@ -154,6 +173,7 @@ class Description(_Part):
     disk_gb_per_s: Rate | None = None
     cores: Cores | None = None
     launches: Launches | None = None
+    own_work: tuple[OwnWork, ...] = Field(default=(), strict=False)
     process_bytes: Bytes | None = None
     library_bytes: dict[str, Bytes] = {}
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from zero_inference.config.choices import ENGINES
 from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import weights_gb_per_s
 from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
-from zero_inference.link.description import CoreRates, Cores, Description, DeviceRate, Gpu, Launches, Products
+from zero_inference.link.description import CoreRates, Cores, Description, DeviceRate, Gpu, Launches, OwnWork, Products
 from zero_inference.link.launches import measure_launches
 from zero_inference.link.rooflines import Result
 from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.quantization.products import FUSED_ROWS
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.environment import (
@@ -32,10 +35,13 @@ from zero_inference.runtime.environment import (
     versions_of,
 )
 from zero_inference.runtime.extension import load_extension
+from zero_inference.runtime.processes import isolated_module
 from zero_inference.runtime.text import first_line
 
 ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
 DEVICE_ROWS = (*ROWS, 128)
+# With one token more than codes are multiplied as they are, these are restored first; from some hundred on operations bind.
+GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
 COLUMNS = 8192
 # By format: the dtype of weights or scales, and how the weights are stored.
 FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
@@ -45,7 +51,6 @@ FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
     "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZE)),
     "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZE)),
 }
-LIBRARIES = ("deepspeed", "accelerate")  # of engines of the same name
 MATMUL = "matmul_{}_tflops"  # names of rooflines
 
 
@@ -56,6 +61,7 @@ class Basics:
     launches: Launches
     process_bytes: int
     library_bytes: dict[str, int]
+    own_work: tuple[OwnWork, ...]
 
 
 def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
@@ -65,20 +71,26 @@ def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
     # a run without a GPU measures its memory by copies of such blocks
     copied_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
     process_bytes = resident_host_bytes() + copied_bytes
-    added = {library: found for library in LIBRARIES if (found := _library_bytes(library, ranks)) is not None}
-    return Basics(launches, process_bytes, added)
+    say("measuring what engines take besides the model's work ...")
+    found = _of_engines(ranks, say)
+    own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
+    return Basics(launches, process_bytes, found.get("library_bytes", {}), own_work)
 
 
-def _library_bytes(library: str, ranks: Ranks) -> int | None:
-    """What importing it adds to a process that has the others, in one of its own: it may start things. None where it is not there."""
-    code = (
-        "import torch, transformers.generation, psutil; before = psutil.Process().memory_info().rss; "
-        f"import {library}; print(psutil.Process().memory_info().rss - before)"
-    )
+def _of_engines(ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
+    """What `link --engines` prints, a process of its own, with which engines' libraries stay; nothing where it failed, which is told."""
     environment = os.environ | {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        isolated_module("zero_inference", "link", "--engines"), capture_output=True, text=True, env=environment
+    )
+    for line in done.stderr.splitlines():
+        if line.startswith(ENGINES):
+            say(f"warning: not measured: {line}")
     last = (done.stdout.splitlines() or [""])[-1]
-    return max(0, int(last)) if done.returncode == 0 and last.lstrip("-").isdigit() else None
+    if done.returncode or not last.startswith("{"):
+        say(f"warning: engines were not measured: {(done.stderr.strip().splitlines() or ['they said nothing'])[-1]}")
+        return {}
+    return json.loads(last)
 
 
 def describe_this_machine(
@@ -111,6 +123,7 @@ def describe_this_machine(
         disk_gb_per_s=found.get("disk_read_gbps"),
         cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
         launches=basics.launches,
+        own_work=basics.own_work,
         process_bytes=basics.process_bytes,
         library_bytes=basics.library_bytes,
     )
@@ -126,12 +139,13 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRate, ...]:
-    say("measuring products of few tokens on the device ...")
+    say("measuring products on the device ...")
+    on_gpu = ranks.device.type == "cuda"
     rates = []
     for name, (dtype, scheme) in FORMATS.items():
-        if name == ("float32" if ranks.device.type == "cuda" else "float16"):  # which no run there has by itself
+        if name == ("float32" if on_gpu else "float16"):  # which no run there has by itself
             continue
-        for rows in DEVICE_ROWS:
+        for rows in GPU_ROWS if on_gpu else DEVICE_ROWS:
             try:
                 rate = weights_gb_per_s(ranks.device, dtype, scheme, rows)
             except torch.OutOfMemoryError as error:

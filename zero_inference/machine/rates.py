@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,10 @@ from zero_inference.link.cores import BesideLink
 from zero_inference.quantization.groups import GroupQuantization
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description
+    from zero_inference.link.description import Cores, Description, OwnWork
+
+
+MANY_ROWS = 2048  # that a GPU's products are bound by operations with
 
 
 def format_of(dtype: torch.dtype, scheme: GroupQuantization | None) -> str:
@@ -40,17 +44,35 @@ def beside_link(description: Description, what: str, rows: int) -> BesideLink | 
         cores_gb_per_s=at("cores_gb_per_s"),
         cores_alone_gb_per_s=at("cores_alone_gb_per_s"),
         read_gb_per_s=cores.read_gb_per_s,
-        crossing_s=between([each.rows for each in points], [each.crossing_s for each in points], rows),
+        crossing_s=between([each.rows for each in points], [_crossing_s(cores, each.rows) for each in points], rows),
         device_gb_per_s=description.device_gb_per_s,
     )
 
 
+def _crossing_s(cores: Cores, rows: int) -> float:
+    """The same whatever the weights' format is: so the median of what was measured beside all of them."""
+    return statistics.median(each.crossing_s for each in cores.products if each.rows == rows)
+
+
 def product_gb_per_s(description: Description, what: str, rows: int) -> float | None:
-    """Of weights of the format `what` that the device multiplies with `rows` tokens; None where that is not known."""
+    """Of weights of the format `what` that the device multiplies with `rows` tokens; None where that is not known.
+
+    A GPU's products of more tokens than were measured take the slope of the last two points, if these are bound by operations.
+    """
     points = sorted((each for each in description.device_products if each.format == what), key=lambda each: each.rows)
     if not points:
         return None
+    if rows > points[-1].rows and points[-1].rows < MANY_ROWS and description.gpus:
+        return None
     return 1 / between([each.rows for each in points], [1 / each.gb_per_s for each in points], rows)
+
+
+def own_work(description: Description, engine: str, quant_bits: int) -> OwnWork | None:
+    """What an engine takes besides the model's work; of other bits where only those were measured, as long as both are quantized, or
+    neither is."""
+    of_engine = [each for each in description.own_work if each.engine == engine]
+    alike = [each for each in of_engine if (each.quant_bits == 16) == (quant_bits == 16)]
+    return min(alike, key=lambda each: abs(each.quant_bits - quant_bits), default=None)
 
 
 def between(places: Sequence[int], values: Sequence[float], place: int) -> float:

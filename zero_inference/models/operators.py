@@ -65,6 +65,13 @@ class Pass:
         """Kernels."""
         return sum(self.operators.values())
 
+    @property
+    def products_in_layers(self) -> int:
+        """Kernels that multiply weights of decoder layers."""
+        return sum(
+            count for each, count in self.operators.items() if each.flops and (each.layer_bytes or each.expert_bytes)
+        )
+
     def total(self, name: str) -> int:
         """Of an attribute of `Operator`, over all of them."""
         return sum(getattr(operator, name) * count for operator, count in self.operators.items())

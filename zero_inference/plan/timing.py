@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import product_gb_per_s
+from zero_inference.machine.rates import own_work, product_gb_per_s
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.models.sizes import experts_of
 from zero_inference.records.limit import RATE_WORDS
@@ -16,11 +16,6 @@ from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
-
-
-# Tokens of a pass up to which a GPU's products take what was measured of few tokens; more are bound by operations. A CPU's are
-# extrapolated.
-FEW_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -78,16 +73,31 @@ def why_unknown(plan: EnginePlan, description: Description) -> str:
     }
     if names := [name for name, lacks in missing.items() if lacks]:
         return f"the machine has no rate of {' and '.join(names)}"
-    if job.config.quantized and not job.on_gpu and not plan.own_work_known:
-        return f"what dequantizing takes {job.config.engine} on a CPU is not measured"
+    if _lacks_dequantizing(plan, description):
+        return f"what dequantizing takes {job.config.engine} on a CPU is not measured (zero-inference link --save does)"
     return "the model cannot be traced without its weights"
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """Of a pass.
+
+    Attributes:
+        launches: operators that the host launches; none where the device repeats graphs.
+        pieces: of weights that it sends for.
+        starts: a generation begins with it.
+    """
+
+    launches: int = 0
+    pieces: int = 0
+    starts: bool = False
 
 
 def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
     """None where a rate is missing that the plan takes, or where the model cannot run without weights. To be asked for before `load`."""
     job, config = plan.job, plan.job.config
-    if config.quantized and not job.on_gpu and not plan.own_work_known:
-        return None  # there dequantizing takes the most time
+    if _lacks_dequantizing(plan, description):
+        return None  # it takes the most time there
     one = job.skeleton.traced_pass(job.spec, 1, config.prompt_len + config.gen_len // 2)
     prompt = job.skeleton.traced_pass(job.spec, config.prompt_len, 0)
     if one is None or prompt is None:
@@ -95,8 +105,16 @@ def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
     of_prompt, of_step = prefill(plan, description, prompt), decode_step(plan, description, one)
     if of_prompt is None or of_step is None:
         return None
-    at_least = not plan.own_work_known or description.matmul_tflops.get(job.spec.dtype_name) is None
+    unknown = not plan.own_work_known and own_work(description, config.engine, config.quant_bits) is None
+    at_least = unknown or description.matmul_tflops.get(job.spec.dtype_name) is None
     return Times(of_prompt, of_step, at_least, description.launches is not None)
+
+
+def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:
+    config = plan.job.config
+    if not config.quantized or plan.job.on_gpu or plan.own_work_known:
+        return False
+    return own_work(description, config.engine, config.quant_bits) is None
 
 
 def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> PassTime | None:
@@ -118,7 +136,7 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
         link_s=_seconds((moved.host_to_device_bytes_per_step or 0) / plan.job.ranks.world_size, link),
         disk_s=_disk_s(plan, description),
         cores_s=plan.cores_s(),
-        in_graphs=plan.graphs,
+        host=HostWork() if plan.graphs else HostWork(traced.launches, plan.pieces),
     )
 
 
@@ -137,7 +155,9 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     written_s = _seconds(written, description.link_gb_per_s)
     link_s = None if fetched_s is None or written_s is None else max(fetched_s, written_s)
     disk_s = _disk_s(plan, description)
-    return _together(plan, description, traced, weights_s, link_s=link_s, disk_s=disk_s, cores_s=0.0, in_graphs=False)
+    restored = traced.products_in_layers if job.config.quantized and job.on_gpu and tokens > plan.fused_rows else 0
+    host = HostWork(traced.launches + restored, plan.pieces, starts=True)
+    return _together(plan, description, traced, weights_s, link_s=link_s, disk_s=disk_s, cores_s=0.0, host=host)
 
 
 def _weights_s(
@@ -145,7 +165,8 @@ def _weights_s(
 ) -> Callable[[Operator], float]:
     """Seconds in which the device brings the weights of an operator from its memory, without those that the cores multiply.
 
-    Of many tokens, and by engines that do so always, the dtype that is multiplied is restored first: written once and read once.
+    Codes are multiplied as they are by an engine that can do so with so many tokens, or as it was measured with them; else the dtype that
+    is multiplied is restored first: written once and read once.
     """
     job, config = plan.job, plan.job.config
     number, chosen = experts_of(job.spec)
@@ -153,23 +174,31 @@ def _weights_s(
     in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
     stored = (plan.weight_bytes - (job.sizes.parameter_bytes - in_layers)) / max(1, in_layers)
     memory = description.device_gb_per_s or float("inf")
-    kind = f"int{config.quant_bits}" if config.quantized else job.spec.dtype_name
-    codes = config.quantized and job.on_gpu  # which it multiplies as they are, or restores
-    restored = 2.0 if codes and tokens > plan.fused_rows else 0.0
+    plain = job.spec.dtype_name
+    kind = f"int{config.quant_bits}" if config.quantized else plain
+    codes = config.quantized and job.on_gpu
+    own = own_work(description, config.engine, config.quant_bits)
+    restored_gb_per_s = own.restored_gb_per_s if own else None
 
-    def rate(kind: str, rows: int, most: int) -> float:
-        few = rows <= most or not job.on_gpu
-        return (product_gb_per_s(description, kind, rows) if few else None) or memory
+    def rate(what: str, rows: int) -> float | None:
+        return product_gb_per_s(description, what, rows)
 
-    plain = rate(job.spec.dtype_name, tokens, FEW_ROWS)
-    stored_rate = rate(kind, tokens, plan.fused_rows if codes else FEW_ROWS)
-    of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # rows that one expert gets
-    expert_rate = rate(kind, of_expert, plan.fused_rows if codes else FEW_ROWS)
+    def of_byte(rows: int) -> float:
+        """1e-9 seconds for a byte of the dtype that is multiplied, of a weight that `rows` tokens use."""
+        if (found := rate(kind, rows)) and (plan.fused_rows or not codes) and not restored_gb_per_s:
+            return stored / found
+        if not restored_gb_per_s and (not codes or rows <= plan.fused_rows):
+            return stored / memory
+        restored = 1 / restored_gb_per_s if restored_gb_per_s else (stored + 1) / memory
+        return restored + 1 / (rate(plain, rows) or memory)
+
+    of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # tokens that one expert gets
+    layer_cost, expert_cost, outside_cost = of_byte(tokens), of_byte(of_expert), 1 / (rate(plain, tokens) or memory)
 
     def seconds(operator: Operator) -> float:
-        layers = (1 - of_cores[0]) * operator.layer_bytes / stored_rate
-        experts = (1 - of_cores[1]) * read * operator.expert_bytes / expert_rate
-        return (operator.outside_bytes / plain + (stored + restored) * (layers + experts)) / 1e9
+        layers = (1 - of_cores[0]) * operator.layer_bytes * layer_cost
+        experts = (1 - of_cores[1]) * read * operator.expert_bytes * expert_cost
+        return (operator.outside_bytes * outside_cost + layers + experts) / 1e9
 
     return seconds
 
@@ -183,7 +212,7 @@ def _together(
     link_s: float | None,
     disk_s: float | None,
     cores_s: float,
-    in_graphs: bool,
+    host: HostWork,
 ) -> PassTime | None:
     """What the parts take beside or behind each other. The device computes while blocks are copied, and waits for the cores."""
     launches, rate = description.launches, description.device_gb_per_s
@@ -204,14 +233,16 @@ def _together(
     work_s = _total(traced, lambda each: max(of_memory(each), of_products(each)))
     memory = "device_memory" if plan.job.on_gpu else "host_memory"
     bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
-    host_s = 0.0 if in_graphs else traced.launches * operator_s
+    own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
+    host_s = host.launches * operator_s + (host.pieces * own.piece_s if own else 0.0)
+    begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
     gaps_s = traced.launches * (gap_s or 0.0)  # between kernels, one waiting for the other
     if plan.job.on_gpu:  # which computes while the host launches what follows
         launched_s = gaps_s + max(0.0, host_s - work_s - gaps_s)
     else:
         launched_s = host_s
-    computing = {bound: work_s, "launches": launched_s + step_s, "cores": cores_s}
-    copies = {"link": link_s, "disk": disk_s}
+    computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": cores_s}
+    copies = {"link": link_s and link_s + begin_s, "disk": disk_s}
     if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
         return _longest(computing | copies, sum(computing.values()) + sum(copies.values()))
     name = max(computing, key=lambda each: computing[each])

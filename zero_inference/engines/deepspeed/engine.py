@@ -28,7 +28,12 @@ from zero_inference.engines.deepspeed.config import (
     quantization_settings,
 )
 from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
-from zero_inference.engines.deepspeed.quantization import QuantizationPlan, QuantizedFunctionals, plan_quantization
+from zero_inference.engines.deepspeed.quantization import (
+    QuantizationPlan,
+    QuantizedFunctionals,
+    dequantized_gb_per_s,
+    plan_quantization,
+)
 from zero_inference.engines.deepspeed.store import ParameterStore
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
 from zero_inference.errors import UsageError
@@ -49,11 +54,23 @@ class DeepSpeedPlan(EnginePlan):
 
     ds_config: dict[str, Any]
     quantization: QuantizationPlan | None
+    brought_parameters: int
+
+    @property
+    def pieces(self) -> int:
+        """See `EnginePlan`: parameters, as often as they are used."""
+        return self.brought_parameters
 
     @property
     def own_work_known(self) -> bool:
-        """See `EnginePlan`. Its hooks of a layer, and its dequantizing of a weight, are not measured."""
+        """See `EnginePlan`. Its hooks, and its dequantizing, take longer than a small model's own work."""
         return False
+
+    def measure_restored_gb_per_s(self) -> float | None:
+        """See `EnginePlan`."""
+        if self.quantization is None:
+            return None
+        return dequantized_gb_per_s(self.quantization.settings, self.job.spec.dtype, self.job.ranks.device)
 
 
 def plan(job: Job) -> DeepSpeedPlan:
@@ -83,6 +100,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         pinned,
         ds_config,
         quantization,
+        _brought_parameters(job, quantization, ds_config),
         weight_bytes=sum(stored.values()),
         fetched_bytes=brought["host"] + brought["disk"],
         disk_bytes=brought["disk"],
@@ -172,6 +190,14 @@ def _places_of_weights(
     stored = _bytes_by_place(job, quantization, ds_config)
     brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
     return stored, brought, _footprint(job, quantization, ds_config, pinned, stored)
+
+
+def _brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
+    """How many a step brings to the device, those that two modules share twice."""
+    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    inside = {id(p) for layer in decoder_layers(model)[1] for p in layer.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return sum(places.place(p, _stored_numel(quantization, name, p), id(p) in inside) != "device" for name, p in named)
 
 
 def _bytes_by_place(

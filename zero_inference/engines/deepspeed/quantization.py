@@ -14,8 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero_inference.engines.base import group_size_refusal
+from zero_inference.link.compute import median_s
 
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
+DEQUANTIZED_SIZE, DEQUANTIZED_S = (
+    {"cuda": 8192, "cpu": 2048},
+    0.1,
+)  # of the square weight whose dequantizing is timed, and for how long
 
 
 @dataclass
@@ -76,6 +81,16 @@ def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
     from deepspeed.inference.quantization.utils import _quantize_param
 
     _quantize_param(parameter, settings)
+
+
+def dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes of `dtype` that DeepSpeed dequantizes, and multiplies with one token, while `QuantizedFunctionals` are installed."""
+    size = DEQUANTIZED_SIZE[device.type]
+    weight = nn.Parameter(torch.randn(size, size, device=device).to(dtype), requires_grad=False)
+    nbytes, x = weight.nbytes, torch.randn(1, size, device=device).to(dtype)
+    quantize_parameter(weight, settings)
+    with torch.no_grad():
+        return nbytes / median_s(device, lambda: F.linear(x, weight), DEQUANTIZED_S) / 1e9
 
 
 class QuantizedFunctionals:

@@ -11,6 +11,7 @@ from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
+from zero_inference.engines.stream.ring import slots_in_turn
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers
@@ -76,9 +77,17 @@ class StreamPlan(EnginePlan):
 
     @property
     def prefill_fetched_bytes(self) -> int:
-        """See `EnginePlan`. Where the cores multiply nothing, the ring is full when a prefill begins: it follows another generation."""
-        ring = self.residency.depth * self.residency.slot_bytes
-        return max(0, self.residency.host_bytes - (0 if self.residency.computed else ring))
+        """See `EnginePlan`. When a prefill begins, the ring is full of what a decode step fetches first: it follows another generation.
+        What the prefill does not need soon is dropped then."""
+        found = self.residency
+        slots = slots_in_turn(len(found.fetched), found.depth) if self.graphs and found.fetched else found.depth
+        ahead = set(found.fetched[:slots]).intersection(found.in_host_memory[: found.depth])
+        return found.host_bytes - found.nbytes_of(ahead)
+
+    @property
+    def pieces(self) -> int:
+        """See `EnginePlan`: blocks."""
+        return len(self.residency.in_host_memory)
 
     @property
     def copies_on_cpu(self) -> bool:

@@ -85,7 +85,7 @@ class BlockRing:
     def keep_places(self) -> None:
         """From now on each block of the pass under way, or just ended, comes into the same slot, whenever its order is followed."""
         self.placed = self.following
-        slots = _slots_in_turn(len(self.placed), len(self.slots))
+        slots = slots_in_turn(len(self.placed), len(self.slots))
         self.places = {block: index % slots for index, block in enumerate(self.placed)}
 
     def follow_again(self) -> None:
@@ -244,7 +244,7 @@ class BlockRing:
         return True
 
 
-def _slots_in_turn(blocks: int, slots: int) -> int:
+def slots_in_turn(blocks: int, slots: int) -> int:
     """How many of `slots` the blocks of a pass go round in, so that each comes into the same one in every pass. The first ones of
     a pass have to wait for those in the last, unfinished round of the pass before: the fewer these are, the later they are computed."""
     least = max(2, slots // 2)
