@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -233,3 +234,41 @@ def test_quality_stands_in_the_row_of_its_run(tmp_path):
     assert (row["hellaswag_accuracy"], row["hellaswag_acc_norm"], row["humaneval_pass_at_1"]) == (0.5, 0.75, 0.2)
     assert row["perplexity"] == 12.5 and "perplexity_stderr" not in frame
     assert "31.2" in report.render(frame, "md")
+
+
+def test_decode_time_stands_beside_its_prediction_where_a_record_has_one(tmp_path, capsys):
+    def printed(format):
+        assert run_main(tmp_path, "--format", format) == 0
+        return capsys.readouterr().out
+
+    append_record(tmp_path / "a.jsonl", make_record(predicted=None))
+    assert "predicted" not in printed("table") and "decode_over_predicted" not in json.loads(printed("json"))[0]
+    append_record(tmp_path / "b.jsonl", make_record(predicted={"decode_s": 1.6, "prefill_s": None}))
+    append_record(tmp_path / "c.jsonl", make_record(predicted={"decode_s": None, "prefill_s": 0.3}))
+    ratios = [row["decode_over_predicted"] for row in json.loads(printed("json"))]
+    assert ratios == [None, 1.25, None]
+    assert "decode_over_predicted" in printed("csv").splitlines()[0].split(",")
+    header, _, *rows = ([cell.strip() for cell in line.split("|")] for line in printed("md").splitlines())
+    assert [row[header.index("decode / predicted")] for row in rows] == ["-", "1.25", "-"]
+
+
+def test_predictions_that_no_plan_makes_give_no_ratio(tmp_path):
+    odd = (0, -1.6, "x", None, [], float("nan"), {"s": 1.6}, 1e300)
+    with (tmp_path / "a.jsonl").open("w") as file:
+        for predicted in (3, "odd", [], *({"decode_s": value} for value in odd)):
+            file.write(json.dumps(make_record(predicted=predicted)) + "\n")
+    for measured in (None, 0.0, -2.0, "x"):
+        append_record(tmp_path / "b.jsonl", make_record(predicted={"decode_s": 2.5}, decode_latency_s=measured))
+    frame = report.load_runs(tmp_path)
+    assert len(frame) == 15 and frame["decode_over_predicted"].isna().all()
+    assert "decode_over_predicted" not in report.differing_columns(frame)
+
+
+def test_the_ratio_of_committed_runs_is_that_of_the_prediction_report():
+    folder = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-beside"
+    frame = report.load_runs(folder).set_index("file")["decode_over_predicted"]
+    # from prediction.txt, which `report --prediction` wrote
+    said = {"deepspeed13b-int4": 49.8, "llama13b-bf16-bs1-auto": 3.3, "llama70b-int4-20gib-bs1-auto": -7.2}
+    for name, percent in said.items():
+        assert 100 * (frame[f"{name}.jsonl"] - 1) == pytest.approx(percent, abs=0.05)
+    assert frame.notna().sum() == 8

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 
+from zero_inference.report.prediction import time_over_predicted
 from zero_inference.runtime.tables import Column, decimals, gib, one_line
 
 three_decimals = decimals(3)
@@ -61,6 +63,13 @@ COLUMNS = (
     Column("decode_throughput", "decode (token/s)", three_decimals, best_first=True),
     Column("decode_weights_gbps", "weights (GB/s)", three_decimals, best_first=True),
     Column("prefill_latency_s", "prefill (s)", three_decimals),
+    Column(
+        "decode_over_predicted",
+        "decode / predicted",
+        decimals(2),
+        shown="present",
+        of=functools.partial(time_over_predicted, name="decode_s"),
+    ),
     Column("fraction_of_limit", "of limit (%)", _percent_number, key="limit.fraction_of_limit", best_first=True),
     Column(
         "expert_hit_rate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zero_inference.records.read import value_at
@@ -40,6 +40,18 @@ COLUMNS = (
 )
 
 
+def _said_and_found(record: Mapping[str, Any], name: str) -> tuple[float | None, float | None]:
+    _, said, found = QUANTITIES[name]
+    return value_at(record, f"predicted.{said}", "Float64"), value_at(record, found, "Float64")
+
+
+def time_over_predicted(record: Mapping[str, Any], name: str) -> float | None:
+    """A measured latency as a multiple of the predicted one; `name` is prefill_s or decode_s. None where one of the two is not known
+    or not above 0, as in a decode of no step."""
+    predicted, measured = _said_and_found(record, name)
+    return measured / predicted if predicted and measured and predicted > 0 and measured > 0 else None
+
+
 def prediction_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each record of a run that says what was predicted: by how much more was measured, as shares of the prediction; None where
     nothing was predicted and measured."""
@@ -48,9 +60,8 @@ def prediction_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(record.get("predicted"), dict):
             continue
         row = {name: value_at(record, name, "string") for name in ("model", "engine", "file")}
-        for name, (_, said, found) in QUANTITIES.items():
-            predicted = value_at(record, f"predicted.{said}", "Float64")
-            measured = value_at(record, found, "Float64")
+        for name in QUANTITIES:
+            predicted, measured = _said_and_found(record, name)
             row[name] = measured / predicted - 1 if predicted and measured is not None else None
         rows.append(row)
     return rows

@@ -82,7 +82,10 @@ def runs_frame(records: Iterable[dict[str, Any]]) -> pandas.DataFrame:
     rows = list(records)
     return pandas.DataFrame(
         {
-            column.name: pandas.array([value_at(row, column.key, column.dtype) for row in rows], dtype=column.dtype)
+            column.name: pandas.array(
+                [column.of(row) if column.of else value_at(row, column.key, column.dtype) for row in rows],
+                dtype=column.dtype,
+            )
             for column in COLUMNS
         }
     )

@@ -38,6 +38,7 @@ class Column:
             or only on request (`detail`: measured values differ between any two runs, which tells nothing about the choice).
         best_first: sorts from the largest down.
         whole: its texts are not folded where a terminal is too narrow for the table.
+        of: what makes the value of a record that holds it under no key; `key` is then not looked up.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Column:
     shown: str = "always"
     best_first: bool = False
     whole: bool = False
+    of: Callable[[Mapping[str, Any]], Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.key:
