@@ -74,6 +74,8 @@ def many_records(count):
                 prompt_len=(128, 512)[number % 2],
                 cpu_offload=number % 3 > 0,
                 disk_offload=number % 3 == 0,
+                transfers={"host_to_device_bytes_per_step": 26e9 / (1 + number % 5)},
+                predicted={"decode_s": 0.3 * (1 + number % 37), "prefill_s": 1 / (2.5 + number % 2)},
                 **(use if engine == "stream" else {}),
             )
         )
@@ -100,10 +102,45 @@ def odd_records():
     ]  # fmt: skip
 
 
+def committed_records(folder):
+    return [json.loads(line) for file in sorted((RESULTS / folder).glob("*.jsonl")) for line in file.open()]
+
+
+def hostile_records():
+    """What no run writes: bytes, rates and predictions that are far off, of another kind, or markup."""
+    gpu = {"gpus": [{"name": EVIL}], "cpu_model": EVIL, "cpu_cores": "x"}
+    moved = (
+        *(None, 3, "x", {}, {"host_to_device_bytes_per_step": EVIL}),
+        *({"host_to_device_bytes_per_step": value} for value in (1e19, 1e-14, -5, 26e9)),
+        {"host_to_device_bytes_per_step": 26e9, "cores_bytes_per_step": 1e18, "disk_read_bytes_per_step": 1e-14},
+    )
+    limits = (
+        limit(share=1e19), limit(share=0), limit(EVIL, 1e-14), limit("disk", 0.5, disk_gbps=1e-14), limit("matmul", 0.3, floor_step_s=[1]),
+        limit("link_and_cores", 0.5, cores_gbps=EVIL, link_beside_cores_gbps=0), limit(link_kind=EVIL, link_ahead_bytes=1e19),
+        limit("device_memory", 0.3, floor_step_s={"device_memory": 1e-3}),
+        limit("device_memory", 0.3, floor_step_s={"device_memory": EVIL}),
+    )  # fmt: skip
+    predicted = ({"decode_s": 1e-15, "prefill_s": 1e20}, {"decode_s": EVIL, "prefill_s": 0}, EVIL, None)
+    return [
+        rich_record(
+            transfers=each,
+            limit=bounds,
+            environment=gpu if index % 2 else EVIL,
+            world_size=index % 3,
+            predicted=predicted[(index + at) % 4],
+        )
+        for index, each in enumerate(moved)
+        for at, bounds in enumerate(limits)
+    ]
+
+
 KINDS = {
     "empty": list,
     "single": lambda: [rich_record()],
+    "beside": lambda: committed_records("h200-beside"),
+    "single beside": lambda: committed_records("h200-beside")[1:2],
     "odd": odd_records,
+    "hostile": hostile_records,
     "two hundred": lambda: many_records(200),
 }
 
@@ -224,7 +261,7 @@ def test_every_figure_is_named_and_described_for_who_cannot_see_it(committed):
     assert [value for tag, name, value in committed.attributes if (tag, name) == ("svg", "role")] == [
         "img"
     ] * committed.tags.count("svg")
-    shares = next(text for text in committed.texts("desc") if "97.9%" in text)
+    shares = next(text for text in committed.texts("desc") if ": 97.9%" in text)
     rows = [float(share) for share in re.findall(r": ([\d.]+)%", shares)]
     assert {97.9, 95.8, 17.2, 16.8} <= set(rows) and rows == sorted(rows, reverse=True)
 

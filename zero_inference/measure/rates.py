@@ -15,7 +15,7 @@ from zero_inference.link.compute import device_copy_gb_per_s, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
 from zero_inference.link.disk import disk_read_gb_per_s
 from zero_inference.models.spec import ModelSpec
-from zero_inference.records.limit import LinkUse, Rates
+from zero_inference.records.limit import HOST_COPY, LinkUse, Rates
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import CoresUse
 from zero_inference.runtime.distributed import Ranks
@@ -132,7 +132,7 @@ def measure_rates(
     return Rates(
         link_gb_per_s=rate.gb_per_s,
         link_spread=rate.spread_gb_per_s / rate.gb_per_s,
-        link_kind="host to device, pinned" if on_gpu else "host memory copy",
+        link_kind="host to device, pinned" if on_gpu else HOST_COPY,
         device_copy_gb_per_s=(
             _unless_out_of_memory(lambda: device_copy_gb_per_s(ranks.device))
             if on_gpu

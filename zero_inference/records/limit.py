@@ -17,6 +17,7 @@ RATE_WORDS = {
     "disk": "the disk",
     "launches": "the host's launches",
 }
+HOST_COPY = "host memory copy"  # `link_kind` where there is no GPU, and so no link
 _STREAM = "--engine stream"
 _CORES = "--engine stream with a GPU and --cpu-compute auto or above 0"
 _BUSY = ("s", "the link was copying")

@@ -168,14 +168,16 @@ def canvas(width: float, height: float, left: float, right: float, top: float, b
     return figure, axes
 
 
-def log_axis(axis, low: float, high: float) -> None:
+def log_axis(axis, low: float, high: float, most_decades: int = 12) -> None:
+    """Makes an x or y axis logarithmic between these, with ticks at round numbers; above `most_decades` at some powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-    axis.axes.set_yscale("log")
-    axis.axes.set_ylim(low, high)
+    axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
     decades = math.log10(high / low)
     axis.set_major_locator(
-        LogLocator(base=10, subs=(1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.5 else (1,), numticks=12)
+        LogLocator(
+            base=10, subs=(1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.5 else (1,), numticks=most_decades
+        )
     )
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())

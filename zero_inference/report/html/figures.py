@@ -1,4 +1,4 @@
-"""The page's figures: throughput, shares of the roofline, phases, step times, the link's time, quality.
+"""The page's figures: throughput, the roofline and shares of it, what was predicted, phases, step times, the link's time, quality.
 
 Matplotlib and not Plotly, whose script alone is megabytes: a figure here is a small SVG, prints as it stands and needs
 no script.
@@ -10,26 +10,21 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from zero_inference.report.html.bounds import bound_name, bounds_among, look
 from zero_inference.report.html.drawing import (
-    MARKERS,
     ROOM,
     Drawing,
     Row,
     fitting,
     row_figures,
 )
+from zero_inference.report.html.predicted import predicted_against_measured
+from zero_inference.report.html.roofline import roofline
 from zero_inference.report.html.runs import LINK_PARTS, Run
 from zero_inference.report.html.summary import seconds
 from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE
 from zero_inference.report.html.throughput import throughput
 
-LIMITS = {
-    "link": "link",
-    "link_and_cores": "link and cores",
-    "disk": "disk",
-    "device_memory": "device memory",
-    "matmul": "matrix products",
-}
 LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
 
 
@@ -38,7 +33,16 @@ def all_figures(runs: list[Run]) -> list[list[Drawing]]:
     import matplotlib
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
-        makers = (throughput, shares_of_limit, phases, steps, link_use, quality)
+        makers = (
+            throughput,
+            roofline,
+            shares_of_limit,
+            predicted_against_measured,
+            phases,
+            steps,
+            link_use,
+            quality,
+        )
         return [drawings for drawings in (maker(runs) for maker in makers) if drawings]
 
 
@@ -52,8 +56,7 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
     for run in known:
         alike.setdefault((run.setting, run.group), []).append(run)
     groups = {run.group for run in known}
-    found = {run.bound_by for run in known}
-    bounds = [bound for bound in (*LIMITS, *sorted(found - set(LIMITS))) if bound in found]
+    bounds = bounds_among(run.bound_by for run in known)
 
     def median(each: list[Run]) -> float:
         return statistics.median(run.share_of_limit for run in each)
@@ -76,10 +79,8 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
         middle = statistics.median(run.share_of_limit for run in each)
         axes.plot([middle, middle], [y - 0.4, y + 0.4], color=INK, linewidth=1.6, zorder=2)
         for run in each:
-            index = bounds.index(run.bound_by) % len(SERIES)
-            axes.plot(
-                [run.share_of_limit], [y], MARKERS[index], color=SERIES[index], zorder=3, clip_on=False, alpha=0.85
-            )
+            colour, marker = look(run.bound_by)
+            axes.plot([run.share_of_limit], [y], marker, color=colour, zorder=3, clip_on=False, alpha=0.85)
 
     def finish(axes) -> None:
         axes.set_xlim(0, most)
@@ -96,10 +97,7 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
         "How near a decode step came to this machine's roofline, the least time that it allows: bytes or operations "
         "that the run needed, at the rates measured in the same process. Each mark is a run, its shape says what "
         "binds it; the bar is the median, the broken line the limit.",
-        legend=[
-            (LIMITS.get(bound, fitting(bound, ROOM / 3)), SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)])
-            for i, bound in enumerate(bounds)
-        ],
+        legend=[(bound_name(bound), *look(bound)) for bound in bounds],
         what="settings",
     )
 

@@ -1,0 +1,157 @@
+"""Runs by the machine that they ran on: its measured rates, and where each run lies under its rooflines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_inference.records.limit import HOST_COPY
+from zero_inference.report.html.runs import Run, clean
+from zero_inference.report.html.summary import number
+
+SAME_RATE = 1.5  # links that differ by more are of different machines: a generation of PCIe is a factor of 2
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run under the rooflines; `bytes_per_token` are those of the rate that holds it back.
+
+    That is what a step reads from disk where the disk binds it; what it reads of device memory where that binds it or nothing lies
+    elsewhere; and else what lies outside device memory, copied over the link or read by the host's cores.
+
+    Attributes:
+        bound: the rate that binds the run.
+        limit: token/s that the run's own measured rates allow; None where the record does not say.
+    """
+
+    run: Run
+    bound: str
+    bytes_per_token: float
+    tokens_per_s: float
+    limit: float | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`rates`: lowest and highest that the runs measured, in bytes/s of all devices together, by what binds; those that apply to a
+    run here."""
+
+    name: str
+    points: list[Point]
+    rates: dict[str, tuple[float, float]]
+
+
+def machines_of(runs: list[Run]) -> list[Machine]:
+    """Those with a run whose bytes and rates are known, the one with most runs first."""
+    alike: dict[tuple, list[Point]] = {}
+    for run in runs:
+        if point := _point(run):
+            alike.setdefault(_hardware(run), []).append(point)
+    machines = []
+    for points in alike.values():
+        parts = _by_link(points)
+        for part in parts:
+            if rates := _rates_of(part):
+                machines.append(Machine(_name(part, rates, several=len(parts) > 1), part, rates))
+    return sorted(machines, key=lambda machine: -len(machine.points))
+
+
+def _point(run: Run) -> Point | None:
+    batch, speed, share = run.whole("batch_size"), run.decode_throughput, run.share_of_limit
+    if not speed or not batch or batch < 0 or not run.bound_by or (nbytes := _bytes_per_step(run)) <= 0:
+        return None
+    return Point(run, run.bound_by, nbytes / batch, speed, speed / share if share else None)
+
+
+def _bytes_per_step(run: Run) -> float:
+    """See `Point`; 0 where it is not known."""
+    if run.bound_by == "disk":
+        return _moved(run, "disk_read")
+    outside = _outside(run) if _has_link(run) and run.bound_by != "device_memory" else 0.0
+    step_s, rate = run.amount("limit.floor_step_s.device_memory"), rates(run).get("device_memory")
+    return outside or (step_s or 0.0) * (rate or 0.0)
+
+
+def _outside(run: Run) -> float:
+    """Bytes of a step that the link owes, see `plan.limits.decode_limits`, and that the cores read."""
+    steps = (run.whole("gen_len") or 0) - 1
+    ahead = (run.amount("limit.link_ahead_bytes") or 0.0) / steps if steps > 0 else 0.0
+    return max(0.0, _moved(run, "host_to_device") - ahead) + _moved(run, "cores")
+
+
+def _moved(run: Run, what: str) -> float:
+    return max(0.0, run.amount(f"transfers.{what}_bytes_per_step") or 0.0)
+
+
+def _has_link(run: Run) -> bool:
+    return run.text("limit.link_kind") != HOST_COPY
+
+
+def rates(run: Run) -> dict[str, float]:
+    """Bytes/s of all devices together, by what binds; those of the link, of cores beside it and of the disk are so in the record."""
+    link, cores = run.amount("limit.link_beside_cores_gbps"), run.amount("limit.cores_gbps")
+    device = run.amount("limit.device_copy_gbps")
+    known = {
+        "link": run.amount("limit.link_gbps") if _has_link(run) else None,
+        "link_and_cores": link + cores if link and cores and _has_link(run) else None,
+        "disk": run.amount("limit.disk_gbps"),
+        "device_memory": device * max(1, run.whole("world_size") or 1) if device else None,
+    }
+    return {bound: 1e9 * rate for bound, rate in known.items() if rate and rate > 0}
+
+
+def _rates_of(points: list[Point]) -> dict[str, tuple[float, float]]:
+    """Of what the runs move: no link where no run has bytes outside device memory, no cores where they never multiply."""
+    applies: set[str] = set()
+    for point in points:
+        if point.run.bound_by == "disk":
+            applies.add("disk")
+        elif _has_link(point.run) and point.run.bound_by != "device_memory" and _outside(point.run):
+            applies |= {"link"} | ({"link_and_cores"} if _moved(point.run, "cores") else set())
+        else:
+            applies.add("device_memory")
+    found: dict[str, list[float]] = {}
+    for point in points:
+        for bound, rate in rates(point.run).items():
+            if bound in applies:
+                found.setdefault(bound, []).append(rate)
+    return {bound: (min(each), max(each)) for bound, each in found.items()}
+
+
+def _hardware(run: Run) -> tuple:
+    """What tells machines apart by name."""
+    return (
+        tuple(run.gpu_names),
+        run.text("environment.cpu_model"),
+        run.whole("environment.cpu_cores"),
+        run.whole("world_size"),
+        run.whole("num_nodes"),
+        _has_link(run),
+    )
+
+
+def _by_link(points: list[Point]) -> list[list[Point]]:
+    """Machines of the same names whose links, or memories where there is none, differ too much to be one."""
+
+    def rate(point: Point) -> float:
+        known = rates(point.run)
+        return known.get("link") or known.get("device_memory") or 0.0
+
+    parts: list[list[Point]] = []
+    for point in sorted(points, key=rate, reverse=True):
+        if not parts or rate(parts[-1][0]) > SAME_RATE * rate(point) > 0:
+            parts.append([])
+        parts[-1].append(point)
+    return [sorted(part, key=lambda point: point.run.number) for part in parts]
+
+
+def _name(points: list[Point], found: dict[str, tuple[float, float]], several: bool) -> str:
+    run = points[0].run
+    cpu, cores, ranks = run.text("environment.cpu_model"), run.whole("environment.cpu_cores"), run.whole("world_size")
+    parts = [run.gpus or ("no GPU" if cpu else "machine not recorded")]
+    if cpu:
+        parts.append(f"{cpu} with {cores} cores" if cores else cpu)
+    if ranks and ranks > 1:
+        parts.append(f"{ranks} ranks")
+    if several and (rate := found.get("link") or found.get("device_memory")):
+        parts.append(f"{'link' if 'link' in found else 'memory'} {number(rate[1] / 1e9)} GB/s")
+    return clean(", ".join(parts))
