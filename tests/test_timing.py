@@ -12,7 +12,7 @@ from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of
 from zero_inference.cli import console_main, main
-from zero_inference.link.description import DeviceRate, Launches, OwnWork, write_description
+from zero_inference.link.description import DeviceRate, Launches, Loading, OwnWork, write_description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.records.read import read_records
 from zero_inference.runtime.environment import describe_environment, versions_of
@@ -119,6 +119,28 @@ def test_a_prefill_waits_for_the_start_of_its_generation():
     blocks = times_of(options, FAST.model_copy(update={"own_work": (late,)}))
     assert blocks[0].weights.pieces == 40 and blocks[1].prefill.bound_by == "launches"
     assert blocks[1].prefill.seconds > 40 * 0.02 and blocks[1].step == without.step, "graphs of a step send for nothing"
+
+
+def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
+    rates = Loading(draw_gb_per_s=500.0, quantize_int8_gb_per_s=40.0, quantize_int4_gb_per_s=20.0, keep_gb_per_s=5.0)
+    machine = FAST.model_copy(update={"loading": rates, "own_work": (HOOKS.model_copy(update={"load_s": 2.0}),)})
+    for options, parts in {
+        "--engine resident": (500.0,),
+        "--engine stream --gpu-memory 0": (500.0,),
+        "--engine stream --gpu-memory 0 --quant-bits 8": (500.0, 40.0),
+        "--engine deepspeed --cpu-offload --quant-bits 4": (500.0, 20.0),
+    }.items():
+        plan = planned(f"--model opt-13b {options} {SIZES}", DescribedMachine(machine))
+        dense = plan.job.sizes.parameter_bytes
+        expected = sum(dense / rate for rate in parts) + plan.weights.footprint.host / 5.0
+        assert plan.load_s == pytest.approx(expected / 1e9 + 2.0 * ("deepspeed" in options))
+        assert plan.predicted.load_s == plan.load_s
+    checkpoint = ["--model", str(checkpoints("llama")), "--engine", "resident", "--prompt-len", "8", "--gen-len", "4"]
+    read = planned(" ".join(checkpoint), DescribedMachine(machine))
+    assert read.load_s == pytest.approx(read.job.sizes.parameter_bytes * (1 / 3.0 + 1 / 10.0) / 1e9)
+    unknown = machine.model_copy(update={"disk_gb_per_s": None})
+    assert planned(" ".join(checkpoint), DescribedMachine(unknown)).load_s is None
+    assert planned(f"--model opt-13b --engine resident {SIZES}", DescribedMachine(FAST)).load_s is None
 
 
 def test_many_tokens_take_what_products_of_as_many_took():

@@ -115,11 +115,22 @@ class Launches(_Part):
     graph_operator_s: Seconds | None = None
 
 
+class Loading(_Part):
+    """Rates in bytes of the model's dtype: of random weights drawn on the device, and of weights that are quantized there; and of stored
+    bytes that are put from the device into new host memory, page-locked with a GPU."""
+
+    draw_gb_per_s: Rate
+    quantize_int8_gb_per_s: Rate
+    quantize_int4_gb_per_s: Rate
+    keep_gb_per_s: Rate
+
+
 class OwnWork(_Part):
     """What an engine takes besides the model's work, found with a model so thin that nothing else counts.
 
     Attributes:
         engine, quant_bits: how it was run.
+        load_s: until the model was there.
         start_s: from the call of a generation to its first token, above what a decode step takes.
         piece_s: of the host, for each piece of weights that a pass brings: a block, a parameter or a module's weights, as the engine does.
         restored_gb_per_s: bytes of the dtype that is multiplied, restored by the engine's own operator from codes on the device; None where
@@ -128,6 +139,7 @@ class OwnWork(_Part):
 
     engine: str
     quant_bits: Count
+    load_s: Seconds = 0.0
     start_s: Seconds
     piece_s: Seconds
     restored_gb_per_s: Rate | None = None
@@ -153,6 +165,7 @@ class Description(_Part):
         cores: None where they are not known.
         launches: None where they are not known.
         own_work: of engines where it was measured.
+        loading: None where it is not known.
         process_bytes: host memory of a process that has loaded the libraries of a run, and no model; None where it is not known.
         library_bytes: what an engine's own library adds to that, by the engine's name.
     """
@@ -174,6 +187,7 @@ class Description(_Part):
     cores: Cores | None = None
     launches: Launches | None = None
     own_work: tuple[OwnWork, ...] = Field(default=(), strict=False)
+    loading: Loading | None = None
     process_bytes: Bytes | None = None
     library_bytes: dict[str, Bytes] = {}
 

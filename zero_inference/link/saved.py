@@ -21,8 +21,19 @@ from zero_inference.errors import RunError
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import weights_gb_per_s
 from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
-from zero_inference.link.description import CoreRates, Cores, Description, DeviceRate, Gpu, Launches, OwnWork, Products
+from zero_inference.link.description import (
+    CoreRates,
+    Cores,
+    Description,
+    DeviceRate,
+    Gpu,
+    Launches,
+    Loading,
+    OwnWork,
+    Products,
+)
 from zero_inference.link.launches import measure_launches
+from zero_inference.link.loading import measure_loading
 from zero_inference.link.rooflines import Result
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import FUSED_ROWS
@@ -124,6 +135,7 @@ def describe_this_machine(
         cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
         launches=basics.launches,
         own_work=basics.own_work,
+        loading=_loading(ranks, say),
         process_bytes=basics.process_bytes,
         library_bytes=basics.library_bytes,
     )
@@ -153,6 +165,14 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
                 continue
             rates.append(DeviceRate(format=name, rows=rows, gb_per_s=rate))
     return tuple(rates)
+
+
+def _loading(ranks: Ranks, say: Callable[[str], None]) -> Loading | None:
+    try:
+        return measure_loading(ranks.device)
+    except (RunError, torch.OutOfMemoryError) as error:
+        say(f"warning: not measured: {first_line(error)}")
+        return None
 
 
 def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:

@@ -77,6 +77,7 @@ class _Thin:
     engine: str
     quant_bits: int
     pieces: int
+    load_s: float
     prefill_s: float
     step_s: float
     restored_gb_per_s: float | None
@@ -86,6 +87,7 @@ class _Thin:
         return OwnWork(
             engine=self.engine,
             quant_bits=self.quant_bits,
+            load_s=self.load_s,
             start_s=max(0.0, self.prefill_s - self.step_s),
             piece_s=max(0.0, self.step_s - plain.step_s) / max(1, self.pieces),
             restored_gb_per_s=self.restored_gb_per_s,
@@ -136,14 +138,14 @@ def _measured(engine: str, bits: int, options: dict[str, object], model: str, ra
         config = RunConfig(**asked, **options).validate()  # type: ignore[arg-type]
         plan = plan_run(config, resolve_model(config, ranks.device.type), ranks)
         pieces = plan.weights.pieces
-        with loaded_model(plan, Progress(enabled=False)) as (loaded, _):
-            return _of_loops(plan, loaded, pieces)
+        with loaded_model(plan, Progress(enabled=False)) as (loaded, load_s):
+            return _of_loops(plan, loaded, pieces, load_s)
     except (UsageError, RuntimeError) as error:
         print(f"{engine}, {bits} bits: {error}", file=sys.stderr)
         return None
 
 
-def _of_loops(plan: Plan, loaded: LoadedModel, pieces: int) -> _Thin:
+def _of_loops(plan: Plan, loaded: LoadedModel, pieces: int, load_s: float) -> _Thin:
     job, config = plan.job, plan.job.config
     ids = torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64)
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
@@ -152,6 +154,7 @@ def _of_loops(plan: Plan, loaded: LoadedModel, pieces: int) -> _Thin:
         engine=config.engine,
         quant_bits=config.quant_bits,
         pieces=pieces,
+        load_s=load_s,
         prefill_s=found.median("prefill_s"),
         step_s=statistics.median(step for loop in found.loops for step in loop.step_s),
         restored_gb_per_s=plan.weights.measure_restored_gb_per_s(),

@@ -15,6 +15,7 @@ from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
 from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
+from zero_inference.plan.loading import predicted_load_s
 from zero_inference.plan.memory import Need, memory_needs
 from zero_inference.plan.timing import Times, predicted_times
 from zero_inference.records.schema import Predicted
@@ -45,6 +46,7 @@ class Plan:
         """For the record. What `load` keeps of it was found before it began."""
         moved, times = self.weights.moved_per_step(), self.times
         return Predicted(
+            load_s=self.load_s,
             prefill_s=times.prefill.seconds if times else None,
             decode_s=times.step.seconds * (self.job.config.gen_len - 1) if times else None,
             bound_by=times.step.bound_by if times else None,
@@ -62,6 +64,12 @@ class Plan:
         """Of prefill and decode; None where the machine's rates or the model's operators are not known. To be asked for before `load`."""
         description = self.job.machine.described()
         return None if description is None else predicted_times(self.weights, description)
+
+    @property
+    def load_s(self) -> float | None:
+        """Of loading the weights; None where it is not known."""
+        description = self.job.machine.described()
+        return None if description is None else predicted_load_s(self.weights, description)
 
     @property
     def _peak_host_bytes(self) -> int | None:

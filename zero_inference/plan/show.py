@@ -13,6 +13,7 @@ from zero_inference.plan.log_sizes import log_sizes
 from zero_inference.plan.memory import describe
 from zero_inference.plan.outlook import limit_in_words
 from zero_inference.plan.plan import Plan
+from zero_inference.runtime.tables import significant
 
 
 def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
@@ -44,6 +45,8 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
                 print(line)
             if plan.times:
                 print(plan.times.in_words(job.config.batch_size))
+            if plan.load_s is not None:
+                print(f"predicted: loading {significant(plan.load_s)} s")
             print("It fits.", flush=True)
             return
     changes = changes_that_fit(job)

@@ -23,6 +23,9 @@ class Chosen:
 class Predicted:
     """What the plan said before anything was loaded, under the names of what was measured."""
 
+    load_s: float | None = key(
+        "s", "loading; null as `prefill_s`, and for a checkpoint on a disk that was not measured"
+    )
     prefill_s: float | None = key("s", "prefill latency; null where the machine was not measured before")
     decode_s: float | None = key("s", "decode latency; null as `prefill_s`")
     bound_by: str | None = key("", "what most of a decode step is for")

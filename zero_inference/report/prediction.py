@@ -10,6 +10,7 @@ from zero_inference.runtime.tables import Column, print_rows
 
 # Name of a column: its header, the key that was predicted, and the one that was measured.
 QUANTITIES = {
+    "load_s": ("loading", "load_s", "load_s"),
     "prefill_s": ("prefill", "prefill_s", "prefill_latency_s"),
     "decode_s": ("decode", "decode_s", "decode_latency_s"),
     "peak_host_bytes": ("peak host memory", "peak_host_bytes", "peak_host_bytes"),

@@ -1,0 +1,55 @@
+"""How fast weights come to where a run needs them: drawn, quantized, and put into new host memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from zero_inference.link.description import Loading
+from zero_inference.models.dummy import fill_dummy
+from zero_inference.quantization.groups import GroupQuantization, quantize
+from zero_inference.runtime.host_memory import host_empty
+
+GROUP_SIZE = 64  # the default of runs
+SIZE = {"cuda": 8192, "cpu": 2048}  # of a square weight
+ROUNDS = 5
+
+
+def measure_loading(device: torch.device) -> Loading:
+    """About a second. Raises RunError where no host memory may be page-locked."""
+    on_gpu = device.type == "cuda"
+    size = SIZE[device.type]
+    weight = torch.empty(size, size, dtype=torch.bfloat16, device=device)
+    raw = weight.view(-1).view(torch.uint8)
+    kept: list[torch.Tensor] = []  # new memory each time
+
+    def keep() -> None:
+        kept.append(host_empty(raw.shape, torch.uint8, pinned=on_gpu))
+        kept[-1].copy_(raw)
+
+    def quantized(bits: int) -> Callable[[], object]:
+        return lambda: quantize(weight, GroupQuantization(bits, GROUP_SIZE))
+
+    def rate(action: Callable[[], object]) -> float:
+        return weight.nbytes / _median_s(device, action) / 1e9
+
+    return Loading(
+        draw_gb_per_s=rate(lambda: fill_dummy(weight, "weight", 0)),
+        quantize_int8_gb_per_s=rate(quantized(8)),
+        quantize_int4_gb_per_s=rate(quantized(4)),
+        keep_gb_per_s=rate(keep),
+    )
+
+
+def _median_s(device: torch.device, action: Callable[[], object]) -> float:
+    times = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

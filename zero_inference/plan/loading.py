@@ -1,0 +1,46 @@
+"""How long loading will take: what is read or drawn, quantized and put into host memory, one after the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zero_inference.engines.base import EnginePlan
+from zero_inference.machine.rates import own_work
+
+if TYPE_CHECKING:
+    from zero_inference.link.description import Description, Loading
+
+
+def predicted_load_s(plan: EnginePlan, description: Description) -> float | None:
+    """Seconds from the first weight to the last of one rank; None where a rate is missing, as the disk's for a checkpoint.
+
+    A checkpoint is taken to lie on the disk that was measured, and not in the system's cache. Quantizing takes what this package's own
+    operator takes, whichever engine does it.
+    """
+    job, config, rates = plan.job, plan.job.config, description.loading
+    source = _source_gb_per_s(plan, description)
+    if rates is None or source is None:
+        return None
+    dense = job.sizes.parameter_bytes
+    parts = [dense / source, plan.footprint.host / rates.keep_gb_per_s]
+    if config.quantized:
+        parts.append(dense / _quantize_gb_per_s(rates, config.quant_bits))
+    own = own_work(description, config.engine, config.quant_bits)
+    return sum(parts) / 1e9 + (own.load_s if own else 0.0)
+
+
+def _source_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
+    """Of a weight that comes to where it is quantized."""
+    job, rates = plan.job, description.loading
+    if rates is None:
+        return None
+    if job.spec.dummy:
+        return rates.draw_gb_per_s
+    if description.disk_gb_per_s is None:
+        return None
+    to_device = description.pageable_link_gb_per_s if job.on_gpu else None
+    return 1 / (1 / description.disk_gb_per_s + (1 / to_device if to_device else 0.0))
+
+
+def _quantize_gb_per_s(rates: Loading, quant_bits: int) -> float:
+    return rates.quantize_int8_gb_per_s if quant_bits == 8 else rates.quantize_int4_gb_per_s
