@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zero_inference.models.meta_pass import Watching, on_meta, run_on_meta, storage_of, tensors_in
+from zero_inference.models.meta_pass import Watching, tensors_in, watch_pass
+from zero_inference.models.repeat import NotAlike, storage_of
 
 ALLOCATION_BYTES = 512  # that CUDA's caching allocator of PyTorch rounds up to
 
@@ -25,15 +26,10 @@ def prefill_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int |
         dtype: of the hidden states.
     """
     for tried in dict.fromkeys((dtype, torch.bfloat16)):
-        found = _traced_peak_bytes(model, tried, prompt_len)
-        if found is not None:
-            return found * dtype.itemsize // tried.itemsize
+        alive = watch_pass(model, tried, prompt_len, 0, lambda shapes: _Alive())
+        if alive is not None:
+            return alive.most * dtype.itemsize // tried.itemsize
     return None
-
-
-def _traced_peak_bytes(model: Any, dtype: torch.dtype, prompt_len: int) -> int | None:
-    alive = _Alive()
-    return alive.most if run_on_meta(on_meta(model, dtype), prompt_len, 0, alive) else None
 
 
 class _Alive(Watching):
@@ -41,12 +37,14 @@ class _Alive(Watching):
 
     Attributes:
         now, most: bytes.
+        known: by storage the number of it, in the order in which they were made.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
-        self.known: set[int] = set()
+        self.known: dict[int, int] = {}
+        self.made = 0
 
     def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
         """See `Watching`."""
@@ -58,11 +56,34 @@ class _Alive(Watching):
         key, nbytes = storage._cdata, -(-storage.nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
         if key in self.known:
             return
-        self.known.add(key)
+        self.known[key] = self.made = self.made + 1
         self.now += nbytes
         self.most = max(self.most, self.now)
         weakref.finalize(storage, self._forget, key, nbytes)
 
     def _forget(self, key: int, nbytes: int) -> None:
-        self.known.discard(key)
+        del self.known[key]
         self.now -= nbytes
+
+    def start(self) -> tuple[set[int], int, int, int]:
+        """See `OfLayers`."""
+        before = set(self.known.values()), self.most, self.now, self.operators_seen
+        self.most = self.now
+        return before
+
+    def seen(self, start: tuple[set[int], int, int, int], position: int, made: set[int]) -> tuple[int, int]:
+        """See `OfLayers`. What the call keeps elsewhere, as in a cache, cannot be repeated."""
+        before, most, now, operators = start
+        if set(self.known.values()) != before | {self.known.get(storage, -1) for storage in made}:
+            raise NotAlike
+        peak = self.most - now
+        self.most = max(self.most, most)
+        return peak, self.operators_seen - operators
+
+    def repeat(self, position: int, seen: tuple[int, int], made: list[torch.Tensor]) -> None:
+        """See `OfLayers`."""
+        peak, operators = seen
+        self.most = max(self.most, self.now + peak)
+        self.count(operators)
+        for tensor in made:
+            self._note(tensor.untyped_storage())

@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Of one call of PyTorch's attention: query, key, value and what it returns.
-SawAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+from zero_inference.models.alike import Kinds, copy_with_few_layers, kinds_of_layers
+from zero_inference.models.repeat import NotAlike, OfLayers, Repeating, storage_of
+
+Counted = TypeVar("Counted", bound=OfLayers)
+Watched = TypeVar("Watched", bound="Watching")
 # More than any model has that computes its positions at once; recurrent ones that loop over them are estimated.
 MOST_OPERATORS = 40_000
 
 
-class Watching(TorchDispatchMode, ABC):
-    """Sees each operator of a pass. Raises RuntimeError behind `MOST_OPERATORS`."""
+class TooManyOperators(Exception):
+    """Of a pass; see `MOST_OPERATORS`."""
+
+
+class Watching(OfLayers, TorchDispatchMode):
+    """Sees each operator of a pass, but for those of layers' calls that are repeated.
+
+    Raises TooManyOperators behind `MOST_OPERATORS`, with those that are repeated.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.operators_seen = 0
+        self.looks_away = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.operators_seen += 1
-        if self.operators_seen > MOST_OPERATORS:
-            raise RuntimeError("the model has too many operators to be traced")
+        if self.looks_away:
+            return function(*args, **(kwargs or {}))
+        self.count(1)
         given = {storage_of(tensor) for tensor in tensors_in((args, kwargs))}
         out = function(*args, **(kwargs or {}))
         self.saw(function, args, kwargs or {}, given, out)
         return out
+
+    def count(self, operators: int) -> None:
+        self.operators_seen += operators
+        if self.operators_seen > MOST_OPERATORS:
+            raise TooManyOperators
 
     @abstractmethod
     def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
@@ -44,47 +59,77 @@ class Watching(TorchDispatchMode, ABC):
             given: storages of the arguments, as they were before.
         """
 
+    def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
+        """PyTorch's attention was called, and returns `out`."""
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Operators that do not belong to the pass."""
+        self.looks_away = True
+        try:
+            yield
+        finally:
+            self.looks_away = False
+
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """Names it while it is alive."""
-    return tensor.untyped_storage()._cdata
-
-
-def on_meta(model: Any, dtype: torch.dtype) -> Any:
-    """A copy of `model`, which has no weights, with parameters and buffers of `dtype` on the meta device."""
-    return copy.deepcopy(model).to("meta", dtype)
-
-
-def run_on_meta(
-    shapes: Any,
-    tokens: int,
-    past: int,
-    watching: AbstractContextManager,
-    saw_attention: SawAttention | None = None,
-) -> bool:
-    """One sequence's pass of `tokens` tokens that follow `past` others, within `watching`.
+def watch_pass(
+    model: Any, dtype: torch.dtype, tokens: int, past: int, make: Callable[[Any], Watched]
+) -> Watched | None:
+    """One sequence's pass of `tokens` tokens that follow `past` others, watched.
 
     Attention counts as one operator that keeps no scores, as PyTorch's fast kernels do it, where the model calls PyTorch's.
 
     Args:
-        shapes: what `on_meta` gave.
-        saw_attention: told of each such call.
+        model: without weights; it is left as it is.
+        dtype: of parameters and buffers.
+        make: what watches the pass, given the copy of `model` on the meta device that will run.
 
     Returns:
-        whether the model can run there: not if it looks at values, or has operators that know no meta device.
+        what watched. None where the model cannot run there: if it looks at values, has operators that know no meta device, or too many.
     """
-    one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
-    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    try:
-        with torch.no_grad(), _AttentionWithoutScores(saw_attention), watching:
+
+    def run(shapes: Any, watching: Watching) -> None:
+        one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        with _AttentionWithoutScores(watching), watching:
             shapes(input_ids=ids, past_key_values=_passing_cache(shapes.config, past), use_cache=True, **one)
-    except Exception:  # whatever the model's own code raises
-        return False
-    return True
+
+    return run_on_meta(model, dtype, make, run)
+
+
+def run_on_meta(
+    model: Any, dtype: torch.dtype, make: Callable[[Any], Counted], run: Callable[[Any, Counted], None]
+) -> Counted | None:
+    """Have `run` call a copy of `model` on the meta device. Of layers that are alike a few run (`models.alike`); where they turn out not to
+    be, all of them.
+
+    Args:
+        make, dtype: as of `watch_pass`.
+        run: given the copy, and what `make` made.
+
+    Returns:
+        what `make` made; None where the model cannot run there.
+    """
+    kinds = kinds_of_layers(model)
+    for each in (kinds, Kinds(())) if kinds.repeated else (kinds,):
+        shapes, few = copy_with_few_layers(model, each)
+        shapes.to("meta", dtype)
+        counting = make(shapes)
+        repeating = Repeating(few, each, counting)
+        try:
+            with torch.no_grad():
+                run(shapes, counting)
+            return counting
+        except NotAlike:
+            continue
+        except Exception as error:  # whatever the model's own code raises
+            if isinstance(error, TooManyOperators) or not repeating.repeated:
+                return None
+    return None
 
 
 def _passing_cache(config: Any, past: int) -> Any:
@@ -111,16 +156,15 @@ def _passing_cache(config: Any, past: int) -> Any:
 class _AttentionWithoutScores(TorchFunctionMode):
     """PyTorch's attention as its fast kernels do it: nothing but the output."""
 
-    def __init__(self, saw: SawAttention | None) -> None:
+    def __init__(self, watching: Watching) -> None:
         super().__init__()
-        self.saw = saw
+        self.watching = watching
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3]
             batch, heads, length, _ = query.shape
             out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-            if self.saw is not None:
-                self.saw(query, key, value, out)
+            self.watching.saw_attention(query, key, value, out)
             return out
         return function(*args, **(kwargs or {}))

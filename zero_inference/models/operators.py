@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.meta_pass import Watching, on_meta, run_on_meta, storage_of, tensors_in
+from zero_inference.models.meta_pass import Watching, tensors_in, watch_pass
+from zero_inference.models.repeat import storage_of
 from zero_inference.models.sizes import expert_parameters
 
 aten = torch.ops.aten
@@ -86,9 +87,8 @@ def trace_pass(model: Any, spec: Any, tokens: int, past: int) -> Pass | None:
         spec: a `models.spec.ModelSpec`.
     """
     for dtype in dict.fromkeys((spec.dtype, torch.bfloat16)):  # grouped matrix products have no other dtype there
-        shapes = on_meta(model, dtype)
-        counts = _Counting(_kinds_of_weights(shapes, spec))
-        if run_on_meta(shapes, tokens, past, counts, counts.saw_attention):
+        counts = watch_pass(model, dtype, tokens, past, lambda shapes: _Counting(_kinds_of_weights(shapes, spec)))
+        if counts is not None:
             return Pass(_of_width(counts.operators, spec.dtype.itemsize / dtype.itemsize))
     return None
 
@@ -105,9 +105,8 @@ def _of_width(operators: Counter[Operator], times: float) -> dict[Operator, int]
 
 def launches_of(model: Any, tokens: int, past: int) -> int | None:
     """Kernels of such a pass of any model without experts; see `trace_pass`."""
-    counts = _Counting({})
-    ran = run_on_meta(on_meta(model, torch.bfloat16), tokens, past, counts, counts.saw_attention)
-    return sum(counts.operators.values()) if ran else None
+    counts = watch_pass(model, torch.bfloat16, tokens, past, lambda shapes: _Counting({}))
+    return None if counts is None else sum(counts.operators.values())
 
 
 def _kinds_of_weights(shapes: Any, spec: Any) -> dict[int, str]:
@@ -142,8 +141,23 @@ class _Counting(Watching):
         nbytes += sum(tensor.nbytes for tensor in tensors_in(out))
         self.operators[Operator(_flops(name, args, kwargs, out), nbytes, **read)] += 1
 
+    def start(self) -> tuple[Counter[Operator], int]:
+        """See `OfLayers`."""
+        return self.operators.copy(), self.operators_seen
+
+    def seen(
+        self, start: tuple[Counter[Operator], int], position: int, made: set[int]
+    ) -> tuple[Counter[Operator], int]:
+        """See `OfLayers`."""
+        return self.operators - start[0], self.operators_seen - start[1]
+
+    def repeat(self, position: int, seen: tuple[Counter[Operator], int], made: list[torch.Tensor]) -> None:
+        """See `OfLayers`."""
+        self.operators += seen[0]
+        self.count(seen[1])
+
     def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
-        """Scores and what they weigh; a prompt's tokens look at half of each other."""
+        """See `Watching`. Scores and what they weigh; a prompt's tokens look at half of each other."""
         batch, heads, length, width = query.shape
         pairs = length * key.shape[2] - length * (length - 1) // 2
         flops = 2 * batch * heads * pairs * (width + value.shape[-1])

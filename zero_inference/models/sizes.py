@@ -6,7 +6,6 @@ What is decided is decided by these, and by the parameters themselves where an e
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 
+from zero_inference.models.meta_pass import run_on_meta
+from zero_inference.models.repeat import NotAlike, OfLayers
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils import kv_width
 
@@ -77,18 +78,51 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
     """
     from transformers import DynamicCache
 
-    shapes = copy.deepcopy(model).to("meta", torch.bfloat16)  # grouped matrix products have no other dtype there
-    try:
-        with torch.no_grad():
-            cache = DynamicCache(config=model.config)
-            shapes(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), past_key_values=cache, use_cache=True)
-    except Exception:  # whatever the model's own code raises
-        return None
-    return [
-        layer.keys.numel() + layer.values.numel()
-        for layer in cache.layers
+    def run(shapes: torch.nn.Module, cached: _Cached) -> None:
+        ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+        shapes(input_ids=ids, past_key_values=cached.cache, use_cache=True)
+
+    # grouped matrix products have no other dtype there
+    found = run_on_meta(model, torch.bfloat16, lambda shapes: _Cached(DynamicCache(config=model.config)), run)
+    return None if found is None else found.widths()
+
+
+def _widths_in(cache: Any) -> dict[int, int]:
+    """By the index of each layer of a cache that has any, the elements of its keys and values."""
+    return {
+        index: layer.keys.numel() + layer.values.numel()
+        for index, layer in enumerate(cache.layers)
         if torch.is_tensor(getattr(layer, "keys", None))
-    ]
+    }
+
+
+class _Cached(OfLayers):
+    """What decoder layers put in a cache."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.repeated: dict[int, int] = {}
+
+    def widths(self) -> list[int]:
+        """Of all layers that keep something, in their order."""
+        found = _widths_in(self.cache) | self.repeated
+        return [found[index] for index in sorted(found)]
+
+    def start(self) -> dict[int, int]:
+        """See `OfLayers`."""
+        return _widths_in(self.cache)
+
+    def seen(self, start: dict[int, int], position: int, made: set[int]) -> int | None:
+        """See `OfLayers`. The index in the cache has to be the layer's own, or nobody knows which the others' are."""
+        new = {index: width for index, width in _widths_in(self.cache).items() if start.get(index) != width}
+        if new.keys() - {position}:
+            raise NotAlike
+        return new.get(position)
+
+    def repeat(self, position: int, seen: int | None, made: list[torch.Tensor]) -> None:
+        """See `OfLayers`."""
+        if seen is not None:
+            self.repeated[position] = seen
 
 
 def logits_bytes(spec: ModelSpec) -> int:

@@ -1,0 +1,228 @@
+"""A pass without weights, of which a few layers of each kind run, against the pass of all layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import FAMILIES
+from test_kv_bytes import BY_HEADS, BY_THE_MODEL, MLA, SMALL, spec_of
+from torch import nn
+
+from zero_inference.models import meta_pass
+from zero_inference.models.activations import prefill_peak_bytes
+from zero_inference.models.alike import Kinds, kinds_of_layers
+from zero_inference.models.layers import decoder_layers
+from zero_inference.models.operators import trace_pass
+from zero_inference.models.sizes import kv_widths_of
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import ModelSpec, resolve_model
+from zero_inference.options import run_config
+
+LAYERS, TOKENS, PAST = 12, 9, 21
+HEADS = dict(SMALL, num_key_value_heads=2, head_dim=16, pad_token_id=0)
+MIXED = {  # layers of several kinds
+    "gemma2": dict(HEADS, model_type="gemma2"),
+    "gemma3": dict(HEADS, model_type="gemma3_text"),
+    "gpt_oss": dict(HEADS, model_type="gpt_oss"),
+    "llama4": dict(HEADS, model_type="llama4_text"),
+    "qwen3_next": dict(HEADS, model_type="qwen3_next"),
+    "recurrent_gemma": dict(HEADS, model_type="recurrent_gemma"),
+    "some-layers-dense": dict(MLA, model_type="deepseek_v3", first_k_dense_replace=2),
+    "dense-layers-between": dict(
+        HEADS, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0, 5, 6]
+    ),
+    "one-layer-shared": dict(HEADS, model_type="zamba"),
+}
+SMALL_ONES = {name: dict(fields, vocab_size=103) for name, fields in FAMILIES.items()} | BY_HEADS | BY_THE_MODEL | MIXED
+PRESETS = ["opt-125m", "qwen3-30b-a3b", "gpt-oss-120b"]
+
+
+def small_one(name: str) -> tuple[nn.Module, ModelSpec]:
+    from transformers import AutoConfig
+
+    fields = SMALL_ONES[name]
+    config = AutoConfig.for_model(**fields | {"n_layer" if "n_layer" in fields else "num_hidden_layers": LAYERS})
+    return empty_model(spec_of(config)), spec_of(config)
+
+
+def preset(name: str) -> tuple[nn.Module, ModelSpec]:
+    spec = resolve_model(run_config(["--model", name, "--dummy", "--dtype", "bfloat16"]), "cpu")
+    return empty_model(spec), spec
+
+
+def counted(model: nn.Module, spec: ModelSpec) -> tuple:
+    """All that is found by passes without weights."""
+    token, prompt = trace_pass(model, spec, 1, PAST), trace_pass(model, spec, TOKENS, 0)
+    return token, prompt, prefill_peak_bytes(model, spec.dtype, TOKENS), kv_widths_of(model)
+
+
+@pytest.fixture
+def all_layers(monkeypatch):
+    """Has every layer run."""
+
+    def counted_with_all(model: nn.Module, spec: ModelSpec) -> tuple:
+        with monkeypatch.context() as patch:
+            patch.setattr(meta_pass, "kinds_of_layers", lambda model: Kinds(()))
+            return counted(model, spec)
+
+    return counted_with_all
+
+
+@pytest.mark.parametrize("name", SMALL_ONES)
+def test_a_few_layers_give_what_all_give(name, all_layers):
+    model, spec = small_one(name)
+    found, whole = counted(model, spec), all_layers(model, spec)
+    assert found == whole and None not in whole
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_few_layers_of_a_preset_give_what_all_give(name, all_layers):
+    model, spec = preset(name)
+    found, whole = counted(model, spec), all_layers(model, spec)
+    assert found == whole and None not in whole
+
+
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("llama", [12]),
+        ("gemma2", [6, 6]),
+        ("gemma3", [10, 2]),
+        ("llama4", [9, 3]),
+        ("qwen3_next", [9, 3]),
+        ("some-layers-dense", [2, 10]),
+        ("dense-layers-between", [3, 9]),
+        ("layers-of-two-widths", [1, 9, 2]),
+    ],
+)
+def test_layers_of_each_kind(name, sizes):
+    kinds = kinds_of_layers(small_one(name)[0])
+    assert [len(positions) for positions in kinds.positions] == sizes
+    assert sorted(sum(kinds.positions, ())) == list(range(LAYERS))
+
+
+@pytest.mark.parametrize("name, runs", [("llama-3.1-405b", 3), ("mixtral-8x7b-v0.1", 3), ("deepseek-v3", 3 + 3)])
+def test_of_a_large_model_three_layers_of_a_kind_run(name, runs, monkeypatch):
+    model, spec = preset(name)
+    layer = type(decoder_layers(model)[1][0])
+    calls, forward = [], layer.forward
+
+    def counting(self, *args, **kwargs):
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", counting)
+    for count in (
+        lambda: trace_pass(model, spec, 1, PAST),
+        lambda: trace_pass(model, spec, TOKENS, 0),
+        lambda: prefill_peak_bytes(model, spec.dtype, TOKENS),
+        lambda: kv_widths_of(model),
+    ):
+        calls.clear()
+        assert count() is not None and len(calls) == runs
+
+
+def changed_llama(change) -> tuple[nn.Module, ModelSpec]:
+    model, spec = small_one("llama")
+    change(decoder_layers(model)[1])
+    return model, spec
+
+
+def share_a_module(layers: nn.ModuleList) -> None:
+    for layer in layers:
+        layer.mlp = layers[0].mlp
+
+
+def share_a_parameter(layers: nn.ModuleList) -> None:
+    layers[7].mlp.up_proj.weight = layers[3].mlp.up_proj.weight
+
+
+def have_other_code(layers: nn.ModuleList) -> None:
+    layers[3].mlp.act_fn = type("FromACheckpoint", (nn.SiLU,), {})()
+
+
+@pytest.mark.parametrize("change", [share_a_module, share_a_parameter, have_other_code])
+def test_layers_that_cannot_be_told_apart_all_run(change, all_layers):
+    model, spec = changed_llama(change)
+    assert kinds_of_layers(model).positions == ()
+    assert counted(model, spec) == all_layers(model, spec)
+
+
+def of_another_width(layers: nn.ModuleList) -> None:
+    layers[5].mlp.up_proj = nn.Linear(64, 200, bias=False, device="meta")
+
+
+def of_another_dtype(layers: nn.ModuleList) -> None:
+    layers[5].input_layernorm.to(torch.float16)
+
+
+def with_another_attribute(layers: nn.ModuleList) -> None:
+    layers[5].self_attn.is_causal = False
+
+
+def with_a_hook(layers: nn.ModuleList) -> None:
+    layers[5].mlp.register_forward_hook(lambda module, args, out: out + 1)
+
+
+@pytest.mark.parametrize("change", [of_another_width, of_another_dtype, with_another_attribute, with_a_hook])
+def test_a_layer_that_differs_is_of_its_own_kind(change):
+    kinds = kinds_of_layers(changed_llama(change)[0])
+    assert kinds.positions == ((*range(5), *range(6, LAYERS)), (5,))
+
+
+def test_an_entry_of_the_configuration_makes_kinds():
+    model, _ = small_one("llama")
+    model.config.something = ["a", "b", "b", *"aaaaaaaaa"]
+    assert kinds_of_layers(model).positions == ((0, *range(3, LAYERS)), (1, 2))
+
+
+def every_other(model: nn.Module, monkeypatch, do) -> None:
+    """Has `do` change what a layer returns, by its index: code that is nobody's attribute."""
+    layer = type(decoder_layers(model)[1][0])
+    forward = layer.forward
+
+    def changed(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        return do(out, kwargs) if self.self_attn.layer_idx % 2 else out
+
+    monkeypatch.setattr(layer, "forward", changed)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_layers_of_a_kind_that_do_different_things_all_run(name, all_layers, monkeypatch):
+    model, spec = small_one(name)
+    plain = counted(model, spec)
+    every_other(model, monkeypatch, lambda out, kwargs: out.sin())
+    found = counted(model, spec)
+    assert found == all_layers(model, spec)
+    assert found[0].launches == plain[0].launches + LAYERS // 2
+
+
+def test_layers_that_keep_something_all_run(all_layers, monkeypatch):
+    """As in a cache of their own: it stays until the pass has ended."""
+    model, spec = small_one("llama")
+    plain = counted(model, spec)
+    layer = type(decoder_layers(model)[1][0])
+    forward = layer.forward
+
+    def keeping(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        kwargs["past_key_values"].__dict__.setdefault("kept", []).append(out.exp())
+        return out
+
+    monkeypatch.setattr(layer, "forward", keeping)
+    found = counted(model, spec)
+    assert found == all_layers(model, spec) and found[2] > plain[2]
+
+
+def test_what_a_layer_is_given_counts(all_layers, monkeypatch):
+    """Hidden states that grow from layer to layer make other calls of the same kind."""
+    model, spec = small_one("llama")
+    layer = type(decoder_layers(model)[1][0])
+    forward = layer.forward
+
+    def given_more(self, hidden_states, *args, **kwargs):
+        return torch.cat([forward(self, hidden_states[..., :1, :], *args, **kwargs), hidden_states], 1)
+
+    monkeypatch.setattr(layer, "forward", given_more)
+    assert counted(model, spec) == all_layers(model, spec)

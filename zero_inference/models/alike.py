@@ -1,0 +1,144 @@
+"""Decoder layers that are alike: a pass without weights runs a few of each kind, and the others do the same.
+
+Layers are of one kind if they hold the same modules, parameters, buffers and attributes, but for their own index, and if each list of the
+configuration that has an entry a layer has the same for them. What nobody here knows how to compare makes a kind of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_inference.errors import UsageError
+from zero_inference.models.layers import decoder_layers, remembered
+
+KNOWN_CODE = ("transformers.", "torch.")  # a checkpoint's own may keep anything between layers
+NAMES_OF_INDEX = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx"}
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """
+    Attributes:
+        positions: of the decoder layers in their list, by kind, in order. Empty where layers are not to be told apart.
+    """
+
+    positions: tuple[tuple[int, ...], ...]
+
+    def run_of(self, kind: int) -> list[int]:
+        """Positions of the layers that run: the first, and the second and the last to see that they do the same."""
+        each = self.positions[kind]
+        return sorted({*each[:2], each[-1]})
+
+    @property
+    def repeated(self) -> dict[int, int]:
+        """By position the layer that stands for it, of those that do not run."""
+        return {position: each[0] for each in self.positions for position in each[2:-1]}
+
+
+@remembered
+def kinds_of_layers(model: nn.Module) -> Kinds:
+    """Those of a model as transformers builds it. None where code is not that of transformers, or where layers share something with each
+    other or with the rest of the model."""
+    try:
+        _, layers = decoder_layers(model)
+    except UsageError:
+        return Kinds(())
+    known = all(type(module).__module__.startswith(KNOWN_CODE) for module in model.modules())
+    if not known or _share_something(model, layers):
+        return Kinds(())
+    of_config = _by_config(model.config, len(layers))
+    kinds: dict[Any, list[int]] = {}
+    for position, layer in enumerate(layers):
+        kinds.setdefault((of_config[position], _held(layer, position)), []).append(position)
+    return Kinds(tuple(map(tuple, kinds.values())))
+
+
+def copy_with_few_layers(model: nn.Module, kinds: Kinds) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """A copy of `model` in whose list of layers one that runs stands for those that do not.
+
+    Returns:
+        it, and by position the layers that run; none where each of them does, and stands for itself alone.
+    """
+    if not kinds.repeated:
+        return copy.deepcopy(model), {}
+    _, layers = decoder_layers(model)
+    made: dict[int, Any] = {}  # as `copy.deepcopy` keeps them
+    run = {
+        position: copy.deepcopy(layers[position], made)
+        for kind in range(len(kinds.positions))
+        for position in kinds.run_of(kind)
+    }
+    made |= {id(layers[position]): run[other] for position, other in kinds.repeated.items()}
+    return copy.deepcopy(model, made), run
+
+
+def _share_something(model: nn.Module, layers: nn.ModuleList) -> bool:
+    """Whether a module, parameter or buffer of a layer is one of another layer or of the rest of the model too."""
+    parts = [_objects(layer.modules()) for layer in layers]
+    parts.append(_objects(module for _, module in model.named_modules(memo={layers})))
+    return len(set().union(*parts)) < sum(map(len, parts))
+
+
+def _objects(modules: Iterable[nn.Module]) -> set[int]:
+    found: set[int] = set()
+    for module in modules:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        found |= {id(module), *(id(tensor) for tensor in tensors if tensor is not None)}
+    return found
+
+
+def _by_config(config: Any, count: int) -> list[tuple]:
+    """Of each layer its entries in those lists of the configuration that have as many as there are layers."""
+    lists = [
+        value
+        for each in {id(part): part for part in (config, config.get_text_config())}.values()
+        for value in vars(each).values()
+        if isinstance(value, list | tuple)
+        and len(value) == count
+        and list(value) != list(range(count))  # but a list of all
+    ]
+    return [tuple(_described(value[position]) for value in lists) for position in range(count)]
+
+
+def _held(layer: nn.Module, position: int) -> tuple:
+    """What tells kinds apart, in values that can be compared."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(_tensors(module)),
+            tuple(
+                (key, "its index" if key in NAMES_OF_INDEX and value == position else _described(value))
+                for key, value in vars(module).items()
+                if key not in ("_parameters", "_buffers", "_modules")
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        yield name, None if tensor is None else (type(tensor), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _described(value: Any) -> Any:
+    """Equal of equal values; of an object that may do anything, only of the same one."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_described, value))
+    if isinstance(value, functools.partial):
+        return type(value), _described((value.func, value.args, value.keywords))
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(_described, value))
+    if isinstance(value, dict):
+        return type(value), tuple((_described(key), _described(each)) for key, each in value.items())
+    return type(value), id(value)
