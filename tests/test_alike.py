@@ -1,4 +1,4 @@
-"""A pass without weights, of which a few layers of each kind run, against the pass of all layers."""
+"""A pass without weights, of which a few layers of each kind run, against the pass of all layers; and blocks that are found once a kind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from conftest import FAMILIES
 from test_kv_bytes import BY_HEADS, BY_THE_MODEL, MLA, SMALL, spec_of
 from torch import nn
 
+from zero_inference.engines.stream import blocks
+from zero_inference.engines.stream.blocks import lay_out_blocks
 from zero_inference.models import meta_pass
 from zero_inference.models.activations import prefill_peak_bytes
 from zero_inference.models.alike import Kinds, kinds_of_layers
@@ -17,6 +19,7 @@ from zero_inference.models.sizes import kv_widths_of
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.options import run_config
+from zero_inference.quantization.groups import GroupQuantization
 
 LAYERS, TOKENS, PAST = 12, 9, 21
 HEADS = dict(SMALL, num_key_value_heads=2, head_dim=16, pad_token_id=0)
@@ -80,6 +83,18 @@ def test_a_few_layers_of_a_preset_give_what_all_give(name, all_layers):
     model, spec = preset(name)
     found, whole = counted(model, spec), all_layers(model, spec)
     assert found == whole and None not in whole
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("name", ["opt", "mixtral", "gemma3", "dense-layers-between", "one-layer-shared"])
+def test_blocks_of_alike_layers_are_those_found_in_each(name, divided, monkeypatch):
+    model, _ = small_one(name)
+    scheme = GroupQuantization(4, 16)
+    found = lay_out_blocks(model, scheme, 1, divided)
+    monkeypatch.setattr(blocks, "kinds_of_layers", lambda model: Kinds(()))
+    assert found == lay_out_blocks(model, scheme, 1, divided)
+    assert [block.layer for block in found[0]] == sorted(block.layer for block in found[0])
+    assert {block.layer for block in found[0]} == set(range(LAYERS))
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,13 @@ class Kinds:
         return sorted({*each[:2], each[-1]})
 
     @property
+    def first(self) -> dict[int, int]:
+        """By position the first layer of its kind."""
+        return {position: each[0] for each in self.positions for position in each}
+
+    @property
     def repeated(self) -> dict[int, int]:
-        """By position the layer that stands for it, of those that do not run."""
+        """Of the layers that do not run, by position, the first of their kind."""
         return {position: each[0] for each in self.positions for position in each[2:-1]}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from torch import nn
@@ -33,11 +33,15 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     Raises:
         UsageError: the model has no ModuleList of layers.
     """
-    found: list[tuple[str, nn.ModuleList]] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(outer + ".") for outer, _ in found)
-        if isinstance(module, nn.ModuleList) and len(module) and not inside:
-            found.append((name, module))
+    found = list(_lists_in(model))
     if not found:
         raise UsageError(f"{type(model).__name__} has no list of decoder layers to offload: use --engine resident.")
     return max(found, key=lambda pair: len(pair[1]))
+
+
+def _lists_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    if isinstance(module, nn.ModuleList) and len(module):
+        yield name, module
+        return
+    for own_name, child in module.named_children():
+        yield from _lists_in(child, f"{name}.{own_name}" if name else own_name)

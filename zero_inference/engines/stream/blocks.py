@@ -7,12 +7,14 @@ which no child can be multiplied by them is one block.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
+from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.models.feed_forward import FeedForward, read_feed_forward
 from zero_inference.models.layers import decoder_layers
@@ -66,12 +68,16 @@ def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block
     """
     _, layers = decoder_layers(model)
     known: dict[tuple, FusedExperts | None] = {}
-    blocks: list[Block] = []
+    first = {} if shared else kinds_of_layers(model).first
+    blocks: dict[int, list[Block]] = {}  # by layer
     for index, layer in enumerate(layers):
+        if first.get(index, index) != index:
+            blocks[index] = [replace(block, layer=index) for block in blocks[first[index]]]
+            continue
         found = _Layer(index, layer, shared, dict(_experts_in(layer, getattr(model, "config", None), known)))
         parts = list(found.divided()) if divided else []
-        blocks += parts if any(part.computable for part in parts) else [found.whole()]
-    return blocks
+        blocks[index] = parts if any(part.computable for part in parts) else [found.whole()]
+    return sum(blocks.values(), [])
 
 
 def lay_out_blocks(
@@ -83,25 +89,34 @@ def lay_out_blocks(
         UsageError: the model has no list of decoder layers.
     """
     _, layers = decoder_layers(model)
-    owners: dict[int, set[int]] = {}
-    for index, layer in enumerate(layers):
-        for parameter in layer.parameters():
-            owners.setdefault(id(parameter), set()).add(index)
-    names = unique_parameter_names(model)
-    inside = sum((list(layer.named_parameters(remove_duplicate=False)) for layer in layers), [])
-    uses: dict[int, int] = {}
-    for _, parameter in inside:
-        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    shared = {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
+    shared = _shared(model, layers)
     blocks = find_blocks(model, shared, divided)
+    first = {} if shared else kinds_of_layers(model).first
+    known: dict[tuple[int, str], BlockLayout] = {}
     layouts, held = [], set()
     for block in blocks:
         module = block.of(layers[block.layer])
         parameters = [(name, module.get_parameter(name)) for name in block.parameters]
         held |= {id(parameter) for _, parameter in parameters}
-        layouts.append(lay_out(parameters, scheme, ranks, block.exact))
+        key = first.get(block.layer, block.layer), block.module
+        if key not in known:
+            known[key] = lay_out(parameters, scheme, ranks, block.exact)
+        layouts.append(known[key])
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
     return blocks, layouts, outside
+
+
+def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
+    """Ids of parameters that are of several layers, or of one and of the rest of the model."""
+    if kinds_of_layers(model).positions:
+        return set()  # kinds are told only where nothing is shared
+    owners: dict[int, set[int]] = {}
+    for index, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
+    names = unique_parameter_names(model)
+    uses = Counter(id(p) for layer in layers for _, p in layer.named_parameters(remove_duplicate=False))
+    return {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
 
 
 def names_of(blocks: Sequence[Block]) -> list[str]:
