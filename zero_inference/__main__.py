@@ -5,8 +5,14 @@ import sys
 
 from zero_inference.cli import console_main
 
-if __name__ == "__main__":
+
+def program() -> None:
+    """Entry point of the installed command: runs it, and ends the process with its exit code."""
     code = console_main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as run_model.py does, and why is said there
+    os._exit(code)  # as run_model.py does, and why is said there; a plan saves a second
+
+
+if __name__ == "__main__":
+    program()

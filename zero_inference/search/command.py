@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zero_inference.config import DTYPES, ENGINES, GOALS, QUANT_BITS, RunConfig
 from zero_inference.config.choices import MOST_GIB
 from zero_inference.errors import UsageError
+from zero_inference.runtime import garbage
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
@@ -78,6 +79,14 @@ def main(args: argparse.Namespace) -> int:
         dry_run=True,
     ).validate()
     _check(args)
+    with garbage.postponed():
+        job, found = _search(args, config)
+        garbage.look_from_here()
+        _tell(args, job, found)
+    return 0
+
+
+def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
     from zero_inference.models.spec import resolve_model
     from zero_inference.plan.checks import check_model
     from zero_inference.plan.plan import describe_job
@@ -91,9 +100,7 @@ def main(args: argparse.Namespace) -> int:
     spec = resolve_model(config, ranks.device.type)
     check_model(config, spec)
     job = describe_job(config, spec, ranks, machine=machine)
-    found = find_candidates(job, _free(args))
-    _tell(args, job, found)
-    return 0
+    return job, find_candidates(job, _free(args))
 
 
 def _check(args: argparse.Namespace) -> None:

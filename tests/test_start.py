@@ -1,0 +1,61 @@
+"""What a command does besides its work: what it imports, when the collector runs, and how its process ends."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import subprocess
+import sys
+
+import pytest
+import tomllib
+from conftest import ROOT, without_gpus
+
+from zero_inference.cli import console_main
+
+MACHINE = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
+PLAN = ["zero-inference", "plan", "--model", "opt-125m", "--dummy", "--assume", MACHINE]
+NOT_FOR_A_PLAN = ("matplotlib", "pandas", "datasets", "lm_eval", "sklearn", "tensorboard", "IPython")
+
+
+def entry_point() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["zero-inference"]
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=without_gpus(), check=True
+    )
+
+
+@pytest.mark.parametrize("engines, further", [(["stream", "resident"], ("deepspeed",)), (["deepspeed"], ())])
+def test_a_plan_imports_what_it_needs(engines, further):
+    argv = [*PLAN, "--engine", *engines]
+    code = (
+        f"import sys\nfrom zero_inference.cli import console_main\nassert console_main({argv}) == 0\n"
+        "print('imported', *sys.modules)"
+    )
+    imported = run_python(code).stdout.rpartition("imported ")[2].split()
+    assert "transformers" in imported and ("deepspeed" in imported) == ("deepspeed" in engines)
+    assert not {*NOT_FOR_A_PLAN, *further} & {*imported}
+
+
+def test_a_plan_searches_without_the_collector(monkeypatch, capsys):
+    from zero_inference.search import candidates
+
+    seen, find = [], candidates.find_candidates
+    monkeypatch.setattr(candidates, "find_candidates", lambda *args: seen.append(gc.isenabled()) or find(*args))
+    assert console_main([*PLAN, "--engine", "resident"]) == 0
+    assert seen == [False] and gc.isenabled()
+    assert "resident" in capsys.readouterr().out
+
+
+def test_the_installed_command_does_not_tear_down_what_it_imported():
+    module, _, name = entry_point().partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    code = (
+        "import atexit, sys\natexit.register(print, 'torn down')\nsys.argv = ['zero-inference', 'report', '--fields']\n"
+        f"from {module} import {name}\n{name}()"
+    )
+    out = run_python(code).stdout
+    assert "weight_bytes" in out and "torn down" not in out
