@@ -230,6 +230,19 @@ def test_layers_that_keep_something_all_run(all_layers, monkeypatch):
     assert found == all_layers(model, spec) and found[2] > plain[2]
 
 
+def test_all_layers_run_where_each_gets_an_object_of_its_own(monkeypatch):
+    """Which may hold anything."""
+    model, spec = small_one("llama")
+    layer = type(decoder_layers(model)[1][0])
+    call, copied, made = layer.__call__, meta_pass.copy_with_few_layers, []
+    monkeypatch.setattr(layer, "__call__", lambda self, *args, **kwargs: call(self, *args, **kwargs, more=object()))
+    monkeypatch.setattr(
+        meta_pass, "copy_with_few_layers", lambda model, kinds: made.append(kinds) or copied(model, kinds)
+    )
+    assert trace_pass(model, spec, 1, PAST) is not None
+    assert [len(kinds.positions) for kinds in made] == [1, 0]
+
+
 def test_what_a_layer_is_given_counts(all_layers, monkeypatch):
     """Hidden states that grow from layer to layer make other calls of the same kind."""
     model, spec = small_one("llama")

@@ -92,7 +92,7 @@ class _Call:
 
 
 class Repeating:
-    """Has each of a model's layers compute in its first call alone. Layers of a kind have to do the same, by which they are compared.
+    """Has each of a model's layers compute in its first call alone. Calls with arguments of the same shapes have to do the same.
 
     Attributes:
         repeated: calls, up to now.
@@ -106,6 +106,7 @@ class Repeating:
         self.repeated = 0
         self._watching = watching
         self._calls: dict[Any, _Call] = {}  # of all kinds
+        self._given: list[Any] = []  # what calls were told apart by: nothing else gets the id of what is kept
         self._weights = {storage_of(tensor) for layer in run.values() for tensor in layer.parameters()}
         for kind, positions in enumerate(kinds.positions):
             others = positions[2:-1]
@@ -128,6 +129,7 @@ class Repeating:
                 self.repeated += 1
                 return self._calls[key].repeat(other, given, self._watching)
             ran = True
+            self._given += [each for each in given if not isinstance(each, torch.Tensor)]
             start = self._watching.start()
             out = forward(*args, **kwargs)
             found = _call(out, given, lambda made: self._watching.seen(start, position, made))
