@@ -53,6 +53,7 @@ LONGEST = (
     "test_quantized_checkpoints.py",
     "test_csrc_compiles.py",
     "test_timing.py",
+    "test_memory_predictions.py",
     "test_search.py",
     "test_link.py",
     "test_faults.py",

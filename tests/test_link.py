@@ -329,7 +329,8 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     formats = {(each.format, each.rows) for each in saved.device_products}
     assert formats == {(name, rows) for name in ("bfloat16", "float32", "int8", "int4") for rows in (1, 8, 32, 128)}
     assert saved.launches.operator_s > 0 and saved.launches.graph_operator_s is None
-    assert 1e8 < saved.process_bytes < 4e9 and saved.library_bytes["deepspeed"] > 1e6
+    assert 1e8 < saved.process_bytes < 4e9 and 1e8 < saved.measuring_bytes < saved.process_bytes
+    assert saved.library_bytes["deepspeed"] > 1e6
     assert (
         saved.versions["torch"] == torch.__version__ and 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]
     )

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from conftest import FAMILIES, VOCAB, need_smollm2
 
 from zero_inference.config import RunConfig
+from zero_inference.engines.deepspeed import quantization
+from zero_inference.engines.deepspeed.config import quantization_settings
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan.plan import plan_run
@@ -97,6 +99,28 @@ def test_functionals_are_put_back(checkpoints):
         random_ids(5, 1, 4, VOCAB),
     )
     assert F.linear is linear and F.embedding is embedding
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_cpu_dequantizes_row_by_row_what_deepspeed_does_at_once(bits, monkeypatch):
+    monkeypatch.setattr(quantization, "BLOCK_NUMEL", 100)  # three rows of 32
+    settings = quantization_settings(RunConfig(quant_bits=bits, quant_group_size=16))
+    torch.manual_seed(bits)
+    small, large = (torch.nn.Parameter(torch.randn(rows, 32).bfloat16(), requires_grad=False) for rows in (7, 11))
+    for weight in (small, large):
+        quantization.quantize_parameter(weight, settings)
+    functionals = quantization.QuantizedFunctionals()
+    try:
+        for weight in (small, large, small):
+            packed, scale, minimum = weight.deconcat(weight)
+            expected = weight.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum)
+            x = torch.randn(2, 32).bfloat16()
+            assert torch.equal(F.linear(x, weight), functionals._linear(x, expected))
+        kept = functionals._kept
+        F.linear(x, large)
+        assert functionals._kept is kept and kept.numel() == 11 * 32, "one piece of memory, of the largest weight"
+    finally:
+        functionals.remove()
 
 
 def test_quantized_weights_on_disk_give_the_logits_of_those_in_host_memory(tmp_path):

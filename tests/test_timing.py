@@ -276,10 +276,10 @@ def measured_here(tmp_path_factory):
         "import json; from zero_inference.link.saved import measure_basics; "
         "from zero_inference.runtime.distributed import detect_ranks; "
         "found = measure_basics(detect_ranks(), lambda line: None); "
-        "print(json.dumps([found.launches.model_dump(), found.process_bytes, found.library_bytes]))"
+        "print(json.dumps([found.launches.model_dump(), found.process_bytes, found.measuring_bytes, found.library_bytes]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=without_gpus())
-    launches, process_bytes, library_bytes = json.loads(done.stdout.splitlines()[-1])
+    launches, process_bytes, measuring_bytes, library_bytes = json.loads(done.stdout.splitlines()[-1])
     environment = describe_environment()
     path = tmp_path_factory.mktemp("machine") / "machine.json"
     here = MACHINE.model_copy(
@@ -291,6 +291,7 @@ def measured_here(tmp_path_factory):
             "device_gb_per_s": 20.0,
             "launches": Launches(**launches),
             "process_bytes": process_bytes,
+            "measuring_bytes": measuring_bytes,
             "library_bytes": library_bytes,
         }
     )

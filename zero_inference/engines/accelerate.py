@@ -13,7 +13,7 @@ import torch
 from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import UsageError
-from zero_inference.models.checkpoint import load_weights
+from zero_inference.models.checkpoint import load_weights, return_free_memory
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.runtime.transfers import Transfers
 
@@ -50,8 +50,12 @@ def plan(job: Job) -> AcceleratePlan:
     largest = max(p.numel() * p.element_size() for p in job.skeleton.model.parameters())
     total = job.sizes.parameter_bytes
     brought = sum(p.numel() * p.element_size() for _, p in job.skeleton.model.named_parameters(remove_duplicate=False))
-    # on a CPU it computes with the weights where they are
-    footprint = Footprint(device=largest if job.on_gpu else 0, host=total, disk=total if job.config.disk_offload else 0)
+    if job.config.disk_offload and not job.on_gpu:
+        # a weight is copied out of pages of its file, which count as the process's while they are mapped
+        footprint = Footprint(device=2 * largest, gathered=2 * largest, disk=total, loading=total)
+    else:  # on a CPU it computes with weights in host memory where they are
+        disk = total if job.config.disk_offload else 0
+        footprint = Footprint(device=largest if job.on_gpu else 0, host=total, disk=disk)
     read = brought if job.config.disk_offload else 0
     return AcceleratePlan(job, footprint, pinned=False, weight_bytes=total, fetched_bytes=brought, disk_bytes=read)
 
@@ -79,6 +83,7 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
         try:
             _write_weights(model, workspace.path)
             disk_offload(model, str(workspace.path), execution_device=device)
+            return_free_memory()  # of the weights, which are on disk now
         except BaseException:
             workspace.close()
             raise

@@ -137,6 +137,8 @@ class Footprint:
     Attributes:
         gathered: the part of `device` that is an upper bound, above all what an engine holds for a moment; the rest is exact.
         pinned: the part of `host` that is page-locked.
+        loading: most host memory while the weights are loaded, where that is known to be more than stays; without a GPU that of
+            `device` is part of it.
     """
 
     device: int = 0
@@ -144,6 +146,7 @@ class Footprint:
     host: int = 0
     pinned: int = 0
     disk: int = 0
+    loading: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,18 @@ class EnginePlan(UseOfMachine):
         prefill = job.kv_bytes(job.config.prompt_len) + job.activation_bytes
         chosen = job.rank_batch * logits_bytes(job.spec)
         return weights + max(prefill, job.kv_bytes() + max(job.grown_kv_bytes, chosen))
+
+    def host_peak_bytes(self, measuring_bytes: int = 0) -> int:
+        """Most host memory of a rank beside its libraries, the device's included where there is no GPU: while the weights are loaded, while
+        the run measures the machine, or while it generates.
+
+        Args:
+            measuring_bytes: that the measurement takes while nothing but the weights is there.
+        """
+        job, weights = self.job, self.footprint
+        on_device = 0 if job.on_gpu else weights.device - weights.gathered
+        generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
+        return max(weights.loading, weights.host + on_device + measuring_bytes, generating)
 
     @property
     def least_free_device_bytes(self) -> int:

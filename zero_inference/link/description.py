@@ -167,6 +167,7 @@ class Description(_Part):
         own_work: of engines where it was measured.
         loading: None where it is not known.
         process_bytes: host memory of a process that has loaded the libraries of a run, and no model; None where it is not known.
+        measuring_bytes: the part of it that is there only while a run measures the machine; 0 in files that do not tell it apart.
         library_bytes: what an engine's own library adds to that, by the engine's name.
     """
 
@@ -189,6 +190,7 @@ class Description(_Part):
     own_work: tuple[OwnWork, ...] = Field(default=(), strict=False)
     loading: Loading | None = None
     process_bytes: Bytes | None = None
+    measuring_bytes: Bytes = 0
     library_bytes: dict[str, Bytes] = {}
 
     def in_words(self) -> str:

@@ -71,6 +71,7 @@ class Basics:
 
     launches: Launches
     process_bytes: int
+    measuring_bytes: int
     library_bytes: dict[str, int]
     own_work: tuple[OwnWork, ...]
 
@@ -80,12 +81,12 @@ def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
     say("measuring how long the host takes to launch operators ...")
     launches = measure_launches(ranks.device)
     # a run without a GPU measures its memory by copies of such blocks
-    copied_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
-    process_bytes = resident_host_bytes() + copied_bytes
+    measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
+    process_bytes = resident_host_bytes() + measuring_bytes
     say("measuring what engines take besides the model's work ...")
     found = _of_engines(ranks, say)
     own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
-    return Basics(launches, process_bytes, found.get("library_bytes", {}), own_work)
+    return Basics(launches, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)
 
 
 def _of_engines(ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
@@ -137,6 +138,7 @@ def describe_this_machine(
         own_work=basics.own_work,
         loading=_loading(ranks, say),
         process_bytes=basics.process_bytes,
+        measuring_bytes=basics.measuring_bytes,
         library_bytes=basics.library_bytes,
     )
 

@@ -14,6 +14,7 @@ from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gb_per_s, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
 from zero_inference.link.disk import disk_read_gb_per_s
+from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.spec import ModelSpec
 from zero_inference.records.limit import HOST_COPY, LinkUse, Rates
 from zero_inference.records.loops import MovedPerStep
@@ -183,6 +184,7 @@ def with_cores(rates: Rates, ranks: Ranks, moved: MovedPerStep, link_gb_per_s: f
 def _disks_gb_per_s(config: RunConfig, ranks: Ranks, weight_bytes: int) -> float | None:
     """The disks of all nodes together, each measured by its node's first rank; None where one of them cannot be measured."""
     ranks.barrier()
+    return_free_memory()  # that the link's measurement took, before this one takes more
     try:
         mine = disk_read_gb_per_s(config.offload_path, weight_bytes) if ranks.local_rank == 0 else 0.0
     except RunError:  # the run itself has what it needs

@@ -17,6 +17,7 @@ from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.measure import generation
 from zero_inference.measure.profiling import trace_generation
 from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_cores, with_link
+from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.plan.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
@@ -91,6 +92,7 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkRate(ranks, loaded.page_locked)
     rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cores)
+    return_free_memory()  # that measuring took
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)

@@ -30,6 +30,7 @@ from zero_inference.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
 OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
+RETURNED_BYTES = 64 << 20  # of dummy weights, between two returns of freed memory: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
 
@@ -59,13 +60,23 @@ def load_weights(
 
 
 def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress: Progress) -> None:
+    unreturned = 0
     for name, parameter in list(model.named_parameters()):
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        drawn = nn.Parameter(fill_dummy(values, name, seed), requires_grad=False)
-        size = drawn.numel() * drawn.element_size()
+        size = parameter.numel() * parameter.element_size()
+        if unreturned + size >= RETURNED_BYTES:
+            return_free_memory()
+            unreturned = 0
+        # no name for the values: whoever takes the parameter apart lets go of them
+        drawn = nn.Parameter(
+            fill_dummy(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), name, seed),
+            requires_grad=False,
+        )
         replace_everywhere(model, parameter, drawn)
         adopt(name, drawn)
+        del drawn
         progress(size)
+        unreturned += size
+    return_free_memory()
 
 
 def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:

@@ -134,11 +134,12 @@ def refuse_hopeless(plan: Plan) -> None:
     """
     job, footprint = plan.job, plan.weights.footprint
     weights = (footprint.device - footprint.gathered, footprint.host)
+    loading = max(footprint.host, footprint.loading - (0 if job.on_gpu else weights[0]))
     ids = 8 * job.config.batch_size * job.length  # every rank has all of them, as int64
     tokens = (job.least_kv_device_bytes, job.kv_host_bytes + ids)
     of_tokens = f"ids, keys and values of {job.config.batch_size} x {job.length} tokens"
     for what, (device, host), shorter in (
-        ("its weights and their buffers", weights, ""),
+        ("its weights and their buffers", (weights[0], loading), ""),
         (of_tokens, tokens, SHORTER),
         (f"its weights with {of_tokens}", (weights[0] + tokens[0], weights[1] + tokens[1]), SHORTER),
     ):

@@ -30,7 +30,7 @@ def memory_needs(plan: EnginePlan) -> list[Need]:
     job, weights = plan.job, plan.footprint
     ranks_here = job.ranks.local_world_size
     pinned = weights.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
-    needs = memory_of(job, plan.device_peak_bytes, weights.host + job.kv_host_bytes)
+    needs = memory_of(job, plan.device_peak_bytes if job.on_gpu else 0, plan.host_peak_bytes())
     if job.on_gpu:  # the driver asks no memlock limit
         needs.append(Need("page-locked memory", pinned * ranks_here, job.machine.available_host_bytes()))
     if job.config.disk_offload:

@@ -73,13 +73,13 @@ class Plan:
 
     @property
     def _peak_host_bytes(self) -> int | None:
-        """Of a process: the libraries, and what is placed in host memory."""
-        description, weights = self.job.machine.described(), self.weights
+        """Of a process: the libraries, and what the plan takes of host memory."""
+        description = self.job.machine.described()
         if description is None or description.process_bytes is None:
             return None
-        placed = weights.footprint.host + self.job.kv_host_bytes
         libraries = description.process_bytes + description.library_bytes.get(self.job.config.engine, 0)
-        return libraries + placed + (0 if self.job.on_gpu else weights.device_peak_bytes)
+        measuring = description.measuring_bytes
+        return libraries - measuring + self.weights.host_peak_bytes(measuring)
 
     def check(self) -> None:
         """Whether the machine has what is needed besides memory, if it is this one. Raises UsageError."""

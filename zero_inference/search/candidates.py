@@ -83,7 +83,8 @@ class Candidate:
     @property
     def memory_bytes(self) -> int:
         """On the device and in host memory."""
-        return self.plan.weights.device_peak_bytes + self.plan.weights.footprint.host + self.plan.job.kv_host_bytes
+        weights = self.plan.weights
+        return weights.host_peak_bytes() + (weights.device_peak_bytes if self.plan.job.on_gpu else 0)
 
     def command(self) -> str:
         """That runs it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from zero_inference.config import RunConfig
-from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
+from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress, no_communicator
 from zero_inference.engines.deepspeed.config import (
     LayerSizes,
     Places,
@@ -27,6 +26,7 @@ from zero_inference.engines.deepspeed.config import (
     layers_ahead,
     quantization_settings,
 )
+from zero_inference.engines.deepspeed.memory import brought_parameters, places_of_weights, stored_numel
 from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
 from zero_inference.engines.deepspeed.quantization import (
     QuantizationPlan,
@@ -92,7 +92,7 @@ def plan(job: Job) -> DeepSpeedPlan:
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
     stored, brought, footprint = job.skeleton.once(
         ("places", str(zero), config.quant_bits, config.quant_group_size, job.ranks.world_size, job.on_gpu),
-        lambda: _places_of_weights(job, quantization, ds_config, pinned),
+        lambda: places_of_weights(job, quantization, ds_config, pinned),
     )
     return DeepSpeedPlan(
         job,
@@ -100,7 +100,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         pinned,
         ds_config,
         quantization,
-        _brought_parameters(job, quantization, ds_config),
+        brought_parameters(job, quantization, ds_config),
         weight_bytes=sum(stored.values()),
         fetched_bytes=brought["host"] + brought["disk"],
         disk_bytes=brought["disk"],
@@ -183,99 +183,12 @@ def _load(
     )
 
 
-def _places_of_weights(
-    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool
-) -> tuple[dict[str, int], dict[str, int], Footprint]:
-    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; and what they take where."""
-    stored = _bytes_by_place(job, quantization, ds_config)
-    brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
-    return stored, brought, _footprint(job, quantization, ds_config, pinned, stored)
-
-
-def _brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
-    """How many a step brings to the device, those that two modules share twice."""
-    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
-    inside = {id(p) for layer in decoder_layers(model)[1] for p in layer.parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    return sum(places.place(p, _stored_numel(quantization, name, p), id(p) in inside) != "device" for name, p in named)
-
-
-def _bytes_by_place(
-    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], as_often_as_used: bool = False
-) -> dict[str, int]:
-    """Stored bytes of all ranks' weights on the device, in host memory and on disk.
-
-    Args:
-        as_often_as_used: a weight that two modules share, such as embedding and head, counts twice: each brings it.
-    """
-    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
-    _, layers = decoder_layers(model)
-    inside = {id(p) for layer in layers for p in layer.parameters()}
-    found = dict.fromkeys(("device", "host", "disk"), 0)
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=not as_often_as_used))
-    for name, p in model.named_parameters():
-        numel = _stored_numel(quantization, name, p)
-        found[places.place(p, numel, id(p) in inside)] += numel * p.element_size() * uses[id(p)]
-    return found
-
-
-def _footprint(
-    job: Job,
-    quantization: QuantizationPlan | None,
-    ds_config: dict[str, Any],
-    pinned: bool,
-    stored: dict[str, int],
-) -> Footprint:
-    """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says.
-
-    Args:
-        stored: what `_bytes_by_place` found.
-    """
-    model, ranks, zero = job.skeleton.model, job.ranks.world_size, ds_config["zero_optimization"]
-    places = Places.of(ds_config, job.spec.dtype, ranks)
-    _, layers = decoder_layers(model)
-    inside = {id(p) for layer in layers for p in layer.parameters()}
-    elements = small = in_layers = outside = 0
-    for name, p in model.named_parameters():
-        numel = _stored_numel(quantization, name, p)
-        nbytes, elements = numel * p.element_size(), elements + numel
-        if numel <= places.persistent_numel:
-            small += nbytes
-        if quantization and name in quantization.names:
-            whole = p.numel() * p.element_size()
-            if job.config.quant_bits == 4 and not (job.on_gpu and job.spec.dtype == torch.float16):
-                whole += whole // 2  # codes as bytes: DeepSpeed's kernel is for float16, its Python code unpacks first
-            if id(p) in inside:
-                in_layers = max(in_layers, whole)
-            else:  # embedding and head, beside which no layer is gathered
-                outside = max(outside, nbytes + whole)
-    live = min(zero["stage3_max_live_parameters"], elements) * sum(stored.values()) // elements
-    gathered = max(live + in_layers, outside) + small
-    share = {place: nbytes // ranks for place, nbytes in stored.items()}
-    buffers = 0
-    if job.config.disk_offload:
-        offload = zero["offload_param"]
-        buffers = offload["buffer_size"] * offload["buffer_count"] * job.spec.dtype.itemsize
-    persistent = share["device"] if places.offload != "none" else 0  # DeepSpeed may keep fewer of the small ones there
-    return Footprint(
-        device=share["device"] + gathered,
-        gathered=gathered + persistent,
-        host=share["host"] + buffers,
-        pinned=buffers + (share["host"] if pinned else 0),
-        disk=share["disk"],
-    )
-
-
-def _stored_numel(quantization: QuantizationPlan | None, name: str, parameter: torch.Tensor) -> int:
-    return quantization.packed_numel(name, parameter) if quantization else parameter.numel()
-
-
 def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any]:
     model, config = job.skeleton.model, job.config
 
     def find() -> LayerSizes:
         _, layers = decoder_layers(model)
-        return layer_sizes(model, layers, lambda name, p: _stored_numel(quantization, name, p), job.spec.dtype)
+        return layer_sizes(model, layers, lambda name, p: stored_numel(quantization, name, p), job.spec.dtype)
 
     sizes = job.skeleton.once(("layer sizes", config.quant_bits, config.quant_group_size), find)
     ahead = layers_ahead(sizes, job.free_device_bytes)

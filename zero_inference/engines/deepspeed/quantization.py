@@ -15,12 +15,12 @@ from torch import nn
 
 from zero_inference.engines.base import group_size_refusal
 from zero_inference.link.compute import median_s
+from zero_inference.runtime.host_memory import host_empty
 
+BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once: near its caches
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
-DEQUANTIZED_SIZE, DEQUANTIZED_S = (
-    {"cuda": 8192, "cpu": 2048},
-    0.1,
-)  # of the square weight whose dequantizing is timed, and for how long
+DEQUANTIZED_SIZE = {"cuda": 8192, "cpu": 2048}  # of the square weight whose dequantizing is timed
+DEQUANTIZED_S = 0.1
 
 
 @dataclass
@@ -97,11 +97,36 @@ class QuantizedFunctionals:
     """While installed, F.linear and F.embedding understand quantized parameters."""
 
     def __init__(self) -> None:
-        from deepspeed.inference.quantization.utils import wrap_quantized_functional
-
         self._linear, self._embedding = F.linear, F.embedding
-        F.linear = wrap_quantized_functional(F.linear)
+        self._kept: torch.Tensor | None = None  # of the model's dtype, as large as the largest weight so far
+        F.linear = self._multiply
         F.embedding = self._lookup
+
+    def _multiply(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if getattr(weight, "weight_quantized", False):
+            weight = self._dequantized(weight)
+        return self._linear(input, weight, *args, **kwargs)
+
+    def _dequantized(self, weight: torch.Tensor) -> torch.Tensor:
+        """A quantized weight as a plain one [rows, columns]; on a CPU until the next.
+
+        There DeepSpeed's Python code unpacks all codes to bytes first, of a head once a token, and glibc could not always use again what
+        that freed: memory grew from token to token. So a few rows at a time become what they are in memory that is kept.
+        """
+        packed, scale, minimum = weight.deconcat(weight)
+        codes = packed.view(torch.uint8)
+        if codes.device.type != "cpu":
+            return weight.dequantizer.dequantize(codes, scale, minimum)
+        columns = codes.shape[1] * 8 // weight.dequantizer.config["num_bits"]
+        numel, rows = codes.shape[0] * columns, max(1, BLOCK_NUMEL // columns)
+        if self._kept is None or self._kept.numel() < numel:
+            self._kept = None  # before more is taken
+            self._kept = host_empty((numel,), scale.dtype, pinned=False)
+        values = self._kept[:numel].view(-1, columns)
+        for start in range(0, codes.shape[0], rows):
+            part = slice(start, start + rows)
+            values[part] = weight.dequantizer.dequantize(codes[part], scale[part], minimum[part])
+        return values
 
     def _lookup(self, input: torch.Tensor, weight: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Rows of a packed table: gather values, scales and minima of `input`, then dequantize those alone."""
@@ -115,4 +140,5 @@ class QuantizedFunctionals:
         return values.reshape(*input.shape, -1)
 
     def remove(self) -> None:
+        self._kept = None
         F.linear, F.embedding = self._linear, self._embedding

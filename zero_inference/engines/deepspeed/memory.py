@@ -1,0 +1,145 @@
+"""What weights take where under ZeRO-3: as they wait, what is gathered of them, and while they are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from zero_inference.engines.base import Footprint, Job
+from zero_inference.engines.deepspeed.config import Places
+from zero_inference.engines.deepspeed.quantization import QuantizationPlan
+from zero_inference.models.layers import decoder_layers
+
+
+def places_of_weights(
+    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool
+) -> tuple[dict[str, int], dict[str, int], Footprint]:
+    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; and what they take where."""
+    stored = _bytes_by_place(job, quantization, ds_config)
+    brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
+    return stored, brought, _footprint(job, quantization, ds_config, pinned, stored)
+
+
+def _bytes_by_place(
+    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], as_often_as_used: bool = False
+) -> dict[str, int]:
+    """Stored bytes of all ranks' weights on the device, in host memory and on disk.
+
+    Args:
+        as_often_as_used: a weight that two modules share, such as embedding and head, counts twice: each brings it.
+    """
+    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    _, layers = decoder_layers(model)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    found = dict.fromkeys(("device", "host", "disk"), 0)
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=not as_often_as_used))
+    for name, p in model.named_parameters():
+        numel = stored_numel(quantization, name, p)
+        found[places.place(p, numel, id(p) in inside)] += numel * p.element_size() * uses[id(p)]
+    return found
+
+
+def brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
+    """How many a step brings to the device, those that two modules share twice."""
+    model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
+    inside = {id(p) for layer in decoder_layers(model)[1] for p in layer.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return sum(places.place(p, stored_numel(quantization, name, p), id(p) in inside) != "device" for name, p in named)
+
+
+def _footprint(
+    job: Job,
+    quantization: QuantizationPlan | None,
+    ds_config: dict[str, Any],
+    pinned: bool,
+    stored: dict[str, int],
+) -> Footprint:
+    """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says.
+
+    Args:
+        stored: what `_bytes_by_place` found.
+    """
+    ranks = job.ranks.world_size
+    places = Places.of(ds_config, job.spec.dtype, ranks)
+    gathered = _gathered_bytes(job, quantization, ds_config, places, sum(stored.values()))
+    share = {place: nbytes // ranks for place, nbytes in stored.items()}
+    buffers = 0
+    if job.config.disk_offload:
+        offload = ds_config["zero_optimization"]["offload_param"]
+        buffers = offload["buffer_size"] * offload["buffer_count"] * job.spec.dtype.itemsize
+    persistent = share["device"] if places.offload != "none" else 0  # DeepSpeed may keep fewer of the small ones there
+    return Footprint(
+        device=share["device"] + gathered,
+        gathered=gathered + persistent,
+        host=share["host"] + buffers,
+        pinned=buffers + (share["host"] if pinned else 0),
+        disk=share["disk"],
+        loading=0 if job.on_gpu else _loading_bytes(job, quantization, places, buffers),
+    )
+
+
+def _gathered_bytes(
+    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], places: Places, stored_bytes: int
+) -> int:
+    """Most that a rank holds for a moment of weights that wait elsewhere, or are quantized.
+
+    A single rank without a GPU gathers nothing: ZeRO-3 points a parameter at its partition, or at the buffer that it was read into.
+    """
+    model = job.skeleton.model
+    _, layers = decoder_layers(model)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    copies = job.on_gpu or job.ranks.world_size > 1
+    elements = small = in_layers = outside = 0
+    for name, p in model.named_parameters():
+        numel = stored_numel(quantization, name, p)
+        nbytes, elements = numel * p.element_size(), elements + numel
+        if numel <= places.persistent_numel:
+            small += nbytes
+        if quantization and name in quantization.names:
+            whole = p.numel() * p.element_size()
+            if job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16:
+                whole += whole // 2  # codes as bytes: DeepSpeed's kernel is for float16, its Python code unpacks first
+            if id(p) in inside:
+                in_layers = max(in_layers, whole)
+            else:  # embedding and head, beside which no layer is gathered
+                outside = max(outside, whole + (nbytes if copies else 0))
+    if not copies:
+        return max(in_layers, outside)
+    live = min(ds_config["zero_optimization"]["stage3_max_live_parameters"], elements) * stored_bytes // elements
+    return max(live + in_layers, outside) + small
+
+
+def _loading_bytes(job: Job, quantization: QuantizationPlan | None, places: Places, buffers: int) -> int:
+    """Most host memory of a rank without a GPU while it takes parameters over: those that it has, one as it came and as it is
+    stored, and of a checkpoint the rest of its layer.
+
+    Args:
+        buffers: bytes that are there from the start.
+    """
+    model, ranks = job.skeleton.model, job.ranks.world_size
+    _, layers = decoder_layers(model)
+    layer_of = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
+    waiting: Counter[int | None] = Counter()
+    if not job.spec.dummy:
+        for p in model.parameters():
+            waiting[layer_of.get(id(p))] += p.numel() * p.element_size()
+    taken = most = buffers
+    for name, p in model.named_parameters():
+        numel, layer = stored_numel(quantization, name, p), layer_of.get(id(p))
+        whole, kept = p.numel() * p.element_size(), -(-numel // ranks) * p.element_size()
+        if places.place(p, numel, layer is not None) == "disk":
+            kept = 0  # one of the buffers takes it
+        beside = kept
+        if quantization and name in quantization.names:
+            # DeepSpeed's quantizer has a copy to work on and codes as bytes; 4 bits are two halves of these, put together
+            beside = max(kept, whole + p.numel() * (2 if job.config.quant_bits == 4 else 1))
+        waiting[layer] -= whole if waiting[layer] else 0
+        most = max(most, taken + waiting[layer] + whole + beside)
+        taken += kept
+    return most
+
+
+def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: torch.Tensor) -> int:
+    return quantization.packed_numel(name, parameter) if quantization else parameter.numel()
