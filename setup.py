@@ -74,7 +74,7 @@ setup(
     package_dir=OF_FOLDERS,
     package_data={
         "zero_inference.models": ["presets/*.json"],
-        "zero_inference.micro": ["*.json"],
+        "zero_inference.machine": ["*.json"],
         "zero_inference.report.html": ["page.html", "page.css", "page.js"],
         **{package: ["*.cu", "*.cuh", "*.h", "*.cpp"] for package in OF_FOLDERS},
     },

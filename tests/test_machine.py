@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ from zero_inference.link.description import (
 )
 from zero_inference.link.saved import core_rates
 from zero_inference.machine.assume import CONTEXT_BYTES, assumed
+from zero_inference.machine.cards import card_of
 from zero_inference.machine.choose import machine_of
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.machine.rates import beside_link, between
+from zero_inference.machine.typical import TYPICAL, find_typical
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
@@ -74,6 +77,8 @@ MACHINE = Description(
 
 def test_a_description_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "machine.json"
+    write_description(MACHINE.model_copy(update={"peers_gb_per_s": "link"}), path)
+    assert read_description(path).peers_gb_per_s == "link"
     write_description(MACHINE, path)
     assert read_description(path) == MACHINE
     written = json.loads(path.read_text())
@@ -142,6 +147,8 @@ def test_what_is_assumed():
                 0,
             )
     assert assumed("gpus=0,host=1GiB").gpus == ()
+    two = "gpus=2x24GiB,host=1GiB,peers"
+    assert (assumed(f"{two}=300GB/s").peers_gb_per_s, assumed(f"{two}=link").peers_gb_per_s) == (300.0, "link")
 
 
 def test_what_was_measured_of_another_device_is_not_kept():
@@ -203,6 +210,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
         ("gpus=1x24GiB,host=1GiB,", "nothing between two commas, or behind the last one"),
         ("gpus=1x99999999999TiB,host=1GiB", "more than any machine has"),
         ("gpus=\u00b2x24GiB,host=1GiB", "say how many"),
+        ("gpus=2x24GiB,host=1GiB,peers=fast", "peers=fast: no number with a unit"),
         ("gpus=1x24GiB,host=1GiB,matmul=5GB/s", "give it in TFLOP/s"),
         ("host=1GiB,host=2GiB", "host is there twice"),
     ],
@@ -284,6 +292,123 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
         )
         assert "139.00 GiB free" in printed and "120.00 GiB free" in printed and "decode: at most " in printed
         assert printed.endswith("It fits.\n")
+
+
+def test_typical_machines_are_what_datasheets_say():
+    """By hand: 16 lanes of 16 GT/s, of which 128 of 130 bits are data; the card's figures are those of cards.json."""
+    found = machine_of("rtx4090", None).described()
+    assert found.source == "datasheet" and found.host_memory_bytes == 64 * GIB
+    assert found.link_gb_per_s == pytest.approx(16 * 16 * 128 / 130 / 8) and found.device_gb_per_s == 1008
+    assert found.matmul_tflops == {"float16": 165.2, "bfloat16": 165.2, "float32": 82.6}
+    assert found.gpus == (Gpu(name="RTX 4090", memory_bytes=24 * GIB, free_bytes=24 * GIB - CONTEXT_BYTES),)
+    assert (found.launches, found.cores, found.pageable_link_gb_per_s, found.disk_gb_per_s) == (None,) * 4
+    eight = machine_of("8x H100_SXM", None).described()
+    assert [gpu.name for gpu in eight.gpus] == ["H100 SXM"] * 8 and eight.host_memory_bytes == 8 * 256 * GIB
+    assert (eight.peers_gb_per_s, found.peers_gb_per_s) == (450, "link"), "of 900 GB/s both ways"
+    assert "bfloat16" not in machine_of("t4", None).described().matmul_tflops
+    for each in TYPICAL:
+        card = card_of(each.card)
+        one = each.description()
+        assert one.device_gb_per_s == card.memory.value and one.gpus[0].memory_bytes == card.memory_bytes
+        assert (
+            one.matmul_tflops["float16"] == card.tflops["fp16"].value and len(find_typical(f"2x{each.name}").gpus) == 2
+        )
+
+
+def test_what_is_assumed_of_a_typical_machine():
+    """Rates that are still those of a datasheet are marked as such."""
+    larger = machine_of("rtx4090", "host=256GiB").described()
+    assert (larger.host_memory_bytes, larger.source) == (256 * GIB, "datasheet")
+    assert larger.name == "rtx4090 with host=256GiB" and larger.link_gb_per_s > 31
+    every = machine_of("rtx4090", "link=25GB/s,memory=900GB/s,matmul=150TFLOP/s,cores=60GB/s").described()
+    assert every.source == "assumed" and every.cores.read_gb_per_s == 60
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("rtx409", "did you mean rtx4090"),
+        ("2xrtx409", "did you mean 2xrtx4090"),
+        ("0xrtx4090", "did you mean rtx4090"),
+        ("gameboy", "no such file, and no typical machine. There are rtx3090, rtx4090"),
+        ("", "--machine is empty"),
+        ("rtx4090.json", "No such file or directory; zero-inference link --save FILE"),
+    ],
+)
+def test_a_name_that_no_machine_has(name, said, capfd):
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--dry-run", "--machine", name]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line and (" a100-80, " in line or "typical" not in line)
+
+
+def test_a_file_is_taken_before_a_typical_machine_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_description(MACHINE, tmp_path / "rtx4090")
+    assert machine_of("rtx4090", None).described() == MACHINE
+    assert machine_of("./rtx4090", None).described() == MACHINE
+    assert machine_of("rtx3090", None).described().name == "rtx3090"
+
+
+def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
+    asked = "run_model.py --model llama-2-13b --dummy --engine stream --gpu-memory 0 --dry-run --machine rtx3090"
+    assert main(asked.split()) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(
+        "for another machine: rtx3090 (datasheet): 1 x RTX 3090, 64.0 GiB of host memory\nrates are those of"
+    )
+    (line,) = [line for line in out.splitlines() if line.startswith("predicted: ")]
+    assert "prefill at least " in line and "decode at most " in line
+    assert line.endswith("mostly the link, if the host is never late, without the host's cores")
+    (limit,) = [line for line in out.splitlines() if line.startswith("decode: ")]
+    assert limit.endswith("bound by the link, without the host's cores, whose rate is not known")
+    assert main([*asked.split(), "--cpu-compute", "off"]) == 0
+    assert "without the host's cores" not in capfd.readouterr().out, "they stay out of the run too"
+
+
+def test_times_of_several_gpus_leave_out_what_these_send_each_other():
+    """Of a measured machine with two: at least what the links take; of weights that every GPU has, all of it is known."""
+    two = MACHINE.model_copy(update={"gpus": (H200, H200)})
+    ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, device=torch.device("cuda", 0))
+    config = run_config(shlex.split("--model opt-13b --dummy --engine stream --gpu-memory 0 --batch-size 2 --dry-run"))
+    spec = resolve_model(config, "cuda")
+    job = Job(config, spec, ranks, build_skeleton(spec), H200.free_bytes, None, DescribedMachine(two))
+    spec_dtype = {"matmul_tflops": {"float16": 700.0, "bfloat16": 700.0}}
+    job = replace(job, machine=DescribedMachine(two.model_copy(update=spec_dtype)))
+    streamed = make_plan(job)
+    assert streamed.times.step.seconds == pytest.approx(streamed.weights.fetched_bytes / (2 * 55e9))
+    assert streamed.times.at_least and streamed.times.without_cores
+    whole = make_plan(replace(job, config=replace(config, engine="resident", cpu_offload=False, gpu_memory=None)))
+    assert not whole.times.at_least and not whole.times.without_cores
+
+
+@pytest.mark.parametrize(
+    "options, fetched_share", [("--engine stream --gpu-memory 0", 1), ("--cpu-offload", 1), ("", 0)]
+)
+def test_what_gpus_send_each_other(options, fetched_share):
+    """Of four, by hand: each fetches a quarter of what is in host memory, and gets three quarters of all weights from the others."""
+    config = run_config(shlex.split(f"--model opt-13b --dummy --batch-size 4 --dry-run {options}"))
+    spec = resolve_model(config, "cuda")
+    ranks = Ranks(rank=0, world_size=4, local_rank=0, local_world_size=4, device=torch.device("cuda", 0))
+    skeleton = build_skeleton(spec)
+
+    def step_s(peers) -> tuple[float, str, int]:
+        machine = MACHINE.model_copy(update={"gpus": (H200,) * 4, "peers_gb_per_s": peers})
+        plan = make_plan(Job(config, spec, ranks, skeleton, H200.free_bytes, None, DescribedMachine(machine)))
+        limit = least_step_s(plan.weights, machine)[1]
+        assert limit <= plan.times.step.seconds * 1.001, "the limit is a bound of what is predicted"
+        weights = plan.weights.fetched_bytes + plan.weights.parted_bytes
+        assert weights == pytest.approx(2 * 12.85e9, rel=0.03), (
+            "13B in 16 bits; with DeepSpeed embedding and head, too, which are one weight"
+        )
+        return plan.times.step.seconds, plan.times.step.bound_by, weights
+
+    by_link, bound, weights = step_s("link")
+    assert by_link == pytest.approx(weights * (fetched_share / 4 + 3 / 4) / 55e9, rel=0.02) and bound == "link"
+    slow, bound, weights = step_s(1.0)
+    assert slow == pytest.approx(weights * 3 / 4 / 1e9, rel=0.02) and bound == "peers"
+    fast, unknown = step_s(1e6)[0], step_s(None)[0]
+    assert fast == pytest.approx(unknown), "what is not known costs nothing"
+    assert unknown < by_link
 
 
 def test_cores_take_their_part_as_the_file_says():

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
-from zero_inference.micro import arguments, blocks, cards, elementwise, flops, layer, matmul, timing
+from zero_inference.machine import cards
+from zero_inference.micro import arguments, blocks, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
 from zero_inference.micro.norms import norm_patch
 from zero_inference.runtime.tables import Column, RowPrinter, render
@@ -174,12 +175,17 @@ def test_blocks_are_seeded_and_on_the_device_in_the_dtype():
         ("NVIDIA RTX A6000", "RTX A6000"),
         ("NVIDIA GeForce RTX 3090", "RTX 3090"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
         ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10", "A10"),
+        ("Tesla T4", "T4"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
         ("NVIDIA GB200", None),
         ("", None),
     ],
@@ -191,13 +197,20 @@ def test_cards_by_the_name_that_cuda_gives(cuda_name, name):
 
 def test_every_rate_has_a_source_and_a_likely_size():
     for card in cards.cards():
-        assert 500 < card.memory.value <= 8000 and card.memory.source
+        assert 300 <= card.memory.value <= 8000 and card.memory.source
         assert {"fp32", "fp16"} <= set(card.tflops)
         for rate in card.tflops.values():
-            assert 10 < rate.value <= 2250 and rate.source
+            assert 8 < rate.value <= 2250 and rate.source
         if "bf16" in card.tflops:  # since Ampere: both 16-bit types alike, tf32 half of them
             assert card.tflops["bf16"] == card.tflops["fp16"]
             assert card.tflops["tf32"].value == pytest.approx(card.tflops["fp16"].value / 2, rel=0.03)
+
+
+def test_memory_is_what_is_left_by_error_correction():
+    """nvidia-smi says 40960 MiB of an A100 of 40 GB, 15360 of a T4 and 46068 of an L40S."""
+    by_name = {card.name: card.memory_bytes for card in cards.cards()}
+    assert by_name["A100 SXM 40 GB"] == 40960 << 20 and by_name["T4"] == 15360 << 20
+    assert by_name["L40S"] == pytest.approx(46068 << 20, rel=0.001) and by_name["V100 SXM2"] is None
 
 
 def test_a_machine_of_known_rate(monkeypatch):

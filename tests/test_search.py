@@ -1,5 +1,6 @@
 """`zero-inference plan` and what is `auto`: configurations compared by what their plans predict."""
 
+import functools
 import json
 import re
 import shlex
@@ -18,19 +19,24 @@ from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
 from zero_inference.link.description import write_description
 from zero_inference.machine import kept
+from zero_inference.machine.choose import machine_of
 from zero_inference.machine.kept import kept_description, why_outdated
 from zero_inference.machine.limited import LimitedMachine
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
-from zero_inference.plan.plan import describe_job, make_plan
+from zero_inference.plan.plan import changed, describe_job, make_plan
+from zero_inference.plan.timing import PassTime, Times
 from zero_inference.records.read import read_records
+from zero_inference.runtime.child_runs import run_child
 from zero_inference.runtime.distributed import detect_ranks
 from zero_inference.runtime.environment import describe_environment, versions_of
+from zero_inference.runtime.tables import significant
 from zero_inference.search import verify
-from zero_inference.search.candidates import Free, command_of, find_candidates, options_of
+from zero_inference.search.candidates import Candidate, Free, command_of, find_candidates, options_of
 from zero_inference.search.choose import choose, faster_than
 from zero_inference.search.ranking import GOALS, pareto_front, ranked
+from zero_inference.search.table import in_json, rows_of
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
@@ -151,6 +157,18 @@ def test_the_table_is_for_people(capfd, tmp_path):
         ("--batch-size 0", "--batch-size 0: must be at least 1"),
         ("--plot front.xls --assume gpus=0,host=1GiB", "end its name in .png, .pdf or .svg"),
         (f"--verify 2 --assume {LINE}", "--verify runs configurations"),
+        ("--num-gpus 2 --machine rtx4090", "--num-gpus 2: the machine has 1 GPU: use 1 to 1"),
+        ("--num-gpus 1 --assume gpus=0,host=64GiB", "--num-gpus 1: the machine has no GPU: drop it"),
+        (
+            "--num-gpus 2 --batch-size 1 3 --machine 2xrtx4090",
+            "does not divide over --num-gpus 2; use 2, a multiple of 2",
+        ),
+        (
+            "--host-memory 256 --machine rtx4090",
+            "rtx4090 has 64.0 GiB, of which this is to be a part; for a machine with more use --assume host=256GiB",
+        ),
+        ("--gpu-memory 48 --machine 2xrtx4090", "for a machine with more use --assume gpus=2x48GiB"),
+        ("--machines", "drop --model, or name one with --machine"),
         (f"--verify -1 --assume {LINE}", "must be 0 or more"),
         (f"--quant-bits 4 --engine resident --assume {LINE}", "none of these engines"),
     ],
@@ -159,6 +177,152 @@ def test_what_cannot_be_planned(options, said, capfd):
     assert console_main(["zero-inference", "plan", "--model", "opt-30b", "--dummy", *options.split()]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
+
+
+def test_a_model_is_needed(capfd):
+    assert console_main(["zero-inference", "plan", "--machine", "rtx4090"]) == 2
+    assert "--model: say for which model" in capfd.readouterr().err
+
+
+def test_typical_machines_are_listed(capfd):
+    assert console_main(["zero-inference", "plan", "--machines"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "--machine" in lines[0] and "link (GB/s)" in lines[0] and "host memory (GiB, assumed)" in lines[0]
+    (line,) = [line for line in lines if line.split()[0] == "rtx4090"]
+    assert line.split() == [
+        "rtx4090",
+        "RTX",
+        "4090",
+        "24",
+        "1008",
+        "PCIe",
+        "4",
+        "x16",
+        "31.5",
+        "the",
+        "link",
+        "165.2",
+        "165.2",
+        "64",
+    ]
+    assert console_main(["zero-inference", "plan", "--machines", "--json"]) == 0
+    names = [each["name"] for each in json.loads(capfd.readouterr().out)]
+    assert len(names) == len(lines) - 2 and "a100-80" in names and "h100-sxm" in names
+
+
+def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
+    asked = "plan --model llama-2-13b --dummy --batch-size 1 --quant-bits 16 --machine rtx4090 --engine stream resident".split()
+    assert console_main(["zero-inference", *asked]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(
+        "predicted for rtx4090 (datasheet): 1 x RTX 4090, 64.0 GiB of host memory\nrates are those of datasheets"
+    )
+    assert " GPUs " not in out and "(cores not known)" in out and "taken to be never late" in out
+    assert console_main(["zero-inference", *asked, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["machine_source"] == "datasheet" and "(datasheet)" in answer["machine"]
+    for each in answer["configurations"]:
+        assert each["at_most"] and not each["with_host"] and each["without_cores"] and each["gpus"] == 1
+
+
+def started(monkeypatch, ranks: int) -> None:
+    """As a launcher starts the first of several ranks."""
+    names = dict(RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29501")
+    for name, value in {**names, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_several_gpus_are_planned_as_a_launcher_plans_them(monkeypatch, capfd):
+    """The same figures as of `--dry-run` in two ranks, for every engine that runs in two."""
+    line = f"{LINE.replace('1x24GiB', '3x24GiB')},disk=3GB/s"
+    asked = (
+        "plan --model llama-2-13b --dummy --batch-size 2 6 --quant-bits 16 4 --kv-offload off --json --assume".split()
+    )
+    assert console_main(["zero-inference", *asked, line]) == 0
+    all_of_them = json.loads(capfd.readouterr().out)["configurations"]
+    assert {(each["gpus"], each["batch_size"]) for each in all_of_them} == {(1, 2), (1, 6), (2, 2), (2, 6), (3, 6)}
+    of_two = [each for each in all_of_them if (each["gpus"], each["batch_size"]) == (2, 6)]
+    assert {each["engine"] for each in of_two} == {"stream", "deepspeed"}, (
+        "resident does not fit, accelerate is one process"
+    )
+    assert [each["engine"] for each in all_of_them if each["gpus"] == 1].count("accelerate") == 0, "no pageable rate"
+    started(monkeypatch, 2)
+    for each in of_two:
+        launcher, options = each["command"].split(" run_model.py ")
+        assert launcher == "deepspeed --num_gpus 2"
+        assert main(["run_model.py", *options.split(), "--dry-run", "--assume", line]) == 0
+        out = capfd.readouterr().out
+        prefill, step, rate = (significant(each[name]) for name in ("prefill_s", "step_s", "tokens_per_s"))
+        if each["at_most"]:
+            said = f"predicted: prefill at least {prefill} s, decode at most {rate} token/s ({step} s a step)"
+        else:
+            said = f"predicted: prefill {prefill} s, decode {rate} token/s ({step} s a step)"
+        assert said in out and f"device memory (each GPU): {each['device_bytes'] / GIB:.2f} GiB needed" in out
+        assert f"host memory: {each['host_bytes'] / GIB:.2f} GiB needed" in out
+        assert ("without the host's cores" in out) == each["without_cores"]
+
+
+def test_more_gpus_bring_the_weights_sooner_and_say_what_is_not_known(capfd):
+    asked = "plan --model opt-30b --dummy --engine stream --quant-bits 16 --kv-offload off --batch-size 8".split()
+    machine = ["--assume", LINE.replace("1x24GiB", "4x24GiB"), "--gpu-memory", "14"]
+    assert console_main(["zero-inference", *asked, *machine, "--num-gpus", "2", "4"]) == 0
+    out = capfd.readouterr().out
+    assert " GPUs " in out.splitlines()[2] and "how fast GPUs send each other weights is not known" in out
+    assert "(cores not known)" in out and "1: deepspeed --num_gpus 4 run_model.py" in out
+    assert console_main(["zero-inference", *asked, *machine, "--json"]) == 0
+    by = {each["gpus"]: each for each in json.loads(capfd.readouterr().out)["configurations"]}
+    assert sorted(by) == [1, 2, 4] and not by[1]["without_cores"] and by[2]["without_cores"] and by[4]["at_most"]
+    assert by[2]["step_s"] / by[4]["step_s"] == pytest.approx(2, rel=0.05), "each link brings half as much"
+    linked = [*machine[:1], f"{machine[1]},peers=link", *machine[2:]]
+    assert console_main(["zero-inference", *asked, *linked, "--num-gpus", "4"]) == 0
+    out = capfd.readouterr().out
+    assert "GPUs send each other" not in out
+    assert console_main(["zero-inference", *asked, *linked, "--num-gpus", "4", "--json"]) == 0
+    (only,) = json.loads(capfd.readouterr().out)["configurations"]
+    assert only["step_s"] == pytest.approx(4 * by[4]["step_s"], rel=0.05), "each gets all of it over its own link"
+    assert by[4]["tokens_per_s"] == pytest.approx(8 / by[4]["step_s"]), "of all ranks"
+
+
+def test_weights_on_every_gpu_are_counted_once_each(capfd):
+    asked = (
+        "plan --model llama-2-13b --dummy --quant-bits 16 --kv-offload off --batch-size 8 --json --goal memory".split()
+    )
+    line = LINE.replace("1x24GiB", "2x80GiB")
+    assert console_main(["zero-inference", *asked, "--engine", "resident", "--assume", line]) == 0
+    one, two = json.loads(capfd.readouterr().out)["configurations"]
+    assert (one["gpus"], two["gpus"]) == (1, 2), "two take twice the memory"
+    assert not one["at_most"] and not two["at_most"], "what they do is known"
+    assert one["tokens_per_s"] < two["tokens_per_s"] < 2 * one["tokens_per_s"]
+
+
+def test_what_fits_no_number_of_gpus_is_told_of_the_most(capfd):
+    asked = "plan --model opt-66b --dummy --quant-bits 16 --batch-size 2 --engine deepspeed stream --assume".split()
+    assert console_main(["zero-inference", *asked, LINE.replace("1x24GiB", "2x24GiB")]) == 0
+    out = capfd.readouterr().out
+    assert "does not fit: deepspeed with 16 bits on 2 GPUs: " in out and out.count("does not fit: ") == 1
+
+
+def test_a_generation_takes_its_first_token_and_all_others(found):
+    for each in found.candidates:
+        assert each.total_s == pytest.approx(each.times.prefill.seconds + 31 * each.times.step.seconds)
+    rows = rows_of(found.candidates, found.candidates)
+    (row, *_) = in_json(rows, found.candidates)
+    assert row["total_s"] == found.candidates[0].total_s
+    assert row["total_tokens_per_s"] == pytest.approx(row["batch_size"] * 32 / row["total_s"])
+
+
+def test_a_trial_runs_in_as_many_processes_as_gpus(tmp_path, monkeypatch):
+    """On a CPU, where ranks take gloo."""
+    job = job_of(
+        "--model opt-125m --dummy --dtype bfloat16 --prompt-len 8 --gen-len 3 --batch-size 2", machine_of(None, None)
+    )
+    two = replace(job, ranks=replace(job.ranks, world_size=2, local_world_size=2))
+    plan = changed(two, engine="resident", cpu_offload=False)
+    monkeypatch.setattr("zero_inference.search.verify.run_child", functools.partial(run_child, env=without_gpus()))
+    times = Times(PassTime(1.0, "launches"), PassTime(1.0, "launches"))
+    rate = verify._measured_tokens_per_s(Candidate(plan, times), tmp_path, 1, print)
+    (record,) = read_records(tmp_path / "1.jsonl")
+    assert rate == record["decode_throughput"] > 0 and record["world_size"] == 2
 
 
 def test_the_smallest_machine_is_one_that_does(capfd):

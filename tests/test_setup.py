@@ -115,3 +115,6 @@ def test_an_installed_package_has_all_sources_of_the_kernels(tmp_path):
         for folder in (built, ROOT / "csrc")
     )
     assert packed == sources and "cpu/product.cpp" in packed
+    assert (tmp_path / "built" / "zero_inference" / "machine" / "cards.json").is_file(), (
+        "typical machines are made of it"
+    )

@@ -232,14 +232,15 @@ def _add_output_options(output: argparse._ArgumentGroup) -> None:
     )
     output.add_argument(
         "--machine",
-        metavar="FILE",
-        help="--dry-run for another machine, which `zero-inference link --save FILE` measured",
+        metavar="FILE_OR_NAME",
+        help="--dry-run for another machine: a file of `zero-inference link --save FILE`, or a typical one by its name, such as rtx4090 "
+        "or 2xrtx4090 (`zero-inference plan --machines` lists them)",
     )
     output.add_argument(
         "--assume",
         metavar="gpus=1x24GiB,host=128GiB,...",
         help="--dry-run for a machine that is not there, or for that of --machine with other numbers: gpus, host (memory), "
-        "link, cores, memory (rates in GB/s), matmul (TFLOP/s), disk, disk_free",
+        "link, peers (between GPUs), cores, memory (rates in GB/s), matmul (TFLOP/s), disk, disk_free",
     )
     output.add_argument("--local-rank", type=int, help="set by the deepspeed launcher")
 

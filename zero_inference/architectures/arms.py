@@ -14,7 +14,7 @@ from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
 from zero_inference.runtime.child_runs import OWN_ERROR, Ended, last_words, run_child
-from zero_inference.runtime.processes import isolated_module
+from zero_inference.runtime.processes import isolated_ranks
 from zero_inference.runtime.text import file_stem
 
 # What `compare` says itself, to every run.
@@ -131,7 +131,7 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
         UsageError: the run would be refused for what is no estimate; names the arm and says why.
     """
     output = folder / f"{arm.file_stem}-check.out"
-    ended = run_child(_command([*arm.options, *extra, "--dry-run"], ranks), output)
+    ended = run_child(isolated_ranks("zero_inference", ranks, "run", *arm.options, *extra, "--dry-run"), output)
     doubt = next((line for line in ended.said().splitlines() if line.startswith(DoesNotFit.VERDICT)), None)
     if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {why_ended(ended)}")
@@ -150,22 +150,12 @@ def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: in
     log, output = folder / f"{arm.file_stem}-{number}.log", folder / f"{arm.file_stem}-{number}.out"
     options = arm.options if number == 0 else speed_only(arm.options)
     ended = run_child(
-        _command([*options, *extra, "--log-file", str(log)], ranks),
+        isolated_ranks("zero_inference", ranks, "run", *options, *extra, "--log-file", str(log)),
         output,
         records=lambda: _records(log),
         is_good=lambda record: record.get("status") == STATUS_OK,
     )
     return ended.record or {"status": STATUS_FAILED, "error": why_ended(ended)}
-
-
-def _command(options: Sequence[str], ranks: int) -> list[str]:
-    """`zero-inference run` with `options` in `ranks` processes."""
-    command = isolated_module("zero_inference", "run", *options)
-    if ranks > 1:
-        command = isolated_module(
-            "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python", *command
-        )
-    return command
 
 
 def why_ended(ended: Ended) -> str:

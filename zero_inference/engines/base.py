@@ -158,6 +158,7 @@ class EnginePlan(UseOfMachine):
         weight_bytes: of all weights, over all ranks, as the engine stores them.
         fetched_bytes, disk_bytes: of weights, over all ranks, that a decode step brings to the devices, and reads from disk. One that two
             modules share counts as often as it is brought.
+        parted_bytes: of weights that lie on the devices in parts, one a rank, and are brought together in each pass.
         cores_bytes: of weights, keys and values, over all ranks, that the host's cores read in a decode step.
         carries_kv: whether keys and values in host memory cross the link; else the cores attend over them.
         preallocated_cache: keys and values have all their memory from the start; else they grow, as transformers' own cache does.
@@ -169,6 +170,7 @@ class EnginePlan(UseOfMachine):
     weight_bytes: int = field(kw_only=True)
     fetched_bytes: int = field(default=0, kw_only=True)
     disk_bytes: int = field(default=0, kw_only=True)
+    parted_bytes: int = field(default=0, kw_only=True)
     cores_bytes: int = field(default=0, kw_only=True)
     carries_kv: bool = field(default=True, kw_only=True)
     preallocated_cache: bool = field(default=False, kw_only=True)
@@ -195,6 +197,11 @@ class EnginePlan(UseOfMachine):
         on_device = 0 if job.on_gpu else weights.device - weights.gathered
         generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
         return max(weights.loading, weights.host + on_device + measuring_bytes, generating)
+
+    def exchanged_bytes(self, fetched_bytes: int) -> float:
+        """Of weights, that each of several GPUs gets from the others in a pass that fetches `fetched_bytes` over all links."""
+        ranks = self.job.ranks.world_size
+        return (fetched_bytes + self.parted_bytes) * (ranks - 1) / ranks
 
     @property
     def least_free_device_bytes(self) -> int:

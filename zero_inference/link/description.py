@@ -158,6 +158,8 @@ class Description(_Part):
         disk_free_bytes: of the folder of `--disk`; None where it is not known.
         link_gb_per_s: page-locked copies to one GPU while the cores rest; without a GPU copies inside host memory.
         pageable_link_gb_per_s: the same from host memory that is not page-locked.
+        peers_gb_per_s: what a GPU gets from the others of its node, beside its link; `link` where that comes over the link, too; None
+            where it is not known.
         device_gb_per_s: copies inside the device's memory, bytes read and bytes written both counted.
         device_products: products with weights on the device, of few tokens and, of a GPU, of many.
         matmul_tflops: products of large matrices on the device, TFLOP/s of 1e12 by dtype.
@@ -181,6 +183,7 @@ class Description(_Part):
     disk_free_bytes: Bytes | None = None
     link_gb_per_s: Rate | None = None
     pageable_link_gb_per_s: Rate | None = None
+    peers_gb_per_s: Rate | Literal["link"] | None = None
     device_gb_per_s: Rate | None = None
     device_products: tuple[DeviceRate, ...] = Field(default=(), strict=False)
     matmul_tflops: dict[str, Rate] = {}
@@ -200,6 +203,12 @@ class Description(_Part):
         when = f", {one_line(self.measured_at)[:10]}" if self.measured_at else ""
         host = f"{self.host_memory_bytes / (1 << 30):.1f} GiB of host memory"
         return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
+
+    def caveat(self) -> str | None:
+        """What to know of a machine that nobody measured, on one line; None of others."""
+        if self.source != "datasheet":
+            return None
+        return "rates are those of datasheets, which no run reaches: times are lower bounds, token/s upper ones; host memory is assumed"
 
 
 def read_description(path: Path) -> Description:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from zero_inference.errors import UsageError
-from zero_inference.link.description import MOST, CoreRates, Cores, Description, Gpu, Products
+from zero_inference.link.description import MOST, CoreRates, Cores, Description, Gpu, Products, Source
 
 # Of a GPU, left to CUDA itself: an estimate, where a measured machine has what was found.
 CONTEXT_BYTES = 512 << 20
@@ -41,12 +41,18 @@ def assumed(text: str, base: Description | None = None) -> Description:
         changes["device_products"] = ()  # which were measured with another memory
     if "link" in said and "pageable" not in said and start.link_gb_per_s and start.pageable_link_gb_per_s:
         changes["pageable_link_gb_per_s"] = start.pageable_link_gb_per_s * said["link"] / start.link_gb_per_s
-    found = start.model_copy(update={**changes, "source": "assumed"})
+    found = start.model_copy(update={**changes, "source": _source(start, said)})
     if "cores" in said:
         return found.model_copy(update={"cores": _cores(said["cores"], found)})
     if "link" in said and start.link_gb_per_s and start.cores:
         return found.model_copy(update={"cores": _beside(start.cores, said["link"] / start.link_gb_per_s)})
     return found
+
+
+def _source(base: Description, said: dict[str, Any]) -> Source:
+    """Rates of a datasheet that are not replaced stay bounds that no machine reaches, and plans say so."""
+    left = {"link", "memory", "matmul"} - said.keys()
+    return "datasheet" if base.source == "datasheet" and left else "assumed"
 
 
 def _parts(text: str) -> dict[str, Any]:
@@ -67,7 +73,9 @@ def _without_other_device(base: Description, gpus: tuple[Gpu, ...] | None) -> De
     """Without the rates of its device where that becomes a GPU or stops being one."""
     if gpus is None or bool(gpus) == bool(base.gpus):
         return base
-    gone = dict.fromkeys(("link_gb_per_s", "pageable_link_gb_per_s", "device_gb_per_s", "cores", "launches"))
+    gone = dict.fromkeys(
+        ("link_gb_per_s", "pageable_link_gb_per_s", "peers_gb_per_s", "device_gb_per_s", "cores", "launches")
+    )
     return base.model_copy(update={**gone, "matmul_tflops": {}, "device_products": ()})
 
 
@@ -128,6 +136,11 @@ def _rate(name: str, text: str) -> float:
     return _in_range(name, text, number * _BY_LOWER[unit.removesuffix("/s")] / 1e9)
 
 
+def _peers(name: str, text: str) -> float | str:
+    """Between GPUs: a rate, or `link` where they have no other way."""
+    return "link" if text.lower() == "link" else _rate(name, text)
+
+
 def _tflops(name: str, text: str) -> float:
     number, unit = _split(name, text, "150TFLOP/s")
     if unit not in ("tflop/s", "tflops"):
@@ -162,6 +175,7 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "host": _size,
     "link": _rate,
     "pageable": _rate,
+    "peers": _peers,
     "cores": _rate,
     "memory": _rate,
     "matmul": _tflops,
@@ -173,6 +187,7 @@ _FIELDS = {
     "host": "host_memory_bytes",
     "link": "link_gb_per_s",
     "pageable": "pageable_link_gb_per_s",
+    "peers": "peers_gb_per_s",
     "memory": "device_gb_per_s",
     "disk": "disk_gb_per_s",
     "disk_free": "disk_free_bytes",

@@ -173,7 +173,7 @@ def _captions(rates: MachineRates, name: str, note: str) -> list[str]:
         sources = dict.fromkeys([*(rate.source for rate in rates.card.tflops.values()), rates.card.memory.source])
         datasheet = f"datasheet: {rates.card.name}, dense rates; {'; '.join(sources)}"
     else:
-        datasheet = "datasheet: no card of this name in zero_inference/micro/cards.json"
+        datasheet = "datasheet: no card of this name in zero_inference/machine/cards.json"
     return [f"{name}: {note}", *([datasheet] if rates.device.type == "cuda" else [])]
 
 

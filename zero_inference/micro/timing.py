@@ -12,7 +12,7 @@ from torch.utils.benchmark import Timer
 
 from zero_inference.errors import UsageError
 from zero_inference.link import compute
-from zero_inference.micro.cards import Card, find_card
+from zero_inference.machine.cards import Card, find_card
 
 # How a product is computed -> the dtype of its operands. tf32 is float32 in memory, rounded to 10 bits of mantissa in the tensor
 # cores.

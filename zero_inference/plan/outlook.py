@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.plan.limits import least_step, least_work
+from zero_inference.plan.timing import peers_s
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import RATE_WORDS, Rates
 from zero_inference.runtime.tables import significant
@@ -28,7 +29,8 @@ def limit_in_words(plan: EnginePlan) -> str | None:
     bound_by, step_s = found
     most = plan.job.config.batch_size / step_s
     bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
-    alone = ", without the host's cores, whose part with several ranks is not known" if plan.lacks_cores else ""
+    unknown = "part with several ranks" if plan.job.ranks.world_size > 1 else "rate"
+    alone = f", without the host's cores, whose {unknown} is not known" if plan.lacks_cores else ""
     return (
         f"decode: {bound} {significant(most)} token/s ({step_s:.3g} s a step), bound by {RATE_WORDS[bound_by]}{alone}"
     )
@@ -47,7 +49,9 @@ def least_step_s(plan: EnginePlan, description: Description) -> tuple[str, float
     job, moved = plan.job, plan.moved_per_step()
     work = least_work(job, plan.weight_bytes, moved.cores_bytes_per_step or 0)
     floors = as_mapping(least_step(_rates(plan, description), moved, work, job.on_gpu))
-    known = {name: seconds for name, seconds in (floors | {"cores": plan.least_cores_s()}).items() if seconds}
+    over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
+    floors |= {"cores": plan.least_cores_s(), "peers": others_s, "link": (floors.get("link") or 0.0) + over_link_s}
+    known = {name: seconds for name, seconds in floors.items() if seconds}
     return max(known.items(), key=lambda each: each[1]) if known else None
 
 

@@ -27,10 +27,12 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
     """
     if isinstance(job.machine, DescribedMachine):
         print(f"for another machine: {job.machine.description.in_words()}")
+        if caveat := job.machine.description.caveat():
+            print(caveat)
         gpus, ranks = job.machine.gpus(), job.ranks.local_world_size
         if gpus > ranks:
             print(
-                f"planned for {ranks} of its {gpus} GPUs, a rank each; for all: torchrun --nproc-per-node {gpus} run_model.py ..."
+                f"planned for {ranks} of its {gpus} GPUs, a rank each; for all: deepspeed --num_gpus {gpus} run_model.py ..."
             )
     pinned = plan.weights.pinned if isinstance(plan, Plan) else job.pin_weights
     print(json.dumps(_resolved(job, pinned), indent=2))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import own_work, product_gb_per_s
+from zero_inference.machine.rates import own_work
 from zero_inference.models.operators import Operator, Pass
-from zero_inference.models.sizes import experts_of
+from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.tables import significant
 
@@ -38,12 +38,14 @@ class Times:
         step: a decode step of mean length.
         at_least: they are lower bounds.
         with_host: what the host takes to launch operators is known, and in them.
+        without_cores: the host's cores may take part in a run, and what they do is not known: it may be faster.
     """
 
     prefill: PassTime
     step: PassTime
     at_least: bool = False
     with_host: bool = True
+    without_cores: bool = False
 
     def tokens_per_s(self, batch_size: int) -> float:
         """Of decoding."""
@@ -52,11 +54,14 @@ class Times:
     def in_words(self, batch_size: int) -> str:
         """On one line."""
         least, most = ("at least ", "at most ") if self.at_least else ("", "")
+        unknown = [
+            *([] if self.with_host else [", if the host is never late"]),
+            *([", without the host's cores"] if self.without_cores else []),
+        ]
         return (
             f"predicted: prefill {least}{significant(self.prefill.seconds)} s, "
             f"decode {most}{significant(self.tokens_per_s(batch_size))} token/s "
-            f"({significant(self.step.seconds)} s a step), mostly {RATE_WORDS[self.step.bound_by]}"
-            f"{'' if self.with_host else ', if the host is never late'}"
+            f"({significant(self.step.seconds)} s a step), mostly {RATE_WORDS[self.step.bound_by]}{''.join(unknown)}"
         )
 
 
@@ -105,9 +110,40 @@ def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
     of_prompt, of_step = prefill(plan, description, prompt), decode_step(plan, description, one)
     if of_prompt is None or of_step is None:
         return None
-    unknown = not plan.own_work_known and own_work(description, config.engine, config.quant_bits) is None
-    at_least = unknown or description.matmul_tflops.get(job.spec.dtype_name) is None
-    return Times(of_prompt, of_step, at_least, description.launches is not None)
+    return Times(
+        of_prompt,
+        of_step,
+        at_least=_at_least(plan, description),
+        with_host=description.launches is not None,
+        without_cores=plan.lacks_cores,
+    )
+
+
+def _at_least(plan: EnginePlan, description: Description) -> bool:
+    """Whether a part of the time is not known, or taken from rates that no machine reaches. Of several GPUs that is what they send each
+    other, and how far their links share what host memory gives."""
+    links = plan.job.ranks.world_size > 1 and bool(plan.moved_per_step().host_to_device_bytes_per_step)
+    no_products = description.matmul_tflops.get(plan.job.spec.dtype_name) is None
+    no_peers = lacks_peers(plan, description)
+    config = plan.job.config
+    no_own = not plan.own_work_known and own_work(description, config.engine, config.quant_bits) is None
+    return no_own or no_products or no_peers or links or description.source == "datasheet"
+
+
+def lacks_peers(plan: EnginePlan, description: Description) -> bool:
+    """Whether GPUs send each other weights, and it is not known how fast."""
+    return bool(plan.exchanged_bytes(plan.fetched_bytes)) and description.peers_gb_per_s is None
+
+
+def peers_s(plan: EnginePlan, description: Description, fetched_bytes: int) -> tuple[float, float]:
+    """Seconds in which each GPU gets its weights from the others, in a pass that fetches so many bytes over all links: over its link, and
+    by ways of their own. Nothing where the rate is not known."""
+    peers, exchanged = description.peers_gb_per_s, plan.exchanged_bytes(fetched_bytes)
+    if not plan.job.on_gpu or peers is None:
+        return 0.0, 0.0
+    if peers == "link":
+        return _seconds(exchanged, description.link_gb_per_s) or 0.0, 0.0
+    return 0.0, exchanged / (peers * 1e9)
 
 
 def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:
@@ -125,16 +161,21 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
     """
     moved = plan.moved_per_step()
     tokens = plan.job.rank_batch
-    weights_s = _weights_s(plan, description, traced, tokens, plan.share_on_cores())
+    weights_s = weights_s_of(plan, description, traced, tokens, plan.share_on_cores())
     link_rate = plan.beside_link()
     link = link_rate[0] if link_rate else _link_gb_per_s(plan, description)
+    link_s = _seconds((moved.host_to_device_bytes_per_step or 0) / plan.job.ranks.world_size, link)
+    over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
     return _together(
         plan,
         description,
         traced,
         weights_s,
-        link_s=_seconds((moved.host_to_device_bytes_per_step or 0) / plan.job.ranks.world_size, link),
-        disk_s=_disk_s(plan, description),
+        copies={
+            "link": None if link_s is None else link_s + over_link_s,
+            "peers": others_s,
+            "disk": _disk_s(plan, description),
+        },
         cores_s=plan.cores_s(),
         host=HostWork() if plan.graphs else HostWork(traced.launches, plan.pieces),
     )
@@ -148,59 +189,17 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     """
     job = plan.job
     tokens = job.rank_batch * job.config.prompt_len
-    weights_s = _weights_s(plan, description, traced, tokens, (0.0, 0.0))
+    weights_s = weights_s_of(plan, description, traced, tokens, (0.0, 0.0))
     link = _link_gb_per_s(plan, description)
     written = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
     fetched_s = _seconds(plan.prefill_fetched_bytes / job.ranks.world_size, link)
     written_s = _seconds(written, description.link_gb_per_s)
-    link_s = None if fetched_s is None or written_s is None else max(fetched_s, written_s)
-    disk_s = _disk_s(plan, description)
+    over_link_s, others_s = peers_s(plan, description, plan.prefill_fetched_bytes)
+    link_s = None if fetched_s is None or written_s is None else max(fetched_s + over_link_s, written_s)
+    copies = {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
     restored = traced.products_in_layers if job.config.quantized and job.on_gpu and tokens > plan.fused_rows else 0
     host = HostWork(traced.launches + restored, plan.pieces, starts=True)
-    return _together(plan, description, traced, weights_s, link_s=link_s, disk_s=disk_s, cores_s=0.0, host=host)
-
-
-def _weights_s(
-    plan: EnginePlan, description: Description, traced: Pass, tokens: int, of_cores: tuple[float, float]
-) -> Callable[[Operator], float]:
-    """Seconds in which the device brings the weights of an operator from its memory, without those that the cores multiply.
-
-    Codes are multiplied as they are by an engine that can do so with so many tokens, or as it was measured with them; else the dtype that
-    is multiplied is restored first: written once and read once.
-    """
-    job, config = plan.job, plan.job.config
-    number, chosen = experts_of(job.spec)
-    read = 1 - (1 - chosen / number) ** tokens if number else 0.0
-    in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
-    stored = (plan.weight_bytes - (job.sizes.parameter_bytes - in_layers)) / max(1, in_layers)
-    memory = description.device_gb_per_s or float("inf")
-    plain = job.spec.dtype_name
-    kind = f"int{config.quant_bits}" if config.quantized else plain
-    codes = config.quantized and job.on_gpu
-    own = own_work(description, config.engine, config.quant_bits)
-    restored_gb_per_s = own.restored_gb_per_s if own else None
-
-    def rate(what: str, rows: int) -> float | None:
-        return product_gb_per_s(description, what, rows)
-
-    def of_byte(rows: int) -> float:
-        """1e-9 seconds for a byte of the dtype that is multiplied, of a weight that `rows` tokens use."""
-        if (found := rate(kind, rows)) and (plan.fused_rows or not codes) and not restored_gb_per_s:
-            return stored / found
-        if not restored_gb_per_s and (not codes or rows <= plan.fused_rows):
-            return stored / memory
-        restored = 1 / restored_gb_per_s if restored_gb_per_s else (stored + 1) / memory
-        return restored + 1 / (rate(plain, rows) or memory)
-
-    of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # tokens that one expert gets
-    layer_cost, expert_cost, outside_cost = of_byte(tokens), of_byte(of_expert), 1 / (rate(plain, tokens) or memory)
-
-    def seconds(operator: Operator) -> float:
-        layers = (1 - of_cores[0]) * operator.layer_bytes * layer_cost
-        experts = (1 - of_cores[1]) * read * operator.expert_bytes * expert_cost
-        return (operator.outside_bytes * outside_cost + layers + experts) / 1e9
-
-    return seconds
+    return _together(plan, description, traced, weights_s, copies=copies, cores_s=0.0, host=host)
 
 
 def _together(
@@ -209,8 +208,7 @@ def _together(
     traced: Pass,
     weights_s: Callable[[Operator], float],
     *,
-    link_s: float | None,
-    disk_s: float | None,
+    copies: dict[str, float | None],
     cores_s: float,
     host: HostWork,
 ) -> PassTime | None:
@@ -220,7 +218,8 @@ def _together(
     operator_s, step_s, gap_s = (
         (launches.operator_s, launches.step_s, launches.graph_operator_s) if launches else (0.0, 0.0, 0.0)
     )
-    if rate is None or link_s is None or disk_s is None:
+    copied = {name: seconds for name, seconds in copies.items() if seconds is not None}
+    if rate is None or len(copied) < len(copies):
         return None
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)
 
@@ -242,11 +241,11 @@ def _together(
     else:
         launched_s = host_s
     computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": cores_s}
-    copies = {"link": link_s and link_s + begin_s, "disk": disk_s}
+    copied["link"] += begin_s if copied["link"] else 0.0
     if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
-        return _longest(computing | copies, sum(computing.values()) + sum(copies.values()))
+        return _longest(computing | copied, sum(computing.values()) + sum(copied.values()))
     name = max(computing, key=lambda each: computing[each])
-    return _longest({**copies, name: sum(computing.values())})
+    return _longest({**copied, name: sum(computing.values())})
 
 
 def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:

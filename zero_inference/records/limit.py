@@ -12,6 +12,7 @@ RATE_WORDS = {
     "host_memory": "memory",
     "matmul": "matrix products",
     "link": "the link",
+    "peers": "what GPUs send each other",
     "link_and_cores": "link and cores",
     "cores": "the host's cores",
     "disk": "the disk",

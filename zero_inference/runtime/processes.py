@@ -36,6 +36,16 @@ def isolated_module(name: str, *arguments: str) -> list[str]:
     return isolated_python(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
 
 
+def isolated_ranks(name: str, ranks: int, *arguments: str) -> list[str]:
+    """The same in `ranks` processes of this machine, started by torchrun where they are several."""
+    command = isolated_module(name, *arguments)
+    if ranks == 1:
+        return command
+    return isolated_module(
+        "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python", *command
+    )
+
+
 def run_with_group(
     command: Sequence[str], output: Path, env: Mapping[str, str] | None = None, limit_s: float | None = None
 ) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import DEFAULTS, LEAST_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.engines.base import Job
@@ -28,6 +30,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
 LEAST = {"gpu_memory": 0.0, "ring_depth": LEAST_RING_DEPTH}  # of the stream engine on the device
+DEVICE = "free device memory"
 LAUNCHER = {"deepspeed": "deepspeed --num_gpus 1"}
 
 
@@ -38,6 +41,7 @@ class Free:
     Attributes:
         engines, quant_bits, batch_sizes, kv_offload: the values to try.
         ways: by engine those in which it may be run.
+        world_sizes: ranks, each with a GPU of its own, in ascending order; None for those that the job has.
     """
 
     engines: tuple[str, ...] = tuple(WAYS)
@@ -45,6 +49,7 @@ class Free:
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     kv_offload: tuple[bool, ...] = (False, True)
     ways: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=lambda: WAYS)
+    world_sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +86,24 @@ class Candidate:
         return self.config.batch_size / self.best_tokens_per_s
 
     @property
+    def total_s(self) -> float:
+        """Predicted of a generation: first token and all others."""
+        return self.times.prefill.seconds + (self.config.gen_len - 1) * self.times.step.seconds
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.job.ranks.world_size
+
+    @property
     def memory_bytes(self) -> int:
-        """On the device and in host memory."""
+        """On the devices and in host memory."""
         weights = self.plan.weights
-        return weights.host_peak_bytes() + (weights.device_peak_bytes if self.plan.job.on_gpu else 0)
+        of_rank = weights.host_peak_bytes() + (weights.device_peak_bytes if self.plan.job.on_gpu else 0)
+        return self.world_size * of_rank
 
     def command(self) -> str:
         """That runs it."""
-        return command_of(self.config)
+        return command_of(self.config, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -104,10 +119,14 @@ class Found:
     unknown: list[Plan]
     too_large: list[Plan]
 
+    def __bool__(self) -> bool:
+        return bool(self.candidates or self.unknown or self.too_large)
 
-def command_of(config: RunConfig) -> str:
-    """What to type for `config`."""
-    return shlex.join([*LAUNCHER.get(config.engine, "python").split(), "run_model.py", *options_of(config)])
+
+def command_of(config: RunConfig, world_size: int = 1) -> str:
+    """What to type for `config` with so many GPUs."""
+    launcher = LAUNCHER.get(config.engine, "python") if world_size == 1 else f"deepspeed --num_gpus {world_size}"
+    return shlex.join([*launcher.split(), "run_model.py", *options_of(config)])
 
 
 def options_of(config: RunConfig) -> list[str]:
@@ -130,12 +149,28 @@ def options_of(config: RunConfig) -> list[str]:
 def find_candidates(job: Job, free: Free) -> Found:
     """Plan what `free` leaves open of `job`, from the smallest batch up; a batch larger than one that does not fit is not tried."""
     found = Found([], [], [])
+    jobs = [job] if free.world_sizes is None else [_with_ranks(job, count) for count in free.world_sizes]
     for on_disk in (False, True):
         for fields in _ways(job, free, on_disk):
-            _plan_batches(job, free, fields, found)
+            parts = [_plan_batches(each, free, fields) for each in jobs]
+            for part in parts:
+                found.candidates.extend(part.candidates)
+                found.unknown.extend(part.unknown)
+            # with the most GPUs, each of which needs the least then
+            found.too_large.extend(next((part.too_large for part in reversed(parts) if part), []))
         if found.candidates or found.unknown:
             break
     return found
+
+
+def _with_ranks(job: Job, count: int) -> Job:
+    """The same in `count` processes of one node, each with a GPU, for the least memory that is free on these; nobody has started them."""
+    if count == job.ranks.world_size:
+        return job
+    ranks = replace(job.ranks, world_size=count, local_world_size=count)
+    every = [replace(ranks, rank=rank, local_rank=rank, device=torch.device("cuda", rank)) for rank in range(count)]
+    free = [job.machine.free_device_bytes(each, False) for each in every]
+    return replace(job, ranks=ranks, free_device_bytes=min(each for each in free if each is not None))
 
 
 def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
@@ -154,9 +189,12 @@ def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
                     yield {"engine": engine, "quant_bits": bits} | offload
 
 
-def _plan_batches(job: Job, free: Free, fields: dict[str, Any], found: Found) -> None:
+def _plan_batches(job: Job, free: Free, fields: dict[str, Any]) -> Found:
+    """Of the batches that divide over the ranks."""
+    found = Found([], [], [])
+    batch_sizes = sorted(size for size in free.batch_sizes if size % job.ranks.world_size == 0)
     for kv_offload in free.kv_offload:
-        for batch_size in sorted(free.batch_sizes):
+        for batch_size in batch_sizes:
             asked = fields | {"kv_offload": kv_offload, "batch_size": batch_size}
             if kv_offload and len(free.kv_offload) > 1 and not _worth_moving(job, batch_size):
                 continue
@@ -168,13 +206,14 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any], found: Found) ->
             except UsageError:
                 continue
             if refused or not plan.fits:
-                first = batch_size == min(free.batch_sizes) and kv_offload == free.kv_offload[0]
+                first = batch_size == batch_sizes[0] and kv_offload == free.kv_offload[0]
                 found.too_large.extend([plan] if first else [])
                 break
             if plan.times is None:
                 found.unknown.append(plan)
             else:
                 found.candidates.append(Candidate(plan, plan.times))
+    return found
 
 
 def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
@@ -205,18 +244,27 @@ def _worth_moving(job: Job, batch_size: int) -> bool:
     """Whether keys and values of so many sequences take a part of device memory that weights could use."""
     if other_layer_types(job.spec.config) or job.free_device_bytes is None:
         return False
-    of_one = replace(job, config=replace(job.config, batch_size=job.ranks.world_size)).kv_bytes()
-    return of_one * batch_size >= LEAST_KV_SHARE * job.free_device_bytes
+    of_rank = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
+    return of_rank >= LEAST_KV_SHARE * job.free_device_bytes
 
 
 def least_machine(plans: list[Plan]) -> str:
     """The least memory that one of `plans` would do with, in words."""
-    plan = min(plans, key=lambda each: sum(_needed(each).values()))
-    needs = " and ".join(f"{nbytes / GB:.1f} GiB of {place}" for place, nbytes in _needed(plan).items())
-    config = plan.job.config
+    plan = min(plans, key=_needed_in_all)
+    gpus, config = plan.job.ranks.world_size, plan.job.config
+    needs = " and ".join(
+        f"{nbytes / GB:.1f} GiB of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
+        for place, nbytes in _needed(plan).items()
+    )
     least = f" --gpu-memory 0 --ring-depth {LEAST_RING_DEPTH}" if config.ring_depth else ""
     return (
         f"{needs} (--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}{least})"
+    )
+
+
+def _needed_in_all(plan: Plan) -> int:
+    return sum(
+        nbytes * (plan.job.ranks.world_size if place == DEVICE else 1) for place, nbytes in _needed(plan).items()
     )
 
 
@@ -224,7 +272,7 @@ def _needed(plan: Plan) -> dict[str, int]:
     """Free bytes by place; what is page-locked is host memory too."""
     needed = {need.place: need.needed for need in plan.needs if need.needed and need.place != "page-locked memory"}
     if plan.job.on_gpu:
-        needed = {"free device memory": plan.weights.least_free_device_bytes} | {
+        needed = {DEVICE: plan.weights.least_free_device_bytes} | {
             place: nbytes for place, nbytes in needed.items() if not place.startswith("device memory")
         }
     return needed

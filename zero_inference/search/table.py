@@ -9,7 +9,7 @@ from typing import Any
 from zero_inference.plan.changes import changes_that_fit
 from zero_inference.plan.memory import Need
 from zero_inference.plan.plan import Plan
-from zero_inference.plan.timing import why_unknown
+from zero_inference.plan.timing import lacks_peers, why_unknown
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.replace import replacing
 from zero_inference.runtime.tables import Column, decimals, significant
@@ -28,6 +28,7 @@ COLUMNS = (
     Column("place", "", decimals(0), "Int64"),
     Column("engine", "engine", dtype="string"),
     Column("quant_bits", "bits", decimals(0), "Int64"),
+    Column("gpus", "GPUs", decimals(0), "Int64"),
     Column("weights", "weights in", dtype="string"),
     Column("keys_and_values", "keys and values in", dtype="string"),
     Column("batch_size", "batch", decimals(0), "Int64"),
@@ -35,6 +36,7 @@ COLUMNS = (
     Column("step_s", "decode step (s)", significant),
     Column("at_most", "", dtype="string"),
     Column("tokens_per_s", "decode (token/s)", significant),
+    Column("total_s", "total (s)", significant),
     Column("measured_tokens_per_s", "measured", significant),
     Column("device_bytes", "device (GiB)", _gib, "Int64"),
     Column("host_bytes", "host (GiB)", _gib, "Int64"),
@@ -56,6 +58,7 @@ def _row(place: int, candidate: Candidate, on_front: bool) -> dict[str, Any]:
         "place": place,
         "engine": config.engine,
         "quant_bits": config.quant_bits,
+        "gpus": candidate.world_size if plan.job.on_gpu else 0,
         "weights": weights_in_words(plan),
         "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
         "batch_size": config.batch_size,
@@ -63,6 +66,7 @@ def _row(place: int, candidate: Candidate, on_front: bool) -> dict[str, Any]:
         "step_s": candidate.times.step.seconds,
         "tokens_per_s": candidate.tokens_per_s,
         "at_most": "at most" if candidate.times.at_least else None,
+        "total_s": candidate.total_s,
         "measured_tokens_per_s": candidate.measured_tokens_per_s,
         "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
         "host_bytes": next(need.needed for need in plan.needs if need.place == "host memory"),
@@ -84,15 +88,42 @@ def weights_in_words(plan: Plan) -> str:
         return "device"
     words = "host" if host > 0.99 * weights.weight_bytes else f"host {host / max(1, weights.weight_bytes):.0%}, device"
     cores = max(weights.share_on_cores())
+    if weights.lacks_cores:
+        return f"{words} (cores not known)"
     return f"{words} (cores {cores:.0%})" if cores else words
 
 
 def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    """The same rows with their commands."""
+    """The same rows with their commands, what is not in their times, and what both passes give together."""
     return [
-        row | {"front": row["front"] is not None, "at_most": row["at_most"] is not None, "command": each.command()}
+        row
+        | {
+            "front": row["front"] is not None,
+            "at_most": row["at_most"] is not None,
+            "with_host": each.times.with_host,
+            "without_cores": each.times.without_cores,
+            "total_tokens_per_s": each.config.batch_size * each.config.gen_len / each.total_s,
+            "command": each.command(),
+        }
         for row, each in zip(rows, candidates)
     ]
+
+
+def what_is_not_known(candidates: Sequence[Candidate]) -> list[str]:
+    """Lines about what the times of `candidates` leave out."""
+    lines = []
+    if not all(each.times.with_host for each in candidates):
+        lines.append("what the host takes to launch operators is not known: it is taken to be never late")
+    if any(each.times.without_cores for each in candidates):
+        lines.append(
+            "cores not known: what the host's cores multiply there is measured by a run, which may be faster than predicted"
+        )
+    described = [(each.plan.weights, each.plan.job.machine.described()) for each in candidates]
+    if any(machine is not None and lacks_peers(weights, machine) for weights, machine in described):
+        lines.append(
+            "how fast GPUs send each other weights is not known (--assume peers=): it is taken to cost nothing"
+        )
+    return lines
 
 
 def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
@@ -106,8 +137,9 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
             (need for need in plan.needs if not need.fits), refused
         )  # which counts what the engine keeps free, too
         offload = {"cpu": " with weights in host memory", "disk": " with weights on disk"}.get(config.offload, "")
+        gpus = f" on {plan.job.ranks.world_size} GPUs" if plan.job.ranks.world_size > 1 else ""
         line = (
-            f"{config.engine} with {config.quant_bits} bits{'' if config.engine == 'stream' else offload}: "
+            f"{config.engine} with {config.quant_bits} bits{'' if config.engine == 'stream' else offload}{gpus}: "
             f"{short.needed / GB:.1f} GiB of {short.place} needed, {(short.available or 0) / GB:.1f} GiB available"
         )
         if number < MOST_EXPLAINED and (changes := changes_that_fit(plan.job)):
@@ -155,13 +187,15 @@ def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6))
-    kinds = dict.fromkeys((each.config.engine, each.config.quant_bits) for each in candidates)
-    for engine, bits in kinds:
-        some = [each for each in candidates if (each.config.engine, each.config.quant_bits) == (engine, bits)]
+    kinds: dict[str, list[Candidate]] = {}
+    for each in candidates:
+        gpus = f", {each.world_size} GPUs" if each.world_size > 1 else ""
+        kinds.setdefault(f"{each.config.engine}, {each.config.quant_bits} bits{gpus}", []).append(each)
+    for kind, some in kinds.items():
         axes.scatter(
             [1e3 * each.times.step.seconds for each in some],
             [each.tokens_per_s for each in some],
-            label=f"{engine}, {bits} bits",
+            label=kind,
             s=28,
         )
     front = pareto_front(candidates)

@@ -11,7 +11,7 @@ from zero_inference.errors import RunError
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.runtime.child_runs import last_words, run_child
-from zero_inference.runtime.processes import isolated_module
+from zero_inference.runtime.processes import isolated_ranks
 from zero_inference.search.candidates import Candidate, options_of
 from zero_inference.search.ranking import ranked
 
@@ -46,7 +46,7 @@ def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say:
     options = [*options_of(config), "--loops", "1", "--log-file", str(log)]
     records = log.with_suffix(".jsonl")
     ended = run_child(
-        isolated_module("zero_inference", "run", *options),
+        isolated_ranks("zero_inference", candidate.world_size, "run", *options),
         output,
         records=lambda: read_records(records) if records.exists() else [],
         is_good=lambda record: record.get("status") == STATUS_OK,

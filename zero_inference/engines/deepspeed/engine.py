@@ -104,6 +104,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         weight_bytes=sum(stored.values()),
         fetched_bytes=brought["host"] + brought["disk"],
         disk_bytes=brought["disk"],
+        parted_bytes=brought["device"] if config.offload == "gpu" else 0,
     )
 
 

@@ -61,8 +61,12 @@ class StreamPlan(EnginePlan):
     @property
     def lacks_cores(self) -> bool:
         """See `EnginePlan`."""
-        several = self.job.ranks.world_size > 1 and self.job.ranks.num_nodes == 1
-        return several and self.cores is None and self.job.config.cpu_share is None and bool(self.residency.host_bytes)
+        job = self.job
+        if self.cores is not None or job.config.cpu_share is not None or not (job.on_gpu and self.residency.host_bytes):
+            return False
+        elsewhere = None if job.machine.is_here else job.machine.described()
+        several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
+        return several or (elsewhere is not None and elsewhere.cores is None)
 
     def least_cores_s(self) -> float:
         """See `EnginePlan`."""

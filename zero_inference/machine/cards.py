@@ -32,12 +32,16 @@ class Card:
         tflops: dense rates (no sparsity) by type; fp32 is that of the CUDA cores, the others are of the tensor cores
             accumulating in float32. A type without a rate is not in it.
         memory: bandwidth of the device memory.
+        nvlink: to other cards, both ways together; None where that takes a bridge or the card has none.
+        memory_bytes: its size without what its error correction takes; None where a card is sold with several.
     """
 
     name: str
     matches: tuple[str, ...]
     tflops: dict[str, Rate]
     memory: Rate
+    nvlink: Rate | None = None
+    memory_bytes: int | None = None
 
 
 @functools.cache
@@ -55,9 +59,25 @@ def cards() -> tuple[Card, ...]:
             matches=tuple(row["matches"]),
             tflops={kind: rate(row["tflops"][kind]) for kind in RATES if kind in row["tflops"]},
             memory=rate(row["memory_gbps"]),
+            nvlink=rate(row["nvlink_gbps"]) if "nvlink_gbps" in row else None,
+            memory_bytes=_memory_bytes(row),
         )
         for row in table["cards"]
     )
+
+
+def _memory_bytes(row: dict) -> int | None:
+    """Makers' GB of memory are GiB: an A100 of 40 GB has 40960 MiB. GDDR6 has no bits of its own for error correction, for which a T4 of
+    16 GB keeps 1 and a L40S of 48 GB keeps 3."""
+    if "memory_gb" not in row:
+        return None
+    nbytes = row["memory_gb"][0] << 30
+    return nbytes - nbytes // 16 if row.get("ecc_in_memory") else nbytes
+
+
+def card_of(name: str) -> Card:
+    """The card that people call `name`."""
+    return next(card for card in cards() if card.name == name)
 
 
 def find_card(device_name: str) -> Card | None:
