@@ -132,7 +132,8 @@ class OwnWork(_Part):
         engine, quant_bits: how it was run.
         load_s: until the model was there.
         start_s: from the call of a generation to its first token, above what a decode step takes.
-        piece_s: of the host, for each piece of weights that a pass brings: a block, a parameter or a module's weights, as the engine does.
+        step_piece_s, prefill_piece_s: of the host, for each piece of weights that such a pass brings: a block, a parameter or a module's
+            weights, as the engine does.
         restored_gb_per_s: bytes of the dtype that is multiplied, restored by the engine's own operator from codes on the device; None where
             there is none.
     """
@@ -141,7 +142,8 @@ class OwnWork(_Part):
     quant_bits: Count
     load_s: Seconds = 0.0
     start_s: Seconds
-    piece_s: Seconds
+    step_piece_s: Seconds
+    prefill_piece_s: Seconds
     restored_gb_per_s: Rate | None = None
 
 

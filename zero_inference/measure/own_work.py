@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from zero_inference.measure import generation
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
 from zero_inference.plan.plan import Plan, plan_run
+from zero_inference.quantization.products import FUSED_ROWS
+from zero_inference.records.loops import Loop
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import resident_host_bytes
 from zero_inference.runtime.progress import Progress
@@ -33,7 +34,9 @@ LIBRARIES = (
     "deepspeed",
 )  # of engines of the same name; the smaller one first, for both are in this process then
 LAYERS, WIDTH = 8, 256
-PROMPT_TOKENS, TOKENS, LOOPS, WARMUP = 8, 12, 3, 2
+# More of the prompt than the device multiplies with codes as they are; without a GPU so few that they take no longer than one.
+PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
+TOKENS, LOOPS, WARMUP = 12, 4, 2
 # By engine and bits of the weights: what it fetches, and restores, is different code.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
 OFFLOADED: dict[str, object] = {"cpu_offload": True}
@@ -71,12 +74,16 @@ class _Thin:
     """The thin model run by an engine.
 
     Attributes:
-        prefill_s, step_s: medians. A prefill launches what a step does.
+        launches: kernels of a step, and of a prefill.
+        restored: weights that are restored from codes in a prefill, by a kernel each.
+        prefill_s, step_s: the fastest: what else the host does is not the engine's.
     """
 
     engine: str
     quant_bits: int
     pieces: int
+    launches: int
+    restored: int
     load_s: float
     prefill_s: float
     step_s: float
@@ -84,12 +91,14 @@ class _Thin:
 
     def than(self, plain: _Thin) -> OwnWork:
         """What it takes more than `plain`, which fetches nothing."""
+        restored_s = self.restored * plain.step_s / plain.launches
         return OwnWork(
             engine=self.engine,
             quant_bits=self.quant_bits,
             load_s=self.load_s,
-            start_s=max(0.0, self.prefill_s - self.step_s),
-            piece_s=max(0.0, self.step_s - plain.step_s) / max(1, self.pieces),
+            start_s=max(0.0, plain.prefill_s - plain.step_s),
+            step_piece_s=max(0.0, self.step_s - plain.step_s) / max(1, self.pieces),
+            prefill_piece_s=max(0.0, self.prefill_s - plain.prefill_s - restored_s) / max(1, self.pieces),
             restored_gb_per_s=self.restored_gb_per_s,
         )
 
@@ -116,7 +125,7 @@ def _write_thin_model(folder: Path) -> None:
         num_key_value_heads=4,
         num_hidden_layers=LAYERS,
         vocab_size=WIDTH,
-        max_position_embeddings=64,
+        max_position_embeddings=128,
         bos_token_id=0,
         eos_token_id=None,
     ).save_pretrained(folder)
@@ -130,32 +139,45 @@ def _measured(engine: str, bits: int, options: dict[str, object], model: str, ra
         "dummy": True,
         "dtype": "bfloat16" if ranks.device.type == "cuda" else "float32",
         "quant_bits": bits,
-        "prompt_len": PROMPT_TOKENS,
+        "prompt_len": PROMPT_TOKENS[ranks.device.type],
         "gen_len": TOKENS,
         "verbose": 0,
     }
     try:
         config = RunConfig(**asked, **options).validate()  # type: ignore[arg-type]
         plan = plan_run(config, resolve_model(config, ranks.device.type), ranks)
-        pieces = plan.weights.pieces
+        counted = _counts(plan)
         with loaded_model(plan, Progress(enabled=False)) as (loaded, load_s):
-            return _of_loops(plan, loaded, pieces, load_s)
+            found = _loops(plan, loaded)
+            return _Thin(
+                engine=engine,
+                quant_bits=bits,
+                **counted,
+                load_s=load_s,
+                prefill_s=min(loop.prefill_s for loop in found),
+                step_s=min(step for loop in found for step in loop.step_s),
+                restored_gb_per_s=plan.weights.measure_restored_gb_per_s(),
+            )
     except (UsageError, RuntimeError) as error:
         print(f"{engine}, {bits} bits: {error}", file=sys.stderr)
         return None
 
 
-def _of_loops(plan: Plan, loaded: LoadedModel, pieces: int, load_s: float) -> _Thin:
+def _counts(plan: Plan) -> dict[str, int]:
+    """Pieces, launches and restored weights, as `_Thin` has them; to be asked for while the model is empty."""
+    job, weights = plan.job, plan.weights
+    step = job.skeleton.traced_pass(job.spec, 1, job.config.prompt_len)
+    assert step is not None, "a Llama runs on the meta device"
+    restores = job.config.quantized and 0 < weights.fused_rows < job.config.prompt_len
+    return {
+        "pieces": weights.pieces,
+        "launches": step.launches,
+        "restored": step.products_in_layers if restores else 0,
+    }
+
+
+def _loops(plan: Plan, loaded: LoadedModel) -> list[Loop]:
     job, config = plan.job, plan.job.config
-    ids = torch.zeros(1, PROMPT_TOKENS, dtype=torch.int64)
+    ids = torch.zeros(1, config.prompt_len, dtype=torch.int64)
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
-    found = generation.measure(loaded, ids, TOKENS, LOOPS, WARMUP, job.ranks, make_cache)
-    return _Thin(
-        engine=config.engine,
-        quant_bits=config.quant_bits,
-        pieces=pieces,
-        load_s=load_s,
-        prefill_s=found.median("prefill_s"),
-        step_s=statistics.median(step for loop in found.loops for step in loop.step_s),
-        restored_gb_per_s=plan.weights.measure_restored_gb_per_s(),
-    )
+    return generation.measure(loaded, ids, TOKENS, LOOPS, WARMUP, job.ranks, make_cache).loops

@@ -95,7 +95,7 @@ def watch_pass(
     def run(shapes: Any, watching: Watching) -> None:
         one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-        with _AttentionWithoutScores(watching), watching:
+        with _no_padding(), _AttentionWithoutScores(watching), watching:
             shapes(input_ids=ids, past_key_values=_passing_cache(shapes.config, past), use_cache=True, **one)
 
     return run_on_meta(model, dtype, make, run)
@@ -130,6 +130,21 @@ def run_on_meta(
             if isinstance(error, TooManyOperators) or not repeating.repeated:
                 return None
     return None
+
+
+@contextmanager
+def _no_padding() -> Iterator[None]:
+    """Transformers may look at an attention mask that a model has made itself, as OPT does with version 5.17: it is all ones."""
+    from transformers import masking_utils
+
+    looks = getattr(masking_utils, "fast_all", None)
+    if looks is not None:
+        masking_utils.fast_all = lambda mask: True
+    try:
+        yield
+    finally:
+        if looks is not None:
+            masking_utils.fast_all = looks
 
 
 def _passing_cache(config: Any, past: int) -> Any:

@@ -197,7 +197,7 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     over_link_s, others_s = peers_s(plan, description, plan.prefill_fetched_bytes)
     link_s = None if fetched_s is None or written_s is None else max(fetched_s + over_link_s, written_s)
     copies = {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
-    restored = traced.products_in_layers if job.config.quantized and job.on_gpu and tokens > plan.fused_rows else 0
+    restored = traced.products_in_layers if job.config.quantized and 0 < plan.fused_rows < tokens else 0
     host = HostWork(traced.launches + restored, plan.pieces, starts=True)
     return _together(plan, description, traced, weights_s, copies=copies, cores_s=0.0, host=host)
 
@@ -233,7 +233,8 @@ def _together(
     memory = "device_memory" if plan.job.on_gpu else "host_memory"
     bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
-    host_s = host.launches * operator_s + (host.pieces * own.piece_s if own else 0.0)
+    piece_s = 0.0 if own is None else own.prefill_piece_s if host.starts else own.step_piece_s
+    host_s = host.launches * operator_s + host.pieces * piece_s
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
     gaps_s = traced.launches * (gap_s or 0.0)  # between kernels, one waiting for the other
     if plan.job.on_gpu:  # which computes while the host launches what follows
