@@ -181,7 +181,8 @@ class EnginePlan(UseOfMachine):
         layer are copied or tokens are chosen."""
         job, weights = self.job, self.footprint.device + (MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0)
         if self.preallocated_cache or job.config.kv_offload:
-            return weights + job.kv_device_bytes + job.activation_bytes
+            stays = job.config.kv_offload and not self.carries_kv  # the cores attend where keys and values lie
+            return weights + (0 if stays else job.kv_device_bytes) + job.activation_bytes
         prefill = job.kv_bytes(job.config.prompt_len) + job.activation_bytes
         chosen = job.rank_batch * logits_bytes(job.spec)
         return weights + max(prefill, job.kv_bytes() + max(job.grown_kv_bytes, chosen))

@@ -107,7 +107,7 @@ class Launches(_Part):
     Attributes:
         operator_s: of the host for an operator that PyTorch launches, found in small models.
         step_s: of a step of generation besides the model: selecting a token and preparing the next step.
-        graph_operator_s: of the device for the smallest kernel in a CUDA graph; None without a GPU.
+        graph_operator_s: of the device for the smallest kernel that waits for the one before it, in a CUDA graph; None without a GPU.
     """
 
     operator_s: Seconds

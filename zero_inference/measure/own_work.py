@@ -90,12 +90,12 @@ class _Thin:
     restored_gb_per_s: float | None
 
     def than(self, plain: _Thin) -> OwnWork:
-        """What it takes more than `plain`, which fetches nothing."""
+        """What it takes more than `plain`, which fetches nothing, and was loaded first: kernels, too."""
         restored_s = self.restored * plain.step_s / plain.launches
         return OwnWork(
             engine=self.engine,
             quant_bits=self.quant_bits,
-            load_s=self.load_s,
+            load_s=plain.load_s + (0.0 if self is plain else self.load_s),
             start_s=max(0.0, plain.prefill_s - plain.step_s),
             step_piece_s=max(0.0, self.step_s - plain.step_s) / max(1, self.pieces),
             prefill_piece_s=max(0.0, self.prefill_s - plain.prefill_s - restored_s) / max(1, self.pieces),

@@ -229,18 +229,16 @@ def _together(
     def of_products(operator: Operator) -> float:
         return operator.flops * plan.job.rank_batch / (flop_rate * 1e12) if flop_rate else 0.0
 
-    work_s = _total(traced, lambda each: max(of_memory(each), of_products(each)))
+    least_s = gap_s or 0.0 if plan.job.on_gpu else 0.0  # of a kernel that waits for the one before
+    work_s = _total(traced, lambda each: max(of_memory(each), of_products(each), least_s))
     memory = "device_memory" if plan.job.on_gpu else "host_memory"
     bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
     piece_s = 0.0 if own is None else own.prefill_piece_s if host.starts else own.step_piece_s
     host_s = host.launches * operator_s + host.pieces * piece_s
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
-    gaps_s = traced.launches * (gap_s or 0.0)  # between kernels, one waiting for the other
-    if plan.job.on_gpu:  # which computes while the host launches what follows
-        launched_s = gaps_s + max(0.0, host_s - work_s - gaps_s)
-    else:
-        launched_s = host_s
+    # a GPU computes while the host launches what follows
+    launched_s = max(0.0, host_s - work_s) if plan.job.on_gpu else host_s
     computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": cores_s}
     copied["link"] += begin_s if copied["link"] else 0.0
     if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
