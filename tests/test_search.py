@@ -508,6 +508,17 @@ def test_a_configuration_without_anything_open_stays_as_it_is():
         RunConfig(engine="quick").validate()
 
 
+def test_keys_and_values_on_the_host_cross_the_link_as_fast_as_they_can(capfd):
+    """Page-locked and ahead of their layer: else a plan would not be the best with them there."""
+    asked = "plan --model opt-13b --dummy --engine stream --quant-bits 16 --batch-size 32 --kv-offload on --json --assume".split()
+    line = "gpus=1x80GiB,host=256GiB,link=25GB/s,pageable=5GB/s,memory=2000GB/s,matmul=300TFLOP/s"
+    assert console_main(["zero-inference", *asked, line]) == 0
+    (found,) = json.loads(capfd.readouterr().out)["configurations"]
+    assert "--kv-offload --pin-kv-cache --async-kv-offload" in found["command"] and found["bound_by"] == "link"
+    keys = 40 * 2 * 5120 * 2 * 32 * (512 + 16)
+    assert found["step_s"] == pytest.approx(keys / 25e9, rel=0.05)
+
+
 def test_a_part_of_the_device_is_in_the_command_too(capfd):
     asked = [
         "plan",

@@ -195,7 +195,7 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any]) -> Found:
     batch_sizes = sorted(size for size in free.batch_sizes if size % job.ranks.world_size == 0)
     for kv_offload in free.kv_offload:
         for batch_size in batch_sizes:
-            asked = fields | {"kv_offload": kv_offload, "batch_size": batch_size}
+            asked = fields | _place_of_keys(job, kv_offload) | {"batch_size": batch_size}
             if kv_offload and len(free.kv_offload) > 1 and not _worth_moving(job, batch_size):
                 continue
             refused = False
@@ -214,6 +214,12 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any]) -> Found:
             else:
                 found.candidates.append(Candidate(plan, plan.times))
     return found
+
+
+def _place_of_keys(job: Job, kv_offload: bool) -> dict[str, Any]:
+    """Where keys and values are, and how they cross the link: page-locked and ahead of their layer, unless the user has said how."""
+    quick = kv_offload and job.on_gpu and not job.config.kv_offload
+    return {"kv_offload": kv_offload} | ({"pin_kv_cache": True, "async_kv_offload": True} if quick else {})
 
 
 def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
