@@ -21,6 +21,8 @@ from zero_inference.link.description import (
     DeviceRate,
     Gpu,
     Launches,
+    Loading,
+    OwnWork,
     read_description,
     write_description,
 )
@@ -537,3 +539,18 @@ def test_the_plan_says_what_a_run_here_counts(options, checkpoints, tmp_path):
     plan = planned(shlex.join(asked), machine_of(None, None)).weights
     assert main(["run_model.py", *asked, "--log-file", str(tmp_path / "run.log")]) == 0
     says_what_was_counted(plan, read_records(tmp_path / "run.jsonl")[-1])
+
+
+def test_what_was_measured_with_a_gpu_is_not_taken_for_a_machine_without():
+    """Nor what was measured with another memory."""
+    work = OwnWork(
+        engine="deepspeed", quant_bits=4, start_s=0.0, step_piece_s=0.0, prefill_piece_s=0.0, restored_gb_per_s=145.0
+    )
+    rates = Loading(draw_gb_per_s=700.0, quantize_int8_gb_per_s=6.0, quantize_int4_gb_per_s=6.0, keep_gb_per_s=4.0)
+    measured = MACHINE.model_copy(update={"own_work": (work,), "loading": rates, "process_bytes": 10**9})
+    line = "memory=40GB/s,link=20GB/s,matmul=1TFLOP/s"
+    without = assumed(f"gpus=0,{line}", measured)
+    assert (without.own_work, without.loading, without.process_bytes, without.library_bytes) == ((), None, None, {})
+    other_memory = assumed("memory=40GB/s", measured)
+    assert other_memory.gpus and (other_memory.own_work, other_memory.loading) == ((), None)
+    assert other_memory.process_bytes == 10**9 and assumed("host=64GiB", measured).own_work == (work,)

@@ -131,6 +131,28 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
     assert times_of("--model opt-13b --cpu-offload", machine)[1].at_least, "of codes, not of plain weights"
 
 
+def test_deepspeeds_hooks_run_where_its_weights_stay_on_the_device_too():
+    hooks = HOOKS.model_copy(update={"quant_bits": 16, "restored_gb_per_s": None})
+    machine = FAST.model_copy(update={"own_work": (hooks,)})
+    plan, times = times_of("--model opt-13b --engine deepspeed", machine)
+    resident = times_of("--model opt-13b --engine resident", machine)[1]
+    assert plan.weights.pieces >= 6 * 40 and not times.at_least
+    assert times.step.seconds > plan.weights.pieces * 1e-3 > resident.step.seconds
+
+
+def test_embedding_and_head_are_quantized_by_deepspeed_alone():
+    machine = FAST.model_copy(
+        update={"own_work": (HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 50.0}),)}
+    )
+    plan, times = times_of("--model opt-125m --cpu-offload --quant-bits 4", machine)
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    restored = traced.total("layer_bytes") + traced.total("outside_bytes")
+    assert traced.total("outside_bytes") > 0.3 * traced.total("layer_bytes")
+    assert times.step.bound_by == "device_memory" and times.step.seconds == pytest.approx(
+        restored / 50e9 + 1e-3, rel=0.15
+    )
+
+
 def test_a_prefill_waits_for_the_start_of_its_generation():
     starts = OwnWork(engine="stream", quant_bits=16, start_s=0.01, step_piece_s=0.0, prefill_piece_s=0.0)
     options = "--model opt-13b --engine stream --gpu-memory 0"
@@ -164,6 +186,8 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     unknown = machine.model_copy(update={"disk_gb_per_s": None})
     assert planned(" ".join(checkpoint), DescribedMachine(unknown)).load_s is None
     assert planned(f"--model opt-13b --engine resident {SIZES}", DescribedMachine(FAST)).load_s is None
+    on_disk = planned(f"--model opt-13b --disk-offload {SIZES}", DescribedMachine(machine))
+    assert on_disk.weights.footprint.disk and on_disk.load_s is None, "how fast the disk writes is not known"
 
 
 def test_many_tokens_take_what_products_of_as_many_took():

@@ -240,7 +240,8 @@ def _add_output_options(output: argparse._ArgumentGroup) -> None:
         "--assume",
         metavar="gpus=1x24GiB,host=128GiB,...",
         help="--dry-run for a machine that is not there, or for that of --machine with other numbers: gpus, host (memory), "
-        "link, peers (between GPUs), cores, memory (rates in GB/s), matmul (TFLOP/s), disk, disk_free",
+        "link, pageable (the same from memory that is not page-locked), peers (between GPUs), cores, "
+        "memory (rates in GB/s), matmul (TFLOP/s), disk, disk_free",
     )
     output.add_argument("--local-rank", type=int, help="set by the deepspeed launcher")
 

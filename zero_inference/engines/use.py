@@ -48,7 +48,7 @@ class UseOfMachine:
 
     @property
     def pieces(self) -> int:
-        """Of weights, as many as a prefill sends for one by one: each costs the host time."""
+        """Of weights, as many as a launched pass sends for one by one: each costs the host time."""
         return 0
 
     @property
@@ -56,6 +56,11 @@ class UseOfMachine:
         """Whether what the engine does besides the model's work, such as hooks and dequantizing, is little where it was not measured; else
         times are lower bounds then."""
         return True
+
+    @property
+    def quantizes_all(self) -> bool:
+        """Whether embedding and head are quantized with the layers."""
+        return False
 
     def measure_restored_gb_per_s(self) -> float | None:
         """Of the dtype that is multiplied, restored from codes by an operator that only this engine has, on the device and while a model is

@@ -38,7 +38,7 @@ def assumed(text: str, base: Description | None = None) -> Description:
     if "matmul" in said:
         changes["matmul_tflops"] = dict.fromkeys(("float16", "bfloat16"), said["matmul"])
     if "memory" in said:
-        changes["device_products"] = ()  # which were measured with another memory
+        changes |= {"device_products": (), "own_work": (), "loading": None}  # which were measured with another memory
     if "link" in said and "pageable" not in said and start.link_gb_per_s and start.pageable_link_gb_per_s:
         changes["pageable_link_gb_per_s"] = start.pageable_link_gb_per_s * said["link"] / start.link_gb_per_s
     found = start.model_copy(update={**changes, "source": _source(start, said)})
@@ -51,7 +51,8 @@ def assumed(text: str, base: Description | None = None) -> Description:
 
 def _source(base: Description, said: dict[str, Any]) -> Source:
     """Rates of a datasheet that are not replaced stay bounds that no machine reaches, and plans say so."""
-    left = {"link", "memory", "matmul"} - said.keys()
+    left = {"link", "memory", "matmul"} | ({"peers"} if isinstance(base.peers_gb_per_s, float) else set())
+    left -= said.keys()
     return "datasheet" if base.source == "datasheet" and left else "assumed"
 
 
@@ -73,10 +74,10 @@ def _without_other_device(base: Description, gpus: tuple[Gpu, ...] | None) -> De
     """Without the rates of its device where that becomes a GPU or stops being one."""
     if gpus is None or bool(gpus) == bool(base.gpus):
         return base
-    gone = dict.fromkeys(
-        ("link_gb_per_s", "pageable_link_gb_per_s", "peers_gb_per_s", "device_gb_per_s", "cores", "launches")
-    )
-    return base.model_copy(update={**gone, "matmul_tflops": {}, "device_products": ()})
+    copies = "link_gb_per_s", "pageable_link_gb_per_s", "peers_gb_per_s", "device_gb_per_s"
+    gone = dict.fromkeys((*copies, "cores", "launches", "loading", "process_bytes"))
+    none = {"matmul_tflops": {}, "device_products": (), "own_work": (), "measuring_bytes": 0, "library_bytes": {}}
+    return base.model_copy(update={**gone, **none})
 
 
 def _beside(cores: Cores, times: float) -> Cores:

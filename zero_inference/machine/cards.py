@@ -71,7 +71,7 @@ def _memory_bytes(row: dict) -> int | None:
     16 GB keeps 1 and a L40S of 48 GB keeps 3."""
     if "memory_gb" not in row:
         return None
-    nbytes = row["memory_gb"][0] << 30
+    nbytes = int(row["memory_gb"][0] * (1 << 30))
     return nbytes - nbytes // 16 if row.get("ecc_in_memory") else nbytes
 
 

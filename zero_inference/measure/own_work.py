@@ -16,7 +16,7 @@ import torch
 
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import LoadedModel
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.link.description import OwnWork
 from zero_inference.measure import generation
@@ -74,7 +74,7 @@ class _Thin:
     """The thin model run by an engine.
 
     Attributes:
-        launches: kernels of a step, and of a prefill.
+        launches: kernels of a step; a prefill has about as many.
         restored: weights that are restored from codes in a prefill, by a kernel each.
         prefill_s, step_s: the fastest: what else the host does is not the engine's.
     """
@@ -158,7 +158,7 @@ def _measured(engine: str, bits: int, options: dict[str, object], model: str, ra
                 step_s=min(step for loop in found for step in loop.step_s),
                 restored_gb_per_s=plan.weights.measure_restored_gb_per_s(),
             )
-    except (UsageError, RuntimeError) as error:
+    except (UsageError, RunError, RuntimeError) as error:
         print(f"{engine}, {bits} bits: {error}", file=sys.stderr)
         return None
 

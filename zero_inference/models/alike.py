@@ -49,8 +49,8 @@ class Kinds:
 
 @remembered
 def kinds_of_layers(model: nn.Module) -> Kinds:
-    """Those of a model as transformers builds it. None where code is not that of transformers, or where layers share something with each
-    other or with the rest of the model."""
+    """Those of a model as transformers builds it. No kinds where code is not that of transformers, or where layers share something with
+    each other or with the rest of the model."""
     try:
         _, layers = decoder_layers(model)
     except UsageError:

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 
 def predicted_load_s(plan: EnginePlan, description: Description) -> float | None:
-    """Seconds from the first weight to the last of one rank; None where a rate is missing, as the disk's for a checkpoint.
+    """Seconds from the first weight to the last of one rank; None where a rate is missing, as the disk's for a checkpoint, and where
+    weights are written to a disk: how fast it writes is not measured.
 
     A checkpoint is taken to lie on the disk that was measured, and not in the system's cache. Quantizing takes what this package's own
     operator takes, whichever engine does it.
     """
     job, config, rates = plan.job, plan.job.config, description.loading
     source = _source_gb_per_s(plan, description)
-    if rates is None or source is None:
+    if rates is None or source is None or plan.footprint.disk:
         return None
     dense = job.sizes.parameter_bytes
     parts = [dense / source, plan.footprint.host / rates.keep_gb_per_s]

@@ -13,6 +13,7 @@ from zero_inference.plan.log_sizes import log_sizes
 from zero_inference.plan.memory import describe
 from zero_inference.plan.outlook import limit_in_words
 from zero_inference.plan.plan import Plan
+from zero_inference.plan.timing import why_unknown
 from zero_inference.runtime.tables import significant
 
 
@@ -45,8 +46,11 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
         if plan.fits:
             if line := limit_in_words(plan.weights):
                 print(line)
+            description = job.machine.described()
             if plan.times:
                 print(plan.times.in_words(job.config.batch_size))
+            elif description is not None:
+                print(f"no times are predicted: {why_unknown(plan.weights, description)}")
             if plan.load_s is not None:
                 print(f"predicted: loading {significant(plan.load_s)} s")
             print("It fits.", flush=True)

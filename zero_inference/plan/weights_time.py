@@ -26,7 +26,10 @@ def weights_s_of(
     number, chosen = experts_of(job.spec)
     read = 1 - (1 - chosen / number) ** tokens if number else 0.0
     in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
-    stored = (plan.weight_bytes - (job.sizes.parameter_bytes - in_layers)) / max(1, in_layers)
+    if plan.quantizes_all:
+        stored = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
+    else:
+        stored = (plan.weight_bytes - (job.sizes.parameter_bytes - in_layers)) / max(1, in_layers)
     memory = description.device_gb_per_s or float("inf")
     plain = job.spec.dtype_name
     kind = f"int{config.quant_bits}" if config.quantized else plain
@@ -47,7 +50,8 @@ def weights_s_of(
         return restored + 1 / (rate(plain, rows) or memory)
 
     of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # tokens that one expert gets
-    layer_cost, expert_cost, outside_cost = of_byte(tokens), of_byte(of_expert), 1 / (rate(plain, tokens) or memory)
+    layer_cost, expert_cost = of_byte(tokens), of_byte(of_expert)
+    outside_cost = layer_cost if plan.quantizes_all else 1 / (rate(plain, tokens) or memory)
 
     def seconds(operator: Operator) -> float:
         layers = (1 - of_cores[0]) * operator.layer_bytes * layer_cost

@@ -66,6 +66,11 @@ class DeepSpeedPlan(EnginePlan):
         """See `EnginePlan`. Its hooks, and its dequantizing, take longer than a small model's own work."""
         return False
 
+    @property
+    def quantizes_all(self) -> bool:
+        """See `EnginePlan`."""
+        return self.quantization is not None
+
     def measure_restored_gb_per_s(self) -> float | None:
         """See `EnginePlan`."""
         if self.quantization is None:

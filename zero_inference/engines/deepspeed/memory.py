@@ -42,11 +42,19 @@ def _bytes_by_place(
 
 
 def brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
-    """How many a step brings to the device, those that two modules share twice."""
+    """How many a step brings together for the modules that use them, those that two modules share twice: from where they are offloaded to,
+    or, where they stay on the device, all that ZeRO-3 does not keep whole."""
     model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)
     inside = {id(p) for layer in decoder_layers(model)[1] for p in layer.parameters()}
     named = model.named_parameters(remove_duplicate=False)
-    return sum(places.place(p, stored_numel(quantization, name, p), id(p) in inside) != "device" for name, p in named)
+
+    def brought(name: str, parameter: torch.Tensor) -> bool:
+        numel = stored_numel(quantization, name, parameter)
+        if places.offload == "none":
+            return numel > places.persistent_numel
+        return places.place(parameter, numel, id(parameter) in inside) != "device"
+
+    return sum(brought(name, parameter) for name, parameter in named)
 
 
 def _footprint(
