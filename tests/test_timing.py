@@ -190,6 +190,29 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     assert on_disk.weights.footprint.disk and on_disk.load_s is None, "how fast the disk writes is not known"
 
 
+def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
+    options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
+    cores = MACHINE.cores.model_copy(
+        update={"products": tuple(each.model_copy(update={"format": "bfloat16"}) for each in MACHINE.cores.products)}
+    )
+    machine = FAST.model_copy(update={"cores": cores})
+    plan, without = times_of(options, machine)
+    assert plan.weights.attending_layers == 40 and not plan.weights.graphs
+    work = OwnWork(
+        engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
+    )
+    late = times_of(options, machine.model_copy(update={"own_work": (work,)}))[1]
+    assert late.step.bound_by == late.prefill.bound_by == "launches"
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    assert late.step.seconds == pytest.approx(traced.launches * 12e-6 + 40 * 0.01 + 1e-3, rel=1e-3), (
+        "all else is beside it"
+    )
+    assert late.prefill.seconds > 40 * 0.02 > without.prefill.seconds
+    on_device = "--model opt-13b --engine stream --batch-size 64"
+    others = times_of(on_device, machine), times_of(on_device, machine.model_copy(update={"own_work": (work,)}))
+    assert others[0][1] == others[1][1], "it is not a block's"
+
+
 def test_many_tokens_take_what_products_of_as_many_took():
     points = ((1, 3500.0), (128, 3200.0), (2048, 300.0), (8192, 80.0))
     rates = tuple(DeviceRate(format="bfloat16", rows=rows, gb_per_s=rate) for rows, rate in points)
@@ -328,7 +351,9 @@ def measured_here(tmp_path_factory):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=without_gpus())
     launches, process_bytes, measuring_bytes, library_bytes, own_work = json.loads(done.stdout.splitlines()[-1])
-    engines = {(each["engine"], each["quant_bits"]): each for each in own_work}
+    engines = {(each["engine"], each["quant_bits"]): each for each in own_work if not each["kv_offload"]}
+    (attending,) = (each for each in own_work if each["kv_offload"])
+    assert attending["engine"] == "stream" and attending["prefill_piece_s"] < 0.1
     assert set(engines) == {("resident", 16), ("stream", 16), ("stream", 4), ("accelerate", 16)} | {
         ("deepspeed", bits) for bits in (16, 8, 4)
     }

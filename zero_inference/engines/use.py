@@ -52,6 +52,11 @@ class UseOfMachine:
         return 0
 
     @property
+    def attending_layers(self) -> int:
+        """In which the host's cores attend."""
+        return 0
+
+    @property
     def own_work_known(self) -> bool:
         """Whether what the engine does besides the model's work, such as hooks and dequantizing, is little where it was not measured; else
         times are lower bounds then."""

@@ -129,17 +129,19 @@ class OwnWork(_Part):
     """What an engine takes besides the model's work, found with a model so thin that nothing else counts.
 
     Attributes:
-        engine, quant_bits: how it was run.
+        engine, quant_bits, kv_offload: how it was run; with keys and values in host memory the cores attend, and weights stay on the
+            device.
         load_s: until the model was there.
         start_s: from the call of a generation to its first token, above what a decode step takes.
         step_piece_s, prefill_piece_s: of the host, for each piece of weights that such a pass brings: a block, a parameter or a module's
-            weights, as the engine does.
+            weights, as the engine does; with keys and values in host memory for each layer.
         restored_gb_per_s: bytes of the dtype that is multiplied, restored by the engine's own operator from codes on the device; None where
             there is none.
     """
 
     engine: str
     quant_bits: Count
+    kv_offload: bool = False
     load_s: Seconds = 0.0
     start_s: Seconds
     step_piece_s: Seconds

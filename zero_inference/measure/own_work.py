@@ -43,6 +43,7 @@ OFFLOADED: dict[str, object] = {"cpu_offload": True}
 ENGINES = (
     ("stream", 16, LAUNCHED),
     ("stream", 4, LAUNCHED),
+    ("stream", 16, {"kv_offload": True, "cpu_compute": "1"}),
     ("accelerate", 16, OFFLOADED),
     ("deepspeed", 16, OFFLOADED),
     ("deepspeed", 8, OFFLOADED),
@@ -81,6 +82,7 @@ class _Thin:
 
     engine: str
     quant_bits: int
+    kv_offload: bool
     pieces: int
     launches: int
     restored: int
@@ -95,6 +97,7 @@ class _Thin:
         return OwnWork(
             engine=self.engine,
             quant_bits=self.quant_bits,
+            kv_offload=self.kv_offload,
             load_s=plain.load_s + (0.0 if self is plain else self.load_s),
             start_s=max(0.0, plain.prefill_s - plain.step_s),
             step_piece_s=max(0.0, self.step_s - plain.step_s) / max(1, self.pieces),
@@ -152,6 +155,7 @@ def _measured(engine: str, bits: int, options: dict[str, object], model: str, ra
             return _Thin(
                 engine=engine,
                 quant_bits=bits,
+                kv_offload=config.kv_offload,
                 **counted,
                 load_s=load_s,
                 prefill_s=min(loop.prefill_s for loop in found),
@@ -164,13 +168,14 @@ def _measured(engine: str, bits: int, options: dict[str, object], model: str, ra
 
 
 def _counts(plan: Plan) -> dict[str, int]:
-    """Pieces, launches and restored weights, as `_Thin` has them; to be asked for while the model is empty."""
+    """Pieces (layers, where keys and values are in host memory), launches and restored weights, as `_Thin` has them; to be asked for while
+    the model is empty."""
     job, weights = plan.job, plan.weights
     step = job.skeleton.traced_pass(job.spec, 1, job.config.prompt_len)
     assert step is not None, "a Llama runs on the meta device"
     restores = job.config.quantized and 0 < weights.fused_rows < job.config.prompt_len
     return {
-        "pieces": weights.pieces,
+        "pieces": LAYERS if job.config.kv_offload else weights.pieces,
         "launches": step.launches,
         "restored": step.products_in_layers if restores else 0,
     }

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import own_work
+from zero_inference.machine.rates import attending, own_work
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description
+    from zero_inference.link.description import Description, OwnWork
 
 
 @dataclass(frozen=True)
@@ -234,17 +234,24 @@ def _together(
     memory = "device_memory" if plan.job.on_gpu else "host_memory"
     bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
-    piece_s = 0.0 if own is None else own.prefill_piece_s if host.starts else own.step_piece_s
-    host_s = host.launches * operator_s + host.pieces * piece_s
+    host_s = host.launches * operator_s + host.pieces * _piece_s(own, host)
+    host_s += plan.attending_layers * _piece_s(attending(description), host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
-    # a GPU computes while the host launches what follows
-    launched_s = max(0.0, host_s - work_s) if plan.job.on_gpu else host_s
+    # a GPU computes, and waits for the cores, while the host launches what follows
+    launched_s = max(0.0, host_s - work_s - cores_s) if plan.job.on_gpu else host_s
     computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": cores_s}
     copied["link"] += begin_s if copied["link"] else 0.0
     if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
         return _longest(computing | copied, sum(computing.values()) + sum(copied.values()))
     name = max(computing, key=lambda each: computing[each])
     return _longest({**copied, name: sum(computing.values())})
+
+
+def _piece_s(own: OwnWork | None, host: HostWork) -> float:
+    """Of the host for a piece of weights, or a layer whose keys and values are in host memory."""
+    if own is None:
+        return 0.0
+    return own.prefill_piece_s if host.starts else own.step_piece_s
 
 
 def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:

@@ -94,6 +94,11 @@ class StreamPlan(EnginePlan):
         return len(self.residency.in_host_memory)
 
     @property
+    def attending_layers(self) -> int:
+        """See `EnginePlan`."""
+        return self.residency.layers if self.cores is not None and self.cores.attends else 0
+
+    @property
     def copies_on_cpu(self) -> bool:
         """See `EnginePlan`."""
         return True
