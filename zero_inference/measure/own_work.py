@@ -136,16 +136,19 @@ def _write_thin_model(folder: Path) -> None:
 
 def _measured(engine: str, bits: int, options: dict[str, object], model: str, ranks: Ranks) -> _Thin | None:
     """None where the engine does not run here, which is told."""
+    on_gpu = ranks.device.type == "cuda"
     asked = {
         "model": model,
         "engine": engine,
         "dummy": True,
-        "dtype": "bfloat16" if ranks.device.type == "cuda" else "float32",
+        "dtype": "bfloat16" if on_gpu else "float32",
         "quant_bits": bits,
         "prompt_len": PROMPT_TOKENS[ranks.device.type],
         "gen_len": TOKENS,
         "verbose": 0,
     }
+    if on_gpu and options.get("kv_offload"):
+        asked |= {"pin_kv_cache": True, "async_kv_offload": True}
     try:
         config = RunConfig(**asked, **options).validate()  # type: ignore[arg-type]
         plan = plan_run(config, resolve_model(config, ranks.device.type), ranks)
