@@ -63,6 +63,7 @@ FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
     "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZE)),
 }
 MATMUL = "matmul_{}_tflops"  # names of rooflines
+MOST_ENGINES_S = 600  # for what takes 20 to 50 s where nothing has to be compiled
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,12 @@ def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
 def _of_engines(ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
     """What `link --engines` prints, a process of its own, with which engines' libraries stay; nothing where it failed, which is told."""
     environment = os.environ | {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
-    done = subprocess.run(
-        isolated_module("zero_inference", "link", "--engines"), capture_output=True, text=True, env=environment
-    )
+    command = isolated_module("zero_inference", "link", "--engines")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=MOST_ENGINES_S)
+    except subprocess.TimeoutExpired:
+        say(f"warning: engines were not measured: it took longer than {MOST_ENGINES_S} s")
+        return {}
     for line in done.stderr.splitlines():
         if line.startswith(ENGINES):
             say(f"warning: not measured: {line}")

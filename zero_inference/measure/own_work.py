@@ -29,10 +29,8 @@ from zero_inference.runtime.distributed import Ranks, detect_ranks, start_proces
 from zero_inference.runtime.environment import resident_host_bytes
 from zero_inference.runtime.progress import Progress
 
-LIBRARIES = (
-    "accelerate",
-    "deepspeed",
-)  # of engines of the same name; the smaller one first, for both are in this process then
+# Of engines of the same name; the smaller one first, for both are in this process then.
+LIBRARIES = ("accelerate", "deepspeed")
 LAYERS, WIDTH = 8, 256
 # More of the prompt than the device multiplies with codes as they are; without a GPU so few that they take no longer than one.
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
