@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
+from zero_inference.link.compute import median_s
 from zero_inference.link.description import Loading
 from zero_inference.models.dummy import fill_dummy
 from zero_inference.quantization.groups import GroupQuantization, quantize
@@ -15,7 +14,7 @@ from zero_inference.runtime.host_memory import host_empty
 
 GROUP_SIZE = 64  # the default of runs
 SIZE = {"cuda": 8192, "cpu": 2048}  # of a square weight
-ROUNDS = 5
+SECONDS = 0.1  # of each measurement
 
 
 def measure_loading(device: torch.device) -> Loading:
@@ -34,7 +33,7 @@ def measure_loading(device: torch.device) -> Loading:
         return lambda: quantize(weight, GroupQuantization(bits, GROUP_SIZE))
 
     def rate(action: Callable[[], object]) -> float:
-        return weight.nbytes / _median_s(device, action) / 1e9
+        return weight.nbytes / median_s(device, action, SECONDS) / 1e9
 
     return Loading(
         draw_gb_per_s=rate(lambda: fill_dummy(weight, "weight", 0)),
@@ -42,14 +41,3 @@ def measure_loading(device: torch.device) -> Loading:
         quantize_int4_gb_per_s=rate(quantized(4)),
         keep_gb_per_s=rate(keep),
     )
-
-
-def _median_s(device: torch.device, action: Callable[[], object]) -> float:
-    times = []
-    for _ in range(1 + ROUNDS):
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])

@@ -26,7 +26,7 @@ from zero_inference.engines.deepspeed.config import (
     layers_ahead,
     quantization_settings,
 )
-from zero_inference.engines.deepspeed.memory import brought_parameters, places_of_weights, stored_numel
+from zero_inference.engines.deepspeed.memory import places_of_weights, stored_numel
 from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
 from zero_inference.engines.deepspeed.quantization import (
     QuantizationPlan,
@@ -95,7 +95,7 @@ def plan(job: Job) -> DeepSpeedPlan:
     ds_config = _ds_config(job, quantization)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    stored, brought, footprint = job.skeleton.once(
+    stored, brought, parameters, footprint = job.skeleton.once(
         ("places", str(zero), config.quant_bits, config.quant_group_size, job.ranks.world_size, job.on_gpu),
         lambda: places_of_weights(job, quantization, ds_config, pinned),
     )
@@ -105,7 +105,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         pinned,
         ds_config,
         quantization,
-        brought_parameters(job, quantization, ds_config),
+        parameters,
         weight_bytes=sum(stored.values()),
         fetched_bytes=brought["host"] + brought["disk"],
         disk_bytes=brought["disk"],

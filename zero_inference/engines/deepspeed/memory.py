@@ -15,11 +15,12 @@ from zero_inference.models.layers import decoder_layers
 
 def places_of_weights(
     job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool
-) -> tuple[dict[str, int], dict[str, int], Footprint]:
-    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; and what they take where."""
+) -> tuple[dict[str, int], dict[str, int], int, Footprint]:
+    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; how many these are, and what weights take where."""
     stored = _bytes_by_place(job, quantization, ds_config)
     brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
-    return stored, brought, _footprint(job, quantization, ds_config, pinned, stored)
+    parameters = _brought_parameters(job, quantization, ds_config)
+    return stored, brought, parameters, _footprint(job, quantization, ds_config, pinned, stored)
 
 
 def _bytes_by_place(
@@ -41,7 +42,7 @@ def _bytes_by_place(
     return found
 
 
-def brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
+def _brought_parameters(job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any]) -> int:
     """How many a step brings together for the modules that use them, those that two modules share twice: from where they are offloaded to,
     or, where they stay on the device, all that ZeRO-3 does not keep whole."""
     model, places = job.skeleton.model, Places.of(ds_config, job.spec.dtype, job.ranks.world_size)

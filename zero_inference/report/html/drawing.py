@@ -157,6 +157,20 @@ def _legend(figure, legend: Sequence[tuple[str, str, str]]) -> None:
         )
 
 
+def legend_below(figure, handles: Sequence, labels: Sequence[str]) -> None:
+    """A line for each of `handles`, at the lower left."""
+    figure.legend(
+        handles,
+        labels,
+        loc="lower left",
+        bbox_to_anchor=(0, 0),
+        borderpad=0,
+        labelspacing=0.25,
+        handlelength=2.2,
+        borderaxespad=0.2,
+    )
+
+
 def canvas(width: float, height: float, left: float, right: float, top: float, bottom: float):
     """A figure of that size in points, and axes with these margins."""
     from matplotlib.figure import Figure

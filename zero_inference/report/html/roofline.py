@@ -6,7 +6,16 @@ import dataclasses
 import math
 
 from zero_inference.report.html.bounds import BOUNDS, bound_name, bounds_among, look
-from zero_inference.report.html.drawing import LEGEND_ROOM, MOST_ROWS, WIDTH, Drawing, canvas, fitting, log_axis
+from zero_inference.report.html.drawing import (
+    LEGEND_ROOM,
+    MOST_ROWS,
+    WIDTH,
+    Drawing,
+    canvas,
+    fitting,
+    legend_below,
+    log_axis,
+)
 from zero_inference.report.html.machines import Machine, Point, machines_of
 from zero_inference.report.html.places import Box, places_beside
 from zero_inference.report.html.runs import Run
@@ -149,15 +158,7 @@ def _draw_legend(figure, machine: Machine, bounds: list[str]) -> None:
                 label=fitting(f"{bound_name(bound)}{_rate_text(machine, bound)}", LEGEND_ROOM),
             )
         )
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 0),
-        borderpad=0,
-        labelspacing=0.25,
-        handlelength=2.2,
-        borderaxespad=0.2,
-    )
+    legend_below(figure, handles, [handle.get_label() for handle in handles])
 
 
 def _rate_text(machine: Machine, bound: str) -> str:

@@ -8,7 +8,16 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 
-from zero_inference.report.html.drawing import LEGEND_ROOM, MARKERS, WIDTH, Drawing, canvas, fitting, log_axis
+from zero_inference.report.html.drawing import (
+    LEGEND_ROOM,
+    MARKERS,
+    WIDTH,
+    Drawing,
+    canvas,
+    fitting,
+    legend_below,
+    log_axis,
+)
 from zero_inference.report.html.runs import Run
 from zero_inference.report.html.summary import number
 from zero_inference.report.html.svg import INK, MUTED, SERIES, SURFACE, embedded
@@ -124,16 +133,7 @@ def _draw_legend(figure, axes, panel: _Panel) -> None:
     if panel.others:
         shown.append(handles[fitting(panel.others[0], LEGEND_ROOM)])
         labels.append(f"{len(panel.others)} other settings (see the table)")
-    figure.legend(
-        shown,
-        labels,
-        loc="lower left",
-        bbox_to_anchor=(0, 0),
-        borderpad=0,
-        labelspacing=0.25,
-        handlelength=2.2,
-        borderaxespad=0.2,
-    )
+    legend_below(figure, shown, labels)
 
 
 def _medians(runs: list[Run]) -> list[tuple[float, float]]:
