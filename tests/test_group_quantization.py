@@ -7,6 +7,7 @@ import torch
 
 from zero_inference.quantization import groups as quantization
 from zero_inference.quantization.groups import GroupQuantization, dequantize, dequantize_reference, quantize
+from zero_inference.runtime.extension import load_extension, why_unavailable
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 ROUNDING = {
@@ -213,8 +214,50 @@ def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
 def test_the_kernel_gives_the_bits_of_the_reference():
     from benchmarks.dequantize_speed import check
-    from zero_inference.runtime.extension import load_extension, why_unavailable
 
     assert load_extension(), why_unavailable()
     checked, wrong = check()
     assert checked > 100 and not wrong, wrong[:5]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (8, 300), (4, 64), (4, 6), (4, 128), (4, 2)])
+def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
+    assert load_extension(), why_unavailable()
+    scheme = GroupQuantization(bits, group_size)
+    for offset in (0.0, 0.5):
+        weight = weights(700, 4 * group_size, dtype=dtype).cuda() + offset
+        weight[:9] = weight[:9, :1]  # groups of one value
+        if dtype == torch.float16:
+            weight[9:20] *= 2.0**-12  # scales below the normal numbers
+        rows = weight.view(-1, group_size)
+        expected = [torch.empty_like(part) for part in quantize(weight, scheme)]
+        quantization._quantize_in_chunks(rows, scheme, *expected)
+        found = quantize(weight, scheme)
+        assert all(torch.isfinite(part).all() for part in found)
+        for new, old in zip(found, expected):  # of float32 the last bits differ
+            assert float(torch.isclose(new.float(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.99
+        errors = []
+        for codes, scale, minimum in (found, expected):
+            out = torch.empty_like(weight)
+            dequantize_reference(codes, scale, minimum, bits, group_size, out)
+            errors.append((out.double() - weight.double()).view(-1, group_size).square().sum(1))
+        assert bool((errors[0] <= 1.001 * errors[1] + 1e-12).float().mean() > 0.99)
+        assert float(errors[0].sum()) <= 1.002 * float(errors[1].sum())
+        assert torch.equal(out.view(-1, group_size)[: 9 * 4], rows[: 9 * 4])
+        assert not found[0][: 9 * 4 * group_size * bits // 8].any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_refuses_what_the_reference_refuses(dtype):
+    assert load_extension(), why_unavailable()
+    for value in (float("nan"), float("inf"), -float("inf")):
+        weight = weights(400, 64, dtype=dtype).cuda()
+        weight[311, 5] = value
+        with pytest.raises(ValueError, match="NaN"):
+            quantize(weight, GroupQuantization(4, 32))
+    largest = torch.finfo(dtype).max
+    with pytest.raises(ValueError, match="range"):
+        quantize(torch.tensor([[largest, -largest] * 16], dtype=dtype, device="cuda"), GroupQuantization(8, 32))

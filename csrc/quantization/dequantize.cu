@@ -20,6 +20,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
+#include "../elements.cuh"
 #include "../launch_sizes.cuh"
 
 namespace {
@@ -29,40 +30,11 @@ using torch::stable::Tensor;
 
 using namespace zero_inference::quantization;  // launch sizes
 using zero_inference::aligned;
+using zero_inference::Element;
 using zero_inference::in_vectors;
 
 template <typename T>
-struct Output;
-
-template <>
-struct Output<__half> {
-  static constexpr int kVector = 8;  // elements of a 16-byte store
-  static __device__ float load(__half value) { return __half2float(value); }
-  static __device__ __half round(float value) { return __float2half_rn(value); }
-  static __device__ uint32_t word(const float* values) {
-    const __half2 pair = __floats2half2_rn(values[0], values[1]);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-};
-
-template <>
-struct Output<__nv_bfloat16> {
-  static constexpr int kVector = 8;
-  static __device__ float load(__nv_bfloat16 value) { return __bfloat162float(value); }
-  static __device__ __nv_bfloat16 round(float value) { return __float2bfloat16_rn(value); }
-  static __device__ uint32_t word(const float* values) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(values[0], values[1]);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-};
-
-template <>
-struct Output<float> {
-  static constexpr int kVector = 4;
-  static __device__ float load(float value) { return value; }
-  static __device__ float round(float value) { return value; }
-  static __device__ uint32_t word(const float* values) { return __float_as_uint(values[0]); }
-};
+constexpr int kInStore = 16 / static_cast<int>(sizeof(T));  // elements of a 16-byte store
 
 template <int kBytes>
 struct CodeWord;
@@ -81,7 +53,7 @@ struct CodeWord<8> {
 
 // The codes of one 16-byte store.
 template <typename T, int kBits>
-using Codes = typename CodeWord<Output<T>::kVector * kBits / 8>::type;
+using Codes = typename CodeWord<kInStore<T> * kBits / 8>::type;
 
 __device__ __forceinline__ float restore(uint32_t code, float scale, float minimum) {
   return __fadd_rn(__fmul_rn(static_cast<float>(code), scale), minimum);
@@ -93,7 +65,7 @@ template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads)
     dequantize_vectors(const Codes<T, kBits>* __restrict__ codes, const T* __restrict__ scale, const T* __restrict__ minimum,
                        uint4* __restrict__ out, int64_t vectors, int64_t vectors_in_group, int shift) {
-  constexpr int kVector = Output<T>::kVector;
+  constexpr int kVector = kInStore<T>;
   constexpr int kWordElements = kVector / 4;
   constexpr int64_t kTile = kThreads * kUnroll;
   for (int64_t first = blockIdx.x * kTile + threadIdx.x; first < vectors; first += gridDim.x * kTile) {
@@ -106,8 +78,8 @@ __global__ void __launch_bounds__(kThreads)
       if (vector < vectors) {
         const int64_t group = shift >= 0 ? vector >> shift : vector / vectors_in_group;
         packed[step] = __ldcs(codes + vector);  // read once: leave the cache to what is written
-        scales[step] = Output<T>::load(scale[group]);
-        minima[step] = Output<T>::load(minimum[group]);
+        scales[step] = Element<T>::load(scale[group]);
+        minima[step] = Element<T>::load(minimum[group]);
       }
     }
 #pragma unroll
@@ -120,8 +92,8 @@ __global__ void __launch_bounds__(kThreads)
           const uint32_t code = static_cast<uint32_t>(packed[step] >> (kBits * i)) & ((1u << kBits) - 1);
           values[i] = restore(code, scales[step], minima[step]);
         }
-        out[vector] = make_uint4(Output<T>::word(values), Output<T>::word(values + kWordElements),
-                                 Output<T>::word(values + 2 * kWordElements), Output<T>::word(values + 3 * kWordElements));
+        out[vector] = make_uint4(Element<T>::pack(values), Element<T>::pack(values + kWordElements),
+                                 Element<T>::pack(values + 2 * kWordElements), Element<T>::pack(values + 3 * kWordElements));
       }
     }
   }
@@ -137,12 +109,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < bytes; index += stride) {
     const uint32_t packed = codes[index];
     const int64_t group = index * kInByte / group_size;
-    const float group_scale = Output<T>::load(scale[group]);
-    const float group_minimum = Output<T>::load(minimum[group]);
+    const float group_scale = Element<T>::load(scale[group]);
+    const float group_minimum = Element<T>::load(minimum[group]);
 #pragma unroll
     for (int i = 0; i < kInByte; ++i) {
       const uint32_t code = (packed >> (kBits * i)) & ((1u << kBits) - 1);
-      out[index * kInByte + i] = Output<T>::round(restore(code, group_scale, group_minimum));
+      out[index * kInByte + i] = Element<T>::round(restore(code, group_scale, group_minimum));
     }
   }
 }
@@ -155,7 +127,7 @@ int log2_or_negative(int64_t value) {
 
 template <typename T, int kBits>
 void launch(const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t group_size, const Tensor& out) {
-  constexpr int kVector = Output<T>::kVector;
+  constexpr int kVector = kInStore<T>;
   const int32_t device = out.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* current = nullptr;
