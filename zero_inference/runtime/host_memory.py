@@ -21,7 +21,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not for 
 
 
 def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-    """Uninitialised host tensor of exactly `shape`; page-locked and usable by asynchronous copies where `pinned`.
+    """Host tensor of exactly `shape`, of any values; page-locked and usable by asynchronous copies where `pinned`.
 
     Raises:
         RunError: the memory is not there, or may not be locked.
@@ -42,6 +42,7 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     buffer = (ctypes.c_char * nbytes).from_buffer(pages)
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
     if pinned:
+        flat.view(torch.uint8).zero_()  # by all of PyTorch's threads; CUDA would have one bring in page after page
         page_lock(flat)
         # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
         weakref.finalize(buffer, _release, flat.data_ptr(), pages).atexit = False
