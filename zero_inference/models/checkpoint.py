@@ -24,7 +24,7 @@ from zero_inference.models.files import few
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.quantized import INSTEAD, without_floats
 from zero_inference.models.shards import Shards
-from zero_inference.models.skeleton import replace_everywhere, unique_parameter_names
+from zero_inference.models.skeleton import places_of_parameters, unique_parameter_names
 from zero_inference.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def load_weights(
 
 def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress: Progress) -> None:
     unreturned = 0
-    for name, parameter in list(model.named_parameters()):
+    parameters, places = list(model.named_parameters()), places_of_parameters(model)
+    for name, parameter in parameters:
         size = parameter.numel() * parameter.element_size()
         if unreturned + size >= RETURNED_BYTES:
             return_free_memory()
@@ -71,7 +72,8 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress
             fill_dummy(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), name, seed),
             requires_grad=False,
         )
-        replace_everywhere(model, parameter, drawn)
+        for holder, own_name in places[id(parameter)]:
+            holder[own_name] = drawn
         adopt(name, drawn)
         del drawn
         progress(size)

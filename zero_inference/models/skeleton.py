@@ -143,10 +143,18 @@ def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def replace_everywhere(model: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
     """Put `new` in each place of `model` that holds `old`, so that tied weights stay tied."""
+    for holder, name in places_of_parameters(model)[id(old)]:
+        holder[name] = new
+
+
+def places_of_parameters(model: torch.nn.Module) -> dict[int, list[tuple[dict[str, Any], str]]]:
+    """Where each parameter is held, by its id: the parameters of a module, and its name there. More than one place means tied."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
-        for key, value in module._parameters.items():
-            if value is old:
-                module._parameters[key] = new
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module._parameters, name))
+    return places
 
 
 def unique_parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
