@@ -14,40 +14,67 @@ from zero_inference.models.greedy import greedy
 from zero_inference.models.operators import launches_of
 from zero_inference.runtime.garbage import short_collections
 
-LAYERS = 4, 16  # of the two models: what these differ by are operators
+LAYERS = 1, 16  # of the two models: what these differ by are operators
 TOKENS = 32
-ROUNDS = 5
+ROUNDS = 8
 GRAPH_KERNELS = 500
 GRAPH_ELEMENTS = 1 << 12  # 8 KiB, a hidden state
 
 
 @short_collections()
 def measure_launches(device: torch.device) -> Launches:
-    """About two seconds. A step of a small Llama takes `step_s` and `operator_s` for each operator; two sizes give both.
+    """About three seconds. A step of a small Llama takes `step_s` and `operator_s` for each operator; two sizes give both.
 
-    The fastest of the rounds counts: two that followed each other on an H200's host gave 4.2 and 5.3 ms a step, and a run's median step
-    is of more seconds than others disturb.
+    They take turns, and the fastest round of each counts: a host that others use may be half as fast for a second. Measured one behind the
+    other, they gave 3.7 ms a step on an H200's host where a run took less than one.
     """
-    steps, operators = zip(*(_step_of(layers, device) for layers in LAYERS))
-    operator_s = max(0.0, (steps[1] - steps[0]) / (operators[1] - operators[0]))
-    step_s = max(0.0, steps[0] - operators[0] * operator_s)
+    models = [_Steps(layers, device) for layers in LAYERS]
+    for _ in range(ROUNDS):
+        for model in models:
+            model.measure()
+    least, most = (model.step_s for model in models)
+    operator_s = max(0.0, (most - least) / (models[1].operators - models[0].operators))
+    step_s = max(0.0, least - models[0].operators * operator_s)
     graph = _graph_operator_s(device) if device.type == "cuda" else None
     return Launches(operator_s=operator_s, step_s=step_s, graph_operator_s=graph)
 
 
-def _step_of(layers: int, device: torch.device) -> tuple[float, int]:
-    """Seconds of a decode step, and the operators that it launches."""
-    model = _small_model(layers)
-    operators = launches_of(model, 1, TOKENS)
-    assert operators is not None, "a Llama runs on the meta device"
-    model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
-    ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
+class _Steps:
+    """Decode steps of a small model.
 
-    def generate(tokens: int) -> None:
-        model.generate(ids, generation_config=greedy(tokens), attention_mask=torch.ones_like(ids))
+    Attributes:
+        operators: that a step launches.
+        times_s: of generations, the fastest of each number of tokens.
+    """
 
-    few, many = (min(_times_s(device, lambda: generate(tokens), ROUNDS)) for tokens in (2, 2 + TOKENS))
-    return (many - few) / TOKENS, operators
+    def __init__(self, layers: int, device: torch.device):
+        self.device = device
+        model = _small_model(layers)
+        operators = launches_of(model, 1, TOKENS)
+        assert operators is not None, "a Llama runs on the meta device"
+        self.operators = operators
+        self.model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+        self.ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
+        self._generation_s(2)  # loads kernels
+        self.times_s = dict.fromkeys((2, 2 + TOKENS), float("inf"))
+
+    def measure(self) -> None:
+        for tokens, fastest_s in self.times_s.items():
+            self.times_s[tokens] = min(fastest_s, self._generation_s(tokens))
+
+    @property
+    def step_s(self) -> float:
+        """What a long generation takes more than a short one, for each token."""
+        few_s, many_s = self.times_s.values()
+        return (many_s - few_s) / TOKENS
+
+    def _generation_s(self, tokens: int) -> float:
+        return seconds_of(
+            self.device,
+            lambda: self.model.generate(
+                self.ids, generation_config=greedy(tokens), attention_mask=torch.ones_like(self.ids)
+            ),
+        )
 
 
 def _small_model(layers: int) -> Any:
@@ -77,19 +104,16 @@ def _graph_operator_s(device: torch.device) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(GRAPH_KERNELS):
             values.add_(1.0)
-    return statistics.median(_times_s(device, graph.replay, ROUNDS)) / GRAPH_KERNELS
+    return statistics.median(seconds_of(device, graph.replay) for _ in range(ROUNDS)) / GRAPH_KERNELS
 
 
-def _times_s(device: torch.device, action: Callable[[], object], rounds: int) -> list[float]:
-    """Of `rounds`, behind one that is not counted."""
-    times = []
-    for _ in range(1 + rounds):
-        _wait_for(device)
-        start = time.perf_counter()
-        action()
-        _wait_for(device)
-        times.append(time.perf_counter() - start)
-    return times[1:]
+def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
+    """Of one action, until the device has done it."""
+    _wait_for(device)
+    start = time.perf_counter()
+    action()
+    _wait_for(device)
+    return time.perf_counter() - start
 
 
 def _wait_for(device: torch.device) -> None:
