@@ -27,7 +27,8 @@ def predicted_load_s(plan: EnginePlan, description: Description) -> float | None
     if config.quantized:
         parts.append(dense / _quantize_gb_per_s(rates, config.quant_bits))
     own = own_work(description, config.engine, config.quant_bits)
-    return sum(parts) / 1e9 + (own.load_s if own else 0.0)
+    layers = job.spec.text_config.num_hidden_layers
+    return sum(parts) / 1e9 + (own.load_s + layers * own.load_layer_s if own else 0.0)
 
 
 def _source_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
