@@ -90,6 +90,11 @@ class UseOfMachine:
         """Seconds in which the device waits for the host's cores in a decode step."""
         return 0.0
 
+    def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
+        """Seconds of the link, and of the device and the cores, in a decode step that would take these two: the same, but of an engine that
+        lets work change hands until both end together."""
+        return link_s, others_s
+
     def least_cores_s(self) -> float:
         """Seconds that a step's products take the cores if the link rests; 0 where that is not known."""
         return 0.0

@@ -176,7 +176,6 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
             "peers": others_s,
             "disk": _disk_s(plan, description),
         },
-        cores_s=plan.cores_s(),
         host=HostWork() if plan.graphs else HostWork(traced.launches, plan.pieces),
     )
 
@@ -199,7 +198,7 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     copies = {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
     restored = traced.products_in_layers if job.config.quantized and 0 < plan.fused_rows < tokens else 0
     host = HostWork(traced.launches + restored, plan.pieces, starts=True)
-    return _together(plan, description, traced, weights_s, copies=copies, cores_s=0.0, host=host)
+    return _together(plan, description, traced, weights_s, copies=copies, host=host)
 
 
 def _together(
@@ -209,7 +208,6 @@ def _together(
     weights_s: Callable[[Operator], float],
     *,
     copies: dict[str, float | None],
-    cores_s: float,
     host: HostWork,
 ) -> PassTime | None:
     """What the parts take beside or behind each other. The device computes while blocks are copied, and waits for the cores."""
@@ -237,14 +235,18 @@ def _together(
     host_s = host.launches * operator_s + host.pieces * _piece_s(own, host)
     host_s += plan.attending_layers * _piece_s(attending(description), host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
+    waited_s = 0.0 if host.starts else plan.cores_s()  # in a prefill they have nothing to do
     # a GPU computes, and waits for the cores, while the host launches what follows
-    launched_s = max(0.0, host_s - work_s - cores_s) if plan.job.on_gpu else host_s
-    computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": cores_s}
+    launched_s = max(0.0, host_s - work_s - waited_s) if plan.job.on_gpu else host_s
+    computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": waited_s}
     copied["link"] += begin_s if copied["link"] else 0.0
     if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
         return _longest(computing | copied, sum(computing.values()) + sum(copied.values()))
     name = max(computing, key=lambda each: computing[each])
-    return _longest({**copied, name: sum(computing.values())})
+    others_s = sum(computing.values())
+    if not host.starts:
+        copied["link"], others_s = plan.leveled(copied["link"], others_s)
+    return _longest({**copied, name: others_s})
 
 
 def _piece_s(own: OwnWork | None, host: HostWork) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, group_size_refusal
+from zero_inference.engines.stream.balance import LEAST_AHEAD
 from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.residency import Residency
@@ -134,6 +135,21 @@ class StreamPlan(EnginePlan):
         attention_s = cores.kv_bytes / (cores.rates.read_gb_per_s * 1e9) if cores.attends else 0.0
         meetings = self.residency.meetings + (self.residency.layers if cores.attends else 0)
         return products_s + attention_s + meetings * cores.rates.crossing_s
+
+    def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
+        """See `EnginePlan`; what `bytes_for_link` does behind the first steps. Where the cores attend, their work grows from token to
+        token, and in the steps that are looked at they do not yet have more of it than the link."""
+        cores, found = self.cores, self.residency
+        if cores is None or cores.rates is None or cores.attends or not cores.automatic:
+            return link_s, others_s
+        if abs(others_s - link_s) <= LEAST_AHEAD * max(link_s, others_s):
+            return link_s, others_s
+        link, multiplied = cores.rates.link_gb_per_s * 1e9, cores.rates.cores_gb_per_s * 1e9
+        experts = set(found.expert_blocks)
+        of_cores, of_link = found.computed - experts, set(found.computable) - found.computed - experts
+        nbytes = (others_s - link_s) * link * multiplied / (link + multiplied)
+        nbytes = max(-found.nbytes_of(of_link), min(found.nbytes_of(of_cores), nbytes))
+        return link_s + nbytes / link, others_s - nbytes / multiplied
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
