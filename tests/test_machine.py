@@ -10,11 +10,17 @@ from conftest import ROOT
 
 from benchmarks.predictions import options_of
 from zero_inference.cli import main
+from zero_inference.cores.cores import SPIN_US
+from zero_inference.cores.cores import Cores as CoreThreads
 from zero_inference.engines.base import Job
 from zero_inference.errors import RunError, UsageError
 from zero_inference.link import saved
+from zero_inference.link.attention import Attended, Attention
+from zero_inference.link.caches import block_bytes
+from zero_inference.link.copies import rate_alone
 from zero_inference.link.cores import BesideLink
 from zero_inference.link.description import (
+    AttentionRate,
     CoreRates,
     Cores,
     Description,
@@ -31,7 +37,7 @@ from zero_inference.machine.assume import CONTEXT_BYTES, assumed
 from zero_inference.machine.cards import card_of
 from zero_inference.machine.choose import machine_of
 from zero_inference.machine.machine import DescribedMachine
-from zero_inference.machine.rates import beside_link, between
+from zero_inference.machine.rates import attended_gb_per_s, beside_link, between
 from zero_inference.machine.typical import TYPICAL, find_typical
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
@@ -250,6 +256,37 @@ def test_rates_between_those_that_were_measured():
     assert core_rates("int4", measured) == rates("int4", 8, 80.0)
 
 
+def test_rates_of_attention_are_those_of_its_heads():
+    points = [
+        AttentionRate(format="bfloat16", heads=heads, gb_per_s=beside, alone_gb_per_s=alone)
+        for heads, beside, alone in ((1, 80.0, 100.0), (8, 40.0, 50.0))
+    ]
+    attending = MACHINE.model_copy(update={"cores": CORES.model_copy(update={"attention": tuple(points)})})
+    assert attended_gb_per_s(attending, "bfloat16", 1) == Attended(pytest.approx(80.0), pytest.approx(100.0))
+    assert 1 / attended_gb_per_s(attending, "bfloat16", 4).alone_gb_per_s == pytest.approx(4 / 700 + 3 / 350)
+    assert attended_gb_per_s(attending, "float16", 1) is attended_gb_per_s(MACHINE, "bfloat16", 1) is None
+    asked = "--model llama-2-13b --dummy --dtype bfloat16 --engine stream --quant-bits 4 --prompt-len 512 --gen-len 8"
+    options = f"{asked} --kv-offload --batch-size 8"
+    plans = [planned(options, DescribedMachine(each)).weights for each in (attending, MACHINE)]
+    assert [each.residency.host_bytes for each in plans] == [0, 0] and all(each.cores.attends for each in plans)
+    assert [each.cores.rates.attention_gb_per_s(True) for each in plans] == [pytest.approx(100.0), 120.0]
+    extra_s = plans[0].cores.kv_bytes / 1e9 * (1 / 100 - 1 / 120)
+    assert plans[0].cores_s() - plans[1].cores_s() == pytest.approx(extra_s)
+    on_device = planned(asked, DescribedMachine(attending)).weights
+    assert on_device.cores is None, "nothing for them in host memory"
+
+
+def test_attention_of_the_cores_is_measured():
+    cores = CoreThreads((-1, -1), SPIN_US)
+    try:
+        attention = Attention(cores, torch.bfloat16, 4)
+        assert len(attention.numbers) * attention.one() >= 2 * block_bytes(), "more than caches hold"
+        assert torch.isfinite(attention.out).all() and attention.out.abs().max() > 0 and attention.next == 1
+        assert 0.01 < rate_alone(attention, 0.05) < 2000
+    finally:
+        cores.close()
+
+
 def planned(options: str, machine, skeletons: dict | None = None):
     """The plan of `options` for `machine`; models that are in `skeletons` are not built again."""
     config = run_config([*shlex.split(options), "--dry-run"])
@@ -454,7 +491,13 @@ def test_cores_beside_the_link_are_measured_by_format_and_tokens(monkeypatch):
             raise RunError("1.00 GiB of host memory could not be page-locked")
         return BesideLink(rows, 55.0, 50.0, 100.0 / rows, 110.0 / rows, 120.0 + rows, 1e-4, 4200.0)
 
+    def attending(device, cpus, dtype, heads):
+        if (dtype, heads) == (torch.float16, 8):
+            raise RunError("no host memory is left")
+        return Attended(90.0 / heads, 100.0 / heads)
+
     monkeypatch.setattr(saved, "measure_beside_link", measured)
+    monkeypatch.setattr(saved, "measure_attention", attending)
     monkeypatch.setattr(saved, "cpus_of_host", lambda ranks: (1, 2, 3))
     monkeypatch.setattr(saved, "load_extension", lambda: True)
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
@@ -462,8 +505,15 @@ def test_cores_beside_the_link_are_measured_by_format_and_tokens(monkeypatch):
     assert [(each.format, each.rows) for each in found.products] == [
         (name, rows) for name in ("bfloat16", "int8", "int4") for rows in (1, 8, 32)
     ]
-    assert (found.threads, found.read_gb_per_s, found.products[1].cores_gb_per_s) == (3, 152.0, 12.5)
-    assert sum("could not be page-locked" in line for line in lines) == 3 and "int4 weights" in lines[-1]
+    assert (found.threads, found.read_gb_per_s, found.products[1].cores_gb_per_s) == (3, 128.0, 12.5)
+    assert [(each.format, each.heads, each.gb_per_s, each.alone_gb_per_s) for each in found.attention] == [
+        ("bfloat16", 1, 90.0, 100.0),
+        ("bfloat16", 4, 22.5, 25.0),
+        ("bfloat16", 8, 11.25, 12.5),
+        ("float16", 1, 90.0, 100.0),
+        ("float16", 4, 22.5, 25.0),
+    ]
+    assert sum("could not be page-locked" in line for line in lines) == 3 and "no host memory" in lines[-1]
     monkeypatch.setattr(saved, "measure_beside_link", lambda *what: measured(None, None, torch.float16, None, 1, 1))
     assert saved._cores(ranks, lines.append) is None
 

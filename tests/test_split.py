@@ -14,6 +14,7 @@ from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
+from zero_inference.link.attention import Attended
 from zero_inference.link.cores import BesideLink
 from zero_inference.link.cores_of_host import LinkRates, of_all_ranks
 from zero_inference.models.feed_forward import FeedForward
@@ -124,6 +125,13 @@ def test_keys_and_values_alone():
     nothing = Residency([BlockLayout([], GB, GB)], [0], [], 0, 0, [Block(0, "", ())])
     assert best_split(nothing, rates(), 10 * GB, True).attends
     assert not best_split(nothing, rates(read=20.0), 10 * GB, True).attends
+    slower = replace(rates(), attended=Attended(beside_link_gb_per_s=20.0, alone_gb_per_s=100.0))
+    alone = best_split(nothing, slower, 10 * GB, True)
+    assert alone.attends and alone.step_s == pytest.approx(0.1 + 1 / 4000), "nothing else crosses the link"
+    assert best_split(residency(), rates(), 10 * GB, True).attends
+    assert not best_split(residency(), slower, 10 * GB, True).attends, (
+        "beside weights that do they take five times as long"
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,15 @@ def test_rates_of_the_cores_in_steps():
     placed = residency().with_shares_computed(0, 16 / 30)
     plan = CoresPlan((-1,), 16 / 30, 1, rates(), kv_bytes=11 * GB)
     assert plan.in_steps_gb_per_s(placed, 0.2) == pytest.approx(80.0)
-    assert replace(plan, attends=True).in_steps_gb_per_s(placed, 0.2) == pytest.approx(130.0), "of that, 0.1 s reading"
+    assert replace(plan, attends=True).in_steps_gb_per_s(placed, 0.2) == pytest.approx(130.0), (
+        "of that, 0.1 s attending"
+    )
+    attending = replace(plan, attends=True, rates=replace(rates(), attended=Attended(55.0, 110.0)))
+    assert attending.attention_s(attending.rates) == pytest.approx(0.2) and plan.attention_s(plan.rates) == 0.0
+    assert replace(attending, link_rests=True).attention_s(attending.rates) == pytest.approx(0.1)
+    assert attending.of_step_gb_per_s(0) == pytest.approx(55.0)
+    assert attending.of_step_gb_per_s(10 * GB) == pytest.approx(21 / 0.3)
+    assert attending.facts(0).attention_gb_per_s == 55.0 and plan.facts(GB).attention_gb_per_s is None
     assert plan.in_steps_gb_per_s(replace(placed, computed=frozenset()), 0.2) == 100.0, "not known"
 
 

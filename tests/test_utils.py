@@ -101,6 +101,9 @@ def test_exact_count_is_of_whole_parameters_under_zero3():
 def test_cache_bytes_uses_the_hidden_size_where_no_heads_are_named():
     assert utils.cache_bytes(OPT_66B, 3, 7) == 2 * 3 * 7 * 64 * 9216 * 2
     named = SimpleNamespace(**vars(OPT_66B), num_attention_heads=72)
+    assert utils.heads_of_key(named) == utils.heads_of_key(OPT_66B) == 1
+    assert utils.heads_of_key(SimpleNamespace(num_attention_heads=64, num_key_value_heads=8)) == 8
+    assert utils.heads_of_key(SimpleNamespace(num_attention_heads=71, multi_query=True)) == 71
     assert utils.cache_bytes(named, 3, 7) == utils.cache_bytes(OPT_66B, 3, 7)
 
 

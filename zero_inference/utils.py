@@ -123,6 +123,12 @@ def kv_width(config: Any) -> int:
     return _kv_heads(config, heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
+def heads_of_key(config: Any) -> int:
+    """Query heads that share a cached key head; 1 where a config does not name its heads."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return max(1, heads // max(1, _kv_heads(config, heads)))
+
+
 def _kv_heads(config: Any, heads: int) -> int:
     """KV heads that are cached, of `heads` attention heads."""
     kv_heads = getattr(config, "num_key_value_heads", None)

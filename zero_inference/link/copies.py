@@ -1,6 +1,9 @@
-"""A link that is kept busy, for what is measured beside it."""
+"""A link that is kept busy, and work of the cores that is measured alone and beside it."""
 
 from __future__ import annotations
+
+import time
+from typing import Protocol
 
 import torch
 
@@ -37,6 +40,34 @@ class Copies:
 
     def round(self) -> float:
         return self.rate(*self.begin())
+
+
+class Work(Protocol):
+    """What the cores do piece by piece, with memory that the caches do not hold."""
+
+    def one(self) -> int:
+        """Do the next piece and return the bytes that it reads."""
+
+
+def rate_alone(work: Work, seconds: float) -> float:
+    """GB/s over about so many seconds, from the third piece on."""
+    for _ in range(2):
+        work.one()
+    start, moved = time.perf_counter(), 0
+    while (spent := time.perf_counter() - start) < seconds:
+        moved += work.one()
+    return moved / spent / 1e9
+
+
+def rates_together(work: Work, link: Copies) -> tuple[float, float]:
+    """GB/s of the link and of the cores while both work."""
+    work.one()
+    events = link.begin()
+    start, moved = time.perf_counter(), 0
+    while not events[1].query():
+        moved += work.one()
+    spent = time.perf_counter() - start
+    return link.rate(*events), moved / spent / 1e9
 
 
 def random_bytes(count: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import os
 import statistics
-import time
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +16,10 @@ from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
 from zero_inference.cores.meeting_place import own_place
 from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
+from zero_inference.link.attention import Attended
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import device_copy_gb_per_s
-from zero_inference.link.copies import RANDOM_BYTES, Copies, random_bytes
+from zero_inference.link.copies import RANDOM_BYTES, Copies, random_bytes, rate_alone, rates_together
 from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
@@ -44,6 +44,7 @@ class BesideLink:
         crossing_s: from the moment when the device has an input for the cores to the one when it has their output, while the link is
             busy, for a feed-forward between as many columns as the weights have, and of hardly any width.
         device_gb_per_s: copies inside the memory of the device, read and written bytes both counted.
+        attended: keys and values that the cores attend over; None where that was not measured.
     """
 
     rows: int
@@ -54,6 +55,13 @@ class BesideLink:
     read_gb_per_s: float
     crossing_s: float
     device_gb_per_s: float
+    attended: Attended | None = None
+
+    def attention_gb_per_s(self, link_rests: bool) -> float:
+        """Of keys and values; where that was not measured, what the cores read, which is more."""
+        if self.attended is None:
+            return self.read_gb_per_s
+        return self.attended.alone_gb_per_s if link_rests else self.attended.beside_link_gb_per_s
 
 
 @functools.cache  # a plan is made for many options
@@ -80,7 +88,7 @@ def measure_beside_link(
     try:
         products = Products(cores, dtype, scheme, rows, columns)
         link = Copies(device)
-        cores_alone = products.rate(PRODUCTS_S)
+        cores_alone = rate_alone(products, PRODUCTS_S)
         link_alone = statistics.median(link.round() for _ in range(ROUNDS))
         together = [rates_together(products, link) for _ in range(ROUNDS)]
         return BesideLink(
@@ -134,8 +142,7 @@ def product_gb_per_s(
     """GB/s of stored bytes of weights that the cores multiply while the link rests."""
     cores = Cores(cpus, SPIN_US)
     try:
-        products = Products(cores, dtype, scheme, rows, columns)
-        return products.rate(PRODUCTS_S)
+        return rate_alone(Products(cores, dtype, scheme, rows, columns), PRODUCTS_S)
     finally:
         cores.close()
 
@@ -176,32 +183,12 @@ class Products:
         self.out = torch.empty(rows * columns, dtype=dtype)
         self.next = 0
 
-    def rate(self, seconds: float) -> float:
-        """GB/s over about so many seconds, from the third product on."""
-        for _ in range(2):
-            self.one()
-        start, moved = time.perf_counter(), 0
-        while (spent := time.perf_counter() - start) < seconds:
-            moved += self.one()
-        return moved / spent / 1e9
-
     def one(self) -> int:
         """Multiply the next weight and return its bytes."""
         task = self.tasks[self.next]
         self.next = (self.next + 1) % len(self.tasks)
         self.cores.run(task, self.x, self.out)
         return task.nbytes
-
-
-def rates_together(products: Products, link: Copies) -> tuple[float, float]:
-    """GB/s of the link and of the cores while both work."""
-    products.one()
-    events = link.begin()
-    start, moved = time.perf_counter(), 0
-    while not events[1].query():
-        moved += products.one()
-    spent = time.perf_counter() - start
-    return link.rate(*events), moved / spent / 1e9
 
 
 def read_beside(cpus: tuple[int, ...], link: Copies, memory: torch.Tensor) -> float:

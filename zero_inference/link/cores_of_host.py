@@ -15,7 +15,7 @@ from zero_inference.cores.cores import SPIN_US, Cores, CoresOfFirstRank
 from zero_inference.cores.meeting_place import meeting_place
 from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gb_per_s
-from zero_inference.link.copies import Copies
+from zero_inference.link.copies import Copies, rate_alone, rates_together
 from zero_inference.link.cores import (
     DEVICE_S,
     PRODUCTS_S,
@@ -24,7 +24,6 @@ from zero_inference.link.cores import (
     ROUNDS,
     BesideLink,
     Products,
-    rates_together,
     read_beside,
 )
 from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
@@ -83,7 +82,7 @@ def measure_beside_links(
         problems = [found for found in ranks.gather_objects(problem) if found]
         if problems:
             raise RunError(problems[0])
-        alone = products.rate(PRODUCTS_S) if products is not None else 0.0
+        alone = rate_alone(products, PRODUCTS_S) if products is not None else 0.0
         mine, beside, read = _beside_each_other(ranks, cpus, link, products)
         ranks.barrier()
         spent_s = crossing_s(Meeting(cores, place, link, ranks.rank), dtype, rows, columns)

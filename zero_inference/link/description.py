@@ -69,6 +69,16 @@ class CoreRates(_Part):
     crossing_s: Seconds
 
 
+class AttentionRate(_Part):
+    """Keys and values in host memory that the cores attend over, where `heads` query heads share a key head: `gb_per_s` while the link is
+    busy, `alone_gb_per_s` while it rests."""
+
+    format: Literal["bfloat16", "float16"]
+    heads: Count
+    gb_per_s: Rate
+    alone_gb_per_s: Rate
+
+
 class Cores(_Part):
     """The host's cores.
 
@@ -77,12 +87,14 @@ class Cores(_Part):
         instructions: their instruction set.
         read_gb_per_s: host memory read by them while the link is busy.
         products: of each format those with more and more rows.
+        attention: none in files from before it was measured; the cores are taken to attend as fast as they read then.
     """
 
     threads: Count
     instructions: str
     read_gb_per_s: Rate
     products: tuple[CoreRates, ...] = Field(min_length=1, strict=False)
+    attention: tuple[AttentionRate, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _check(self) -> Cores:

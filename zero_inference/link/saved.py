@@ -7,21 +7,24 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from zero_inference.config.choices import ENGINES
 from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
+from zero_inference.link.attention import HEADS, measure_attention
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import weights_gb_per_s
 from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.description import (
+    AttentionRate,
     CoreRates,
     Cores,
     Description,
@@ -187,7 +190,7 @@ def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
         return None
     cpus = cpus_of_host(ranks)
     rates: list[CoreRates] = []
-    read_gb_per_s = 0.0
+    read: list[float] = []
     for name, (dtype, scheme) in FORMATS.items():
         if name == "float32":  # in host memory it is twice what a GPU would be given
             continue
@@ -201,12 +204,32 @@ def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
                 say(f"warning: not measured: {first_line(error)}")
                 continue
             rates.append(core_rates(name, both))
-            read_gb_per_s = max(read_gb_per_s, both.read_gb_per_s)
+            read.append(both.read_gb_per_s)
     if not rates:
         return None
     return Cores(
-        threads=len(cpus), instructions=best_instructions(), read_gb_per_s=read_gb_per_s, products=tuple(rates)
+        threads=len(cpus),
+        instructions=best_instructions(),
+        read_gb_per_s=statistics.median(read),
+        products=tuple(rates),
+        attention=_attention(ranks, cpus, say),
     )
+
+
+def _attention(ranks: Ranks, cpus: tuple[int, ...], say: Callable[[str], None]) -> tuple[AttentionRate, ...]:
+    say(f"measuring attention by {len(cpus)} cores beside the link ...")
+    rates = []
+    names: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
+    for name in names:
+        for heads in HEADS:
+            try:
+                found = measure_attention(ranks.device, cpus, FORMATS[name][0], heads)
+            except (RunError, torch.OutOfMemoryError) as error:
+                say(f"warning: not measured: {first_line(error)}")
+                continue
+            beside, alone = found.beside_link_gb_per_s, found.alone_gb_per_s
+            rates.append(AttentionRate(format=name, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
+    return tuple(rates)
 
 
 def core_rates(name: Products, both: BesideLink) -> CoreRates:

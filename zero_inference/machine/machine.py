@@ -11,10 +11,11 @@ import torch
 
 from zero_inference.cores.library import best_instructions, load_library, why_unavailable
 from zero_inference.errors import RunError, UsageError
+from zero_inference.link.attention import measure_attention
 from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.cores_of_host import measure_beside_links
 from zero_inference.machine.kept import kept_description
-from zero_inference.machine.rates import beside_link, format_of
+from zero_inference.machine.rates import attended_gb_per_s, beside_link, format_of
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
@@ -33,12 +34,14 @@ class Work:
         scheme: how the weights are stored; None for plain ones of `dtype`.
         rows: of a rank's pass.
         columns: of the weights.
+        heads: query heads that share a key head, where the cores might attend over keys and values of `dtype`; else 0.
     """
 
     dtype: torch.dtype
     scheme: GroupQuantization | None
     rows: int
     columns: int
+    heads: int = 0
 
 
 class Machine(Protocol):
@@ -132,7 +135,10 @@ class ThisMachine:
         try:
             if ranks.world_size > 1:
                 return measure_beside_links(ranks, *what)
-            return measure_beside_link(ranks.device, *what)
+            found = measure_beside_link(ranks.device, *what)
+            if not work.heads:
+                return found
+            return replace(found, attended=measure_attention(ranks.device, cpus, work.dtype, work.heads))
         except (RunError, torch.OutOfMemoryError):  # it takes a gigabyte or two: weights go first
             return "there was no memory to measure them"
 
@@ -141,8 +147,14 @@ class ThisMachine:
         kept = self.described() if ranks.world_size == 1 and as_measured else None
         if kept is None or kept.cores is None or kept.cores.threads != len(cpus):
             return None
-        found = beside_link(kept, format_of(work.dtype, work.scheme), work.rows)
+        found = _beside_link(kept, work)
         return None if isinstance(found, str) else found
+
+
+def _beside_link(description: Description, work: Work) -> BesideLink | str:
+    found = beside_link(description, format_of(work.dtype, work.scheme), work.rows)
+    attended = attended_gb_per_s(description, format_of(work.dtype, None), work.heads) if work.heads else None
+    return found if isinstance(found, str) or attended is None else replace(found, attended=attended)
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,7 @@ class DescribedMachine:
     def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
         if ranks.world_size > 1:
             return "the description of the machine has the rates of one GPU's link beside them"
-        return beside_link(self.description, format_of(work.dtype, work.scheme), work.rows)
+        return _beside_link(self.description, work)
 
     def ranks_there(self, ranks: Ranks) -> Ranks:
         if not self.description.gpus:

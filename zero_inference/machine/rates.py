@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zero_inference.link.attention import Attended
 from zero_inference.link.cores import BesideLink
 from zero_inference.quantization.groups import GroupQuantization
 
@@ -46,6 +47,19 @@ def beside_link(description: Description, what: str, rows: int) -> BesideLink | 
         read_gb_per_s=cores.read_gb_per_s,
         crossing_s=between([each.rows for each in points], [_crossing_s(cores, each.rows) for each in points], rows),
         device_gb_per_s=description.device_gb_per_s,
+    )
+
+
+def attended_gb_per_s(description: Description, dtype: str, heads: int) -> Attended | None:
+    """Of keys and values of `dtype` in host memory, where `heads` query heads share a key head; None where that was not measured."""
+    found = description.cores.attention if description.cores else ()
+    points = sorted((each for each in found if each.format == dtype), key=lambda each: each.heads)
+    if not points:
+        return None
+    places = [each.heads for each in points]
+    return Attended(
+        beside_link_gb_per_s=1 / between(places, [1 / each.gb_per_s for each in points], heads),
+        alone_gb_per_s=1 / between(places, [1 / each.alone_gb_per_s for each in points], heads),
     )
 
 

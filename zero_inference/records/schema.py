@@ -160,9 +160,14 @@ class CoresUse:
     )
     cores_alone_gb_per_s: float | None = key("GB/s", "the same while the link rests", "cores_alone_gbps")
     read_gb_per_s: float | None = key("GB/s", "host memory read by the cores while the link is busy", "read_gbps")
+    attention_gb_per_s: float | None = key(
+        "GB/s",
+        "keys and values that the cores attend over, beside a busy link unless no weights cross it; reading's rate where that is not known",
+        "attention_gbps",
+    )
     of_step_gb_per_s: float | None = key(
         "GB/s",
-        "of a decode step's products and reading of keys and values together, as the two rates say",
+        "of a decode step's products and attention over keys and values together, as the two rates say",
         "of_step_gbps",
     )
     attends: bool = key("", "whether the cores compute decode attention over keys and values in host memory")

@@ -13,6 +13,7 @@ from zero_inference.link.cores import BesideLink
 from zero_inference.machine.machine import Work
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import CoresUse
+from zero_inference.utils import heads_of_key
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class CoresPlan:
         kv_bytes: those in host memory that a decode step reads, on average, of all ranks.
         automatic: the share was found, not asked for.
         ranks: whose rows they multiply together.
+        link_rests: no weights are in host memory.
         instructions: the instruction set of their products.
     """
 
@@ -39,6 +41,11 @@ class CoresPlan:
     automatic: bool = False
     ranks: int = 1
     instructions: str = ""
+    link_rests: bool = False
+
+    def attention_s(self, rates: BesideLink) -> float:
+        """Seconds of a decode step's attention by the cores."""
+        return self.kv_bytes / (rates.attention_gb_per_s(self.link_rests) * 1e9) if self.attends else 0.0
 
     def in_words(self, computed_bytes: int, stored_bytes: int) -> str:
         """What the cores do in a decode step: how many bytes of the `stored_bytes` of their blocks they are expected to read."""
@@ -80,6 +87,7 @@ class CoresPlan:
             rows=self.few_rows,
             attends=self.attends,
             of_step_gb_per_s=self.of_step_gb_per_s(computed_bytes),
+            attention_gb_per_s=self.rates.attention_gb_per_s(self.link_rests) if self.rates and self.attends else None,
             **{name: None if self.rates is None else getattr(self.rates, name) for name in names},
         )
 
@@ -93,18 +101,18 @@ class CoresPlan:
         if self.rates is None:
             raise ValueError("no rates were measured")
         expected_s = residency.computed_bytes / (self.rates.cores_gb_per_s * 1e9)
-        if self.attends:
-            expected_s += self.kv_bytes / (self.rates.read_gb_per_s * 1e9)
+        expected_s += self.attention_s(self.rates)
         if residency.expert_blocks or not busy_s or not expected_s:
             return self.rates.cores_gb_per_s
         return self.rates.cores_gb_per_s * expected_s / busy_s
 
     def of_step_gb_per_s(self, computed_bytes: int) -> float | None:
-        """Of products, and of reading keys and values, each with its part of the bytes."""
+        """Of products, and of attention over keys and values, each with its part of the bytes."""
         rates, attended = self.rates, self.kv_bytes if self.attends else 0
         if rates is None or not computed_bytes + attended:
             return None
-        return (computed_bytes + attended) / (computed_bytes / rates.cores_gb_per_s + attended / rates.read_gb_per_s)
+        products_s = computed_bytes / (rates.cores_gb_per_s * 1e9)
+        return (computed_bytes + attended) / (products_s + self.attention_s(rates)) / 1e9
 
 
 def why_cores_stay_out(job: Job) -> str | None:
@@ -154,10 +162,21 @@ def place_on_cores(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the cores can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
         )
-    found = _rates(job, scheme, cpus)
+    found = _rates(job, scheme, cpus, can_attend)
     rates = found if isinstance(found, BesideLink) else None
     residency = replace(residency, few_tokens=ranks * job.rank_batch)
     kv_bytes = ranks * job.mean_kv_bytes if config.kv_offload else 0
+    plan = CoresPlan(
+        cpus,
+        0.0,
+        job.rank_batch,
+        rates,
+        can_attend,
+        kv_bytes,
+        ranks=ranks,
+        instructions=instructions,
+        link_rests=not residency.host_bytes,
+    )
     if config.cpu_share is not None:
         residency = residency.with_share_computed(config.cpu_share)
         if not residency.computed and not can_attend:
@@ -165,10 +184,7 @@ def place_on_cores(
                 f"--cpu-compute {config.cpu_compute}: less than half of a block of {job.spec.name}, and blocks are not divided; use a "
                 "larger share, or --cpu-compute off."
             )
-        plan = CoresPlan(
-            cpus, config.cpu_share, job.rank_batch, rates, can_attend, kv_bytes, ranks=ranks, instructions=instructions
-        )
-        return residency.with_budget_used(), plan
+        return residency.with_budget_used(), replace(plan, share=config.cpu_share)
     if isinstance(found, str):
         return residency, found
     best = best_split(residency.with_shares_computed(1.0, 0.0), found, kv_bytes, can_attend)
@@ -178,18 +194,7 @@ def place_on_cores(
         )
     residency = residency.with_shares_computed(best.of_experts, best.of_others).with_budget_used()
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
-    plan = CoresPlan(
-        cpus,
-        share,
-        job.rank_batch,
-        found,
-        best.attends,
-        kv_bytes,
-        automatic=True,
-        ranks=ranks,
-        instructions=instructions,
-    )
-    return residency, plan
+    return residency, replace(plan, share=share, attends=best.attends, automatic=True)
 
 
 def _is_alone(job: Job) -> bool:
@@ -197,9 +202,11 @@ def _is_alone(job: Job) -> bool:
     return job.ranks.world_size > 1 and job.group is None
 
 
-def _rates(job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...]) -> BesideLink | str:
+def _rates(job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...], can_attend: bool) -> BesideLink | str:
     """Or why they are not known."""
     if job.machine.is_here and _is_alone(job):
         return "what they give is measured first in a run, by all ranks together"
-    work = Work(job.spec.dtype, scheme, job.rank_batch, job.spec.text_config.hidden_size)
+    config = job.spec.text_config
+    heads = heads_of_key(config) if can_attend else 0
+    work = Work(job.spec.dtype, scheme, job.rank_batch, config.hidden_size, heads)
     return job.machine.beside_link(job.ranks, cpus, work)

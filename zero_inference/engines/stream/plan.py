@@ -132,9 +132,8 @@ class StreamPlan(EnginePlan):
         if cores is None or cores.rates is None:
             return 0.0
         products_s = self.residency.computed_bytes / (cores.rates.cores_gb_per_s * 1e9)
-        attention_s = cores.kv_bytes / (cores.rates.read_gb_per_s * 1e9) if cores.attends else 0.0
         meetings = self.residency.meetings + (self.residency.layers if cores.attends else 0)
-        return products_s + attention_s + meetings * cores.rates.crossing_s
+        return products_s + cores.attention_s(cores.rates) + meetings * cores.rates.crossing_s
 
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
         """See `EnginePlan`; what `bytes_for_link` does behind the first steps. Where the cores attend, their work grows from token to

@@ -66,7 +66,10 @@ def _balanced(
     resident = sum(map(residency.read_bytes, residency.resident))
     cores_s = meetings * rates.crossing_s + resident / (rates.device_gb_per_s * 1e9)
     if attends:
-        cores_s += kv_bytes / (rates.read_gb_per_s * 1e9) + residency.layers * rates.crossing_s
+        cores_s += (
+            kv_bytes / (rates.attention_gb_per_s(link_rests=not residency.host_bytes) * 1e9)
+            + residency.layers * rates.crossing_s
+        )
     first = second = 0.0
     if experts:
         first = _share(sent_s - cores_s, of_experts / link + read_of_experts / cores, 1.0)
