@@ -166,6 +166,23 @@ def test_a_prefill_waits_for_the_start_of_its_generation():
     assert blocks[1].prefill.seconds > 40 * 0.02 and blocks[1].step == without.step, "graphs of a step send for nothing"
 
 
+def test_blocks_restored_on_the_device_take_the_host_time():
+    work = OwnWork(engine="stream", quant_bits=4, resident=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02)
+    machine = FAST.model_copy(update={"own_work": (work,)})
+    options = "--model llama-2-13b --engine stream --quant-bits 4"
+    plan, times = times_of(options, machine)
+    without = times_of(options)[1]
+    assert (plan.weights.restored_blocks, plan.weights.pieces) == (40, 0)
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 128, 0)
+    launched_s = (traced.launches + traced.products_in_layers) * 12e-6 + 1e-3
+    assert times.prefill.bound_by == "launches" and times.prefill.seconds == pytest.approx(launched_s + 40 * 0.02)
+    assert times.step == without.step, "a graph's blocks are launched by nobody"
+    launched, least = (times_of(f"{options} --decode-graph off", each)[1].step for each in (machine, FAST))
+    assert launched.seconds == pytest.approx(least.seconds + 40 * 0.01, rel=0.05) and launched.bound_by == "launches"
+    for others in ("--gpu-memory 0 --cpu-compute off", "--quant-bits 16"):
+        assert times_of(f"{options} {others}", machine)[1] == times_of(f"{options} {others}")[1]
+
+
 def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     rates = Loading(draw_gb_per_s=500.0, quantize_int8_gb_per_s=40.0, quantize_int4_gb_per_s=20.0, keep_gb_per_s=5.0)
     own = HOOKS.model_copy(update={"load_s": 2.0, "load_layer_s": 0.1})

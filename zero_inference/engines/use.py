@@ -52,6 +52,11 @@ class UseOfMachine:
         return 0
 
     @property
+    def restored_blocks(self) -> int:
+        """Quantized ones that stay on the device, whose weights a launched pass restores or multiplies as they are."""
+        return 0
+
+    @property
     def attending_layers(self) -> int:
         """In which the host's cores attend."""
         return 0

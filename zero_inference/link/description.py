@@ -143,6 +143,7 @@ class OwnWork(_Part):
     Attributes:
         engine, quant_bits, kv_offload: how it was run; with keys and values in host memory the cores attend, and weights stay on the
             device.
+        resident: quantized weights stay on the device, too, where each block is a piece of weights.
         load_s, load_layer_s: of loading besides what is done with the weights themselves, in all and for each decoder layer.
         start_s: from the call of a generation to its first token, above what a decode step takes.
         step_piece_s, prefill_piece_s: of the host, for each piece of weights that such a pass brings: a block, a parameter or a module's
@@ -154,6 +155,7 @@ class OwnWork(_Part):
     engine: str
     quant_bits: Count
     kv_offload: bool = False
+    resident: bool = False
     load_s: Seconds = 0.0
     load_layer_s: Seconds = 0.0
     start_s: Seconds

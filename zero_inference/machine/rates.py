@@ -84,7 +84,9 @@ def product_gb_per_s(description: Description, what: str, rows: int) -> float | 
 def own_work(description: Description, engine: str, quant_bits: int) -> OwnWork | None:
     """What an engine takes besides the model's work; of other bits where only those were measured, as long as both are quantized, or
     neither is."""
-    of_engine = [each for each in description.own_work if each.engine == engine and not each.kv_offload]
+    of_engine = [
+        each for each in description.own_work if each.engine == engine and not (each.kv_offload or each.resident)
+    ]
     alike = [each for each in of_engine if (each.quant_bits == 16) == (quant_bits == 16)]
     return min(alike, key=lambda each: abs(each.quant_bits - quant_bits), default=None)
 
@@ -92,6 +94,11 @@ def own_work(description: Description, engine: str, quant_bits: int) -> OwnWork 
 def attending(description: Description) -> OwnWork | None:
     """The same where the cores attend over keys and values in host memory, for each layer."""
     return next((each for each in description.own_work if each.kv_offload), None)
+
+
+def restoring(description: Description) -> OwnWork | None:
+    """The same where quantized blocks are on the device, for each block."""
+    return next((each for each in description.own_work if each.resident), None)
 
 
 def between(places: Sequence[int], values: Sequence[float], place: int) -> float:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,10 +44,12 @@ TURNS, LOOPS = 3, 2
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # By engine and bits of the weights: what it fetches, and restores, is different code.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
+RESIDENT: dict[str, object] = {"cpu_compute": "off", "decode_graph": "off"}  # with a GPU, whose memory holds all of it
 OFFLOADED: dict[str, object] = {"cpu_offload": True}
 ENGINES = (
     ("stream", 16, LAUNCHED),
     ("stream", 4, LAUNCHED),
+    ("stream", 4, RESIDENT),
     ("stream", 16, {"kv_offload": True, "cpu_compute": "1"}),
     ("accelerate", 16, OFFLOADED),
     ("deepspeed", 16, OFFLOADED),
@@ -67,6 +70,8 @@ def print_own_work() -> None:
         plain = _entered("resident", 16, {}, folder, ranks, stack)
         found.append(plain.own_work(plain))
         usable = [each for each in ENGINES if each[0] not in LIBRARIES or each[0] in library_bytes]
+        if ranks.device.type != "cuda":
+            usable = [each for each in usable if each[2] is not RESIDENT]
         found += [work for each in usable if (work := _beside(plain, *each, folder, ranks)) is not None]
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
@@ -87,7 +92,8 @@ class _Thin:
     """The thin model, loaded by an engine.
 
     Attributes:
-        pieces: layers, where keys and values are in host memory.
+        pieces: layers, where keys and values are in host memory; blocks, where they are on the device.
+        resident: quantized weights are there.
         launches: kernels of a step; a prefill has about as many.
         restored: weights that are restored from codes in a prefill, by a kernel each.
     """
@@ -96,6 +102,7 @@ class _Thin:
     loaded: LoadedModel
     load_s: float
     pieces: int
+    resident: bool
     launches: int
     restored: int
 
@@ -113,6 +120,7 @@ class _Thin:
             engine=self.plan.job.config.engine,
             quant_bits=self.plan.job.config.quant_bits,
             kv_offload=self.plan.job.config.kv_offload,
+            resident=self.resident,
             load_s=plain.load_s,
             load_layer_s=self.load_s / LAYERS,
             start_s=max(0.0, others.prefill_s - others.step_s),
@@ -210,14 +218,15 @@ def _entered(
     return _Thin(plan, loaded, load_s, **counted)
 
 
-def _counts(plan: Plan) -> dict[str, int]:
+def _counts(plan: Plan) -> dict[str, Any]:
     """As `_Thin` has them."""
     job, weights = plan.job, plan.weights
     step = job.skeleton.traced_pass(job.spec, 1, job.config.prompt_len)
     assert step is not None, "a Llama runs on the meta device"
     restores = job.config.quantized and 0 < weights.fused_rows < job.config.prompt_len
     return {
-        "pieces": LAYERS if job.config.kv_offload else weights.pieces,
+        "pieces": LAYERS if job.config.kv_offload else weights.restored_blocks or weights.pieces,
+        "resident": weights.restored_blocks > 0,
         "launches": step.launches,
         "restored": step.products_in_layers if restores else 0,
     }

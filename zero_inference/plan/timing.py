@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import attending, own_work
+from zero_inference.machine.rates import attending, own_work, restoring
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
@@ -234,6 +234,7 @@ def _together(
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
     host_s = host.launches * operator_s + host.pieces * _piece_s(own, host)
     host_s += plan.attending_layers * _piece_s(attending(description), host)
+    host_s += 0.0 if plan.graphs and not host.starts else plan.restored_blocks * _piece_s(restoring(description), host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
     waited_s = 0.0 if host.starts else plan.cores_s()  # in a prefill they have nothing to do
     # a GPU computes, and waits for the cores, while the host launches what follows

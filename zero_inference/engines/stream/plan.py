@@ -95,6 +95,11 @@ class StreamPlan(EnginePlan):
         return len(self.residency.in_host_memory)
 
     @property
+    def restored_blocks(self) -> int:
+        """See `EnginePlan`."""
+        return 0 if self.scheme is None else len(self.residency.resident)
+
+    @property
     def attending_layers(self) -> int:
         """See `EnginePlan`."""
         return self.residency.layers if self.cores is not None and self.cores.attends else 0
