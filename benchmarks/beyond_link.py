@@ -8,7 +8,7 @@
 Each case is a process of its own, which leaves RESULTS/CASE.jsonl (llama.cpp: RESULTS/CASE.json) and what it printed in
 RESULTS/CASE.out; a case that takes much longer than estimated is ended. RESULTS/table.md and table.tsv have the last record of each.
 Estimates hold for an H200 with 16 cores and a link of 55 GB/s, and assume that the cores add nothing. Most of a short run is
-loading: random weights of Llama-2-13B in int4 take 8 s to make and quantize, of Llama-3.1-70B 33 s, of Llama-3.1-405B 110 s.
+loading and warming up: random weights of Llama-2-13B in int4 take 2 s to make and quantize, of Llama-3.1-70B 5 s, of Llama-3.1-405B 19 s.
 
 Exit code: 0, 1 if a case failed or was left out, 2 for bad usage.
 """
@@ -89,33 +89,33 @@ def all_cases() -> dict[str, Case]:
     cases = {}
     for batch in (1, 8, 32):
         options = f"{thirteen} --gpu-memory 0 --quant-bits 4 --batch-size {batch}"
-        cases |= with_and_without(f"llama13b-int4-bs{batch}", options, 8, 0.13)
+        cases |= with_and_without(f"llama13b-int4-bs{batch}", options, 2, 0.13)
     for threads in (1, 2):  # a machine whose cores hardly help is not to be slower than without them
         options = f"--engine stream {thirteen} --gpu-memory 0 --quant-bits 4 --cpu-threads {threads}"
-        cases[f"llama13b-int4-bs1-auto-{threads}core{'s' * (threads > 1)}"] = Case(options, 8, 0.13)
+        cases[f"llama13b-int4-bs1-auto-{threads}core{'s' * (threads > 1)}"] = Case(options, 2, 0.13)
     options = f"{thirteen} --quant-bits 4"
-    cases |= with_and_without("llama13b-int4-half", f"{options} --gpu-memory 3.4", 8, 0.07)
-    cases |= with_and_without_graph("llama13b-int4-resident", f"{options} --gpu-memory 16", 8, 0.02)
+    cases |= with_and_without("llama13b-int4-half", f"{options} --gpu-memory 3.4", 2, 0.07)
+    cases |= with_and_without_graph("llama13b-int4-resident", f"{options} --gpu-memory 16", 4, 0.02)
     cases["llamacpp-llama13b"] = Case("--model llama-2-13b", 120, 0.3, 3 * 32, peer=True)  # the first one is built
-    cases["deepspeed13b-int4"] = Case(f"--engine deepspeed --cpu-offload {options}", 60, 0.15)
+    cases["deepspeed13b-int4"] = Case(f"--engine deepspeed --cpu-offload {options}", 10, 0.2)
     for batch in (1, 8, 32):
         options = f"{thirteen} --gpu-memory 0 --batch-size {batch}"
-        cases |= with_and_without(f"llama13b-bf16-bs{batch}", options, 10, 0.47)
-    cases["deepspeed13b-bf16"] = Case(f"--engine deepspeed --cpu-offload {thirteen}", 12, 0.49)
-    for name, model, load_s, step_s in (("qwen30b", "qwen3-30b-a3b", 20, 0.31), ("mixtral", "mixtral-8x7b", 30, 0.47)):
+        cases |= with_and_without(f"llama13b-bf16-bs{batch}", options, 3, 0.47)
+    cases["deepspeed13b-bf16"] = Case(f"--engine deepspeed --cpu-offload {thirteen}", 4, 0.5)
+    for name, model, load_s, step_s in (("qwen30b", "qwen3-30b-a3b", 7, 0.31), ("mixtral", "mixtral-8x7b", 6, 0.47)):
         options = f"--model {model} --gpu-memory 0 --quant-bits 4"
         cases |= with_and_without(f"{name}-int4", options, load_s, step_s)
         some = f"--model {model} --gpu-memory 6 --quant-bits 4"  # attention, and some of the experts
         cases |= with_and_without_graph(f"{name}-int4-6gib", some, load_s, step_s)
         cases[f"llamacpp-{name}"] = Case(f"--model {model}", 60, 0.3, 3 * 32, peer=True)
     for batch in (1, 8):
-        cases |= with_and_without(f"llama70b-int4-20gib-bs{batch}", f"{seventy} --batch-size {batch}", 33, 0.4)
+        cases |= with_and_without(f"llama70b-int4-20gib-bs{batch}", f"{seventy} --batch-size {batch}", 5, 0.4)
     cases["llamacpp-llama70b"] = Case("--model llama-3.1-70b", 120, 1.0, 3 * 32, peer=True)
     kv_options = f"--model opt-13b --dtype float16 --gpu-memory 0 {kv}"
-    cases |= with_and_without("opt13b-kv", kv_options, 10, 0.95)
+    cases |= with_and_without("opt13b-kv", kv_options, 5, 0.95)
     for batch in (1, 32):
         options = f"{large} --batch-size {batch}"
-        cases |= with_and_without(f"llama405b-int4-bs{batch}", options, 110, 1.9, steps=2 * 26)
+        cases |= with_and_without(f"llama405b-int4-bs{batch}", options, 20, 1.9, steps=2 * 26)
     return cases
 
 
