@@ -97,7 +97,7 @@ def all_cases() -> dict[str, Case]:
     cases |= with_and_without("llama13b-int4-half", f"{options} --gpu-memory 3.4", 2, 0.07)
     cases |= with_and_without_graph("llama13b-int4-resident", f"{options} --gpu-memory 16", 4, 0.02)
     cases["llamacpp-llama13b"] = Case("--model llama-2-13b", 120, 0.3, 3 * 32, peer=True)  # the first one is built
-    cases["deepspeed13b-int4"] = Case(f"--engine deepspeed --cpu-offload {options}", 10, 0.2)
+    cases["deepspeed13b-int4"] = Case(f"--engine deepspeed --cpu-offload {options}", 4, 0.2)
     for batch in (1, 8, 32):
         options = f"{thirteen} --gpu-memory 0 --batch-size {batch}"
         cases |= with_and_without(f"llama13b-bf16-bs{batch}", options, 3, 0.47)

@@ -18,7 +18,15 @@ from typing import Any
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
-from zero_inference.link.description import CoreRates, Cores, Description, Gpu, Launches, read_description
+from zero_inference.link.description import (
+    AttentionRate,
+    CoreRates,
+    Cores,
+    Description,
+    Gpu,
+    Launches,
+    read_description,
+)
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
@@ -63,11 +71,15 @@ def machine_of(record: dict[str, Any]) -> Description:
         rates = {key: cores[key] for key in ("link_gbps", "cores_gbps", "cores_alone_gbps", "crossing_s")}
         kind = record["dtype"] if record["quant_bits"] == 16 else f"int{record['quant_bits']}"
         point = CoreRates.model_validate(rates | {"format": kind, "rows": record["batch_size"]})
+        attended = None
+        if rate := cores.get("attention_gbps"):  # of the heads of this model, and of the link as it was in this run
+            attended = AttentionRate(format=record["dtype"], heads=1, gb_per_s=rate, alone_gb_per_s=rate)
         found = Cores(
             threads=cores["threads"],
             instructions=cores["instructions"],
             read_gb_per_s=cores.get("read_gbps") or cores["cores_gbps"],
             products=(point,),
+            attention=() if attended is None else (attended,),
         )
     return Description(
         source="measured",

@@ -243,10 +243,10 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
             out = torch.empty_like(weight)
             dequantize_reference(codes, scale, minimum, bits, group_size, out)
             errors.append((out.double() - weight.double()).view(-1, group_size).square().sum(1))
+            assert torch.equal(out.view(-1, group_size)[: 9 * 4], rows[: 9 * 4])
+            assert not codes[: 9 * 4 * group_size * bits // 8].any()
         assert bool((errors[0] <= 1.001 * errors[1] + 1e-12).float().mean() > 0.99)
         assert float(errors[0].sum()) <= 1.002 * float(errors[1].sum())
-        assert torch.equal(out.view(-1, group_size)[: 9 * 4], rows[: 9 * 4])
-        assert not found[0][: 9 * 4 * group_size * bits // 8].any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")

@@ -331,6 +331,11 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert saved.launches.operator_s > 0 and saved.launches.graph_operator_s is None
     assert 1e8 < saved.process_bytes < 4e9 and 1e8 < saved.measuring_bytes < saved.process_bytes
     assert saved.library_bytes["deepspeed"] > 1e6
+    work = {(each.engine, each.quant_bits, each.kv_offload, each.resident): each for each in saved.own_work}
+    quantized = [("stream", 4, False, False), *(("deepspeed", bits, False, False) for bits in (8, 4))]
+    plain = [(engine, 16, False, False) for engine in ("resident", "stream", "accelerate", "deepspeed")]
+    assert set(work) == {*plain, *quantized, ("stream", 16, True, False)}, "without a GPU none are restored on it"
+    assert {each.engine for each in saved.own_work if each.load_layer_s == 0} == {"resident"}, "whose is load_s"
     assert (
         saved.versions["torch"] == torch.__version__ and 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]
     )

@@ -130,7 +130,7 @@ def test_keys_and_values_alone():
     assert alone.attends and alone.step_s == pytest.approx(0.1 + 1 / 4000), "nothing else crosses the link"
     assert best_split(residency(), rates(), 10 * GB, True).attends
     assert not best_split(residency(), slower, 10 * GB, True).attends, (
-        "beside weights that do they take five times as long"
+        "beside weights, attention takes five times as long"
     )
 
 

@@ -14,6 +14,7 @@ from benchmarks.predictions import machine_of, plan_of
 from zero_inference.cli import console_main, main
 from zero_inference.link.description import DeviceRate, Launches, Loading, OwnWork, write_description
 from zero_inference.machine.machine import DescribedMachine
+from zero_inference.measure.own_work import _loaded_alike
 from zero_inference.plan.timing import why_unknown
 from zero_inference.records.read import read_records
 from zero_inference.runtime.environment import describe_environment, versions_of
@@ -208,6 +209,12 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     assert on_disk.weights.footprint.disk and on_disk.load_s is None, "how fast the disk writes is not known"
 
 
+def test_the_shortest_loading_of_an_engine_is_that_of_all_its_formats():
+    first = HOOKS.model_copy(update={"quant_bits": 16, "load_layer_s": 0.3})
+    others = [HOOKS.model_copy(update={"load_layer_s": 0.02}), HOOKS.model_copy(update={"engine": "stream"})]
+    assert [each.load_layer_s for each in _loaded_alike([first, *others])] == [0.02, 0.02, 0.0]
+
+
 def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
     cores = MACHINE.cores.model_copy(
@@ -283,17 +290,24 @@ def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
     assert weights.leveled(0.0500, 0.0512) == (0.0500, 0.0512), "a run does not change that"
     for link_s, others_s in ((0.05, 0.06), (0.06, 0.05)):
         after = weights.leveled(link_s, others_s)
-        assert after[0] == pytest.approx(after[1])
+        assert abs(after[0] - after[1]) < 0.25 * 0.01, "as far as whole blocks allow"
         assert (after[0] - link_s) * link == pytest.approx((others_s - after[1]) * cores), (
             "what one gives the other gets"
         )
-    assert weights.leveled(1.0, 9.0) == pytest.approx((1.0 + computed / link, 9.0 - computed / cores)), (
-        "no more than it has"
-    )
+    busy_s = computed / cores
+    assert weights.leveled(0.5 * busy_s, 2.0 * busy_s) == (0.5 * busy_s, 2.0 * busy_s), "something else is late"
     less, more = weights.leveled(9.0, 1.0)
-    assert 9.0 - fetched / link <= less < 9.0 and more > 1.0
+    assert 9.0 - fetched / link <= less < 9.0 and more > 1.0, "no more than it has"
     for fixed in ("--cpu-compute 0.5", "--cpu-compute off"):
         assert times_of(f"{options} {fixed}", machine)[0].weights.leveled(0.05, 0.06) == (0.05, 0.06)
+    slow = machine.cores.model_copy(
+        update={"products": tuple(each.model_copy(update={"link_gb_per_s": 2.0}) for each in machine.cores.products)}
+    )
+    machine = machine.model_copy(update={"cores": slow, "link_gb_per_s": 3.0})
+    some = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 6.2"
+    weights = times_of(some, machine)[0].weights
+    assert not weights.residency.fetched and weights.residency.computed
+    assert weights.leveled(0.0, 0.06) == (0.0, 0.06), "the cores have it all, which is not undone"
     attending = times_of(f"{options} --kv-offload --batch-size 64", machine)[0].weights
     assert attending.cores.attends and attending.leveled(0.05, 0.06) == (0.05, 0.06)
 
@@ -370,13 +384,13 @@ def test_steps_bound_by_the_link_are_predicted_to_3_percent(name, skeletons):
     assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
 
 
-def test_steps_with_the_cores_are_predicted_to_11_percent(skeletons):
+def test_steps_with_the_cores_are_predicted_to_10_percent(skeletons):
     errors = []
     for name in WITH_CORES:
         record, plan = of_record(name, skeletons)
         step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
         errors.append(step_s / plan.times.step.seconds - 1)
-        assert abs(errors[-1]) < 0.11, name
+        assert abs(errors[-1]) < 0.1, name
         assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
     assert abs(statistics.median(errors)) < 0.05
 

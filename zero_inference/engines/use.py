@@ -97,7 +97,7 @@ class UseOfMachine:
 
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
         """Seconds of the link, and of the device and the cores, in a decode step that would take these two: the same, but of an engine that
-        lets work change hands until both end together."""
+        lets blocks change hands until both end about together."""
         return link_s, others_s
 
     def least_cores_s(self) -> float:

@@ -136,11 +136,14 @@ class ThisMachine:
             if ranks.world_size > 1:
                 return measure_beside_links(ranks, *what)
             found = measure_beside_link(ranks.device, *what)
-            if not work.heads:
-                return found
-            return replace(found, attended=measure_attention(ranks.device, cpus, work.dtype, work.heads))
         except (RunError, torch.OutOfMemoryError):  # it takes a gigabyte or two: weights go first
             return "there was no memory to measure them"
+        if not work.heads:
+            return found
+        try:
+            return replace(found, attended=measure_attention(ranks.device, cpus, work.dtype, work.heads))
+        except (RunError, torch.OutOfMemoryError):
+            return found  # they are taken to attend as fast as they read
 
     def _kept_beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | None:
         as_measured = work.scheme is None or work.scheme.group_size == GROUP_SIZE

@@ -10,7 +10,7 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,20 +62,29 @@ def print_own_work() -> None:
     """Prints one JSON object: `library_bytes` by engine, `own_work` as `Description` has it."""
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
     ranks = detect_ranks()
-    found: list[OwnWork] = []
     start_process_group(ranks)  # DeepSpeed wants one
-    with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
         _write_thin_model(Path(folder))
         _try_norm_kernels(ranks)
-        plain = _entered("resident", 16, {}, folder, ranks, stack)
-        found.append(plain.own_work(plain))
-        usable = [each for each in ENGINES if each[0] not in LIBRARIES or each[0] in library_bytes]
-        if ranks.device.type != "cuda":
-            usable = [each for each in usable if each[2] is not RESIDENT]
-        found += [work for each in usable if (work := _beside(plain, *each, folder, ranks)) is not None]
+        found = _own_work(folder, ranks, library_bytes)
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
     print(json.dumps({"library_bytes": library_bytes, "own_work": dumped}))
+
+
+def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> list[OwnWork]:
+    """Of the engines that run here; an engine of LIBRARIES has to be in `libraries`."""
+    with contextlib.ExitStack() as stack:
+        if (plain := _loaded("resident", 16, {}, model, ranks, stack)) is None:
+            return []
+        found = [plain.own_work(plain)]
+        for engine, bits, options in ENGINES:
+            if (engine in LIBRARIES and engine not in libraries) or (options is RESIDENT and not plain.on_gpu):
+                continue
+            with contextlib.ExitStack() as own_stack:
+                beside = _loaded(engine, bits, options, model, ranks, own_stack)
+                found += [] if beside is None else [beside.own_work(plain)]
+    return found
 
 
 def _loaded_alike(found: Sequence[OwnWork]) -> list[OwnWork]:
@@ -106,6 +115,10 @@ class _Thin:
     launches: int
     restored: int
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.plan.job.on_gpu
+
     def own_work(self, plain: _Thin) -> OwnWork:
         """What it takes more than `plain`, which fetches nothing, and was loaded first: kernels, too. The two take turns, and the
         fastest of each counts: what else the host does is not the engine's."""
@@ -122,7 +135,7 @@ class _Thin:
             kv_offload=self.plan.job.config.kv_offload,
             resident=self.resident,
             load_s=plain.load_s,
-            load_layer_s=self.load_s / LAYERS,
+            load_layer_s=0.0 if self is plain else self.load_s / LAYERS,
             start_s=max(0.0, others.prefill_s - others.step_s),
             step_piece_s=max(0.0, own.step_s - others.step_s) / max(1, self.pieces),
             prefill_piece_s=max(0.0, own.prefill_s - others.prefill_s - restored_s) / max(1, self.pieces),
@@ -182,16 +195,15 @@ def _try_norm_kernels(ranks: Ranks) -> None:
         prepare_norm_kernels("auto", "llama", ranks.device, DTYPES["cuda"], WIDTH, lambda line: None)
 
 
-def _beside(
-    plain: _Thin, engine: str, bits: int, options: dict[str, object], model: str, ranks: Ranks
-) -> OwnWork | None:
-    """None where the engine does not run here, which is told."""
-    with contextlib.ExitStack() as stack:
-        try:
-            return _entered(engine, bits, options, model, ranks, stack).own_work(plain)
-        except (UsageError, RunError, RuntimeError) as error:
-            print(f"{engine}, {bits} bits: {error}", file=sys.stderr)
-            return None
+def _loaded(
+    engine: str, bits: int, options: dict[str, object], model: str, ranks: Ranks, stack: contextlib.ExitStack
+) -> _Thin | None:
+    """As `_entered`; None where the engine does not run here, which is told."""
+    try:
+        return _entered(engine, bits, options, model, ranks, stack)
+    except (UsageError, RunError, RuntimeError) as error:
+        print(f"{engine}, {bits} bits: {error}", file=sys.stderr)
+        return None
 
 
 def _entered(

@@ -143,7 +143,7 @@ def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def replace_everywhere(model: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
     """Put `new` in each place of `model` that holds `old`, so that tied weights stay tied."""
-    for holder, name in places_of_parameters(model)[id(old)]:
+    for holder, name in places_of_parameters(model).get(id(old), ()):
         holder[name] = new
 
 

@@ -164,7 +164,8 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
     weights_s = weights_s_of(plan, description, traced, tokens, plan.share_on_cores())
     link_rate = plan.beside_link()
     link = link_rate[0] if link_rate else _link_gb_per_s(plan, description)
-    link_s = _seconds((moved.host_to_device_bytes_per_step or 0) / plan.job.ranks.world_size, link)
+    of_links = 1 if link_rate else plan.job.ranks.world_size  # beside the cores the rate is that of all links
+    link_s = _seconds((moved.host_to_device_bytes_per_step or 0) / of_links, link)
     over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
     return _together(
         plan,
@@ -245,9 +246,11 @@ def _together(
         return _longest(computing | copied, sum(computing.values()) + sum(copied.values()))
     name = max(computing, key=lambda each: computing[each])
     others_s = sum(computing.values())
-    if not host.starts:
-        copied["link"], others_s = plan.leveled(copied["link"], others_s)
-    return _longest({**copied, name: others_s})
+    found = _longest({**copied, name: others_s})
+    if host.starts:
+        return found
+    copied["link"], others_s = plan.leveled(copied["link"], others_s)
+    return PassTime(max(*copied.values(), others_s), found.bound_by)
 
 
 def _piece_s(own: OwnWork | None, host: HostWork) -> float:

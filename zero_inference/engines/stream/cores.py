@@ -28,7 +28,7 @@ class CoresPlan:
         kv_bytes: those in host memory that a decode step reads, on average, of all ranks.
         automatic: the share was found, not asked for.
         ranks: whose rows they multiply together.
-        link_rests: no weights are in host memory.
+        link_rests: nothing crosses the link but hidden states: no weights are in host memory.
         instructions: the instruction set of their products.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from zero_inference.engines.base import EnginePlan, Footprint, Job, group_size_refusal
-from zero_inference.engines.stream.balance import LEAST_AHEAD
+from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.residency import Residency
@@ -141,18 +141,20 @@ class StreamPlan(EnginePlan):
         return products_s + cores.attention_s(cores.rates) + meetings * cores.rates.crossing_s
 
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
-        """See `EnginePlan`; what `bytes_for_link` does behind the first steps. Where the cores attend, their work grows from token to
-        token, and in the steps that are looked at they do not yet have more of it than the link."""
+        """See `EnginePlan`; what `Balance` does behind the first steps. Where the cores attend, their work grows from token to token, and
+        in the steps that it looks at they do not yet have more of it than the link."""
         cores, found = self.cores, self.residency
-        if cores is None or cores.rates is None or cores.attends or not cores.automatic:
-            return link_s, others_s
-        if abs(others_s - link_s) <= LEAST_AHEAD * max(link_s, others_s):
+        if cores is None or cores.rates is None or cores.attends or not cores.automatic or not found.fetched:
             return link_s, others_s
         link, multiplied = cores.rates.link_gb_per_s * 1e9, cores.rates.cores_gb_per_s * 1e9
-        experts = set(found.expert_blocks)
-        of_cores, of_link = found.computed - experts, set(found.computable) - found.computed - experts
-        nbytes = (others_s - link_s) * link * multiplied / (link + multiplied)
-        nbytes = max(-found.nbytes_of(of_link), min(found.nbytes_of(of_cores), nbytes))
+        step = Step(
+            whole=max(link_s, others_s),
+            link=link_s,
+            cores=found.computed_bytes / multiplied,
+            waited=max(0.0, link_s - others_s),
+        )
+        moved = found.with_work_moved(bytes_for_link(cores, found, step), found.computable)
+        nbytes = found.nbytes_of(found.computed) - found.nbytes_of(moved.computed)
         return link_s + nbytes / link, others_s - nbytes / multiplied
 
     def in_words(self) -> list[str]:
