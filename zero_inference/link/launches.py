@@ -16,7 +16,7 @@ from zero_inference.runtime.garbage import short_collections
 
 LAYERS = 1, 16  # of the two models: what these differ by are operators
 TOKENS = 32
-ROUNDS = 8
+ROUNDS = {"cuda": 8, "cpu": 3}
 GRAPH_KERNELS = 500
 GRAPH_ELEMENTS = 1 << 12  # 8 KiB, a hidden state
 
@@ -29,7 +29,7 @@ def measure_launches(device: torch.device) -> Launches:
     other, they gave 3.7 ms a step on an H200's host where a run took less than one.
     """
     models = [_Steps(layers, device) for layers in LAYERS]
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS[device.type]):
         for model in models:
             model.measure()
     least, most = (model.step_s for model in models)
@@ -104,7 +104,7 @@ def _graph_operator_s(device: torch.device) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(GRAPH_KERNELS):
             values.add_(1.0)
-    return statistics.median(seconds_of(device, graph.replay) for _ in range(ROUNDS)) / GRAPH_KERNELS
+    return statistics.median(seconds_of(device, graph.replay) for _ in range(ROUNDS[device.type])) / GRAPH_KERNELS
 
 
 def seconds_of(device: torch.device, action: Callable[[], object]) -> float:

@@ -39,8 +39,8 @@ LAYERS, WIDTH = 8, 256
 # More of the prompt than the device multiplies with codes as they are; without a GPU so few that they take no longer than one.
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
 TOKENS, WARMUP = 12, 2
-# Of a model and the plain one, beside which it is measured: a host that others use changes within seconds.
-TURNS, LOOPS = 3, 2
+# Of a model and the plain one, beside which it is measured: a GPU's host that others use changes within seconds.
+TURNS, LOOPS = {"cuda": 3, "cpu": 1}, 2
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # By engine and bits of the weights: what it fetches, and restores, is different code.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
@@ -123,7 +123,7 @@ class _Thin:
         """What it takes more than `plain`, which fetches nothing, and was loaded first: kernels, too. The two take turns, and the
         fastest of each counts: what else the host does is not the engine's."""
         own, others = _Fastest(), _Fastest()
-        for turn in range(TURNS):
+        for turn in range(TURNS[self.loaded.device.type]):
             for model, fastest in ((self, own), (plain, others))[: 1 if self is plain else 2]:
                 fastest.add(model.loops(WARMUP if turn == 0 else 0))
         if self is plain:
