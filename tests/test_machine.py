@@ -18,6 +18,7 @@ from zero_inference.link import saved
 from zero_inference.link.attention import Attended, Attention
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.copies import rate_alone
+from zero_inference.link.core_rates import OfCores
 from zero_inference.link.cores import BesideLink
 from zero_inference.link.description import (
     AttentionRate,
@@ -32,7 +33,6 @@ from zero_inference.link.description import (
     read_description,
     write_description,
 )
-from zero_inference.link.saved import core_rates
 from zero_inference.machine.assume import CONTEXT_BYTES, assumed
 from zero_inference.machine.cards import card_of
 from zero_inference.machine.choose import machine_of
@@ -252,8 +252,10 @@ def test_rates_between_those_that_were_measured():
     assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
     assert "no rates of int8" in beside_link(MACHINE, "int8", 1)
     assert "no rate of them" in beside_link(MACHINE.model_copy(update={"cores": None}), "int4", 1)
-    measured = BesideLink(8, 55.0, 50.0, 80.0, 90.0, 120.0, 1e-4, 4200.0)
-    assert core_rates("int4", measured) == rates("int4", 8, 80.0)
+    slower = CORES.products[1].model_copy(update={"call_s": 4e-5})
+    with_calls = CORES.model_copy(update={"products": (CORES.products[0], slower, CORES.products[2])})
+    assert beside_link(MACHINE.model_copy(update={"cores": with_calls}), "int4", 20).call_s == pytest.approx(2e-5)
+    assert found.call_s == 0.0, "a file from before it was measured"
 
 
 def test_rates_of_attention_are_those_of_its_heads():
@@ -482,40 +484,39 @@ def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):
     assert main([*asked, "gpus=2x24GiB,host=8GiB,link=25GB/s"]) == 0
 
 
-def test_cores_beside_the_link_are_measured_by_format_and_tokens(monkeypatch):
-    """The measurement itself takes a GPU."""
+def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
+    """The measurement itself takes a GPU; tests/test_core_rates.py goes through it without a link."""
     lines = []
-
-    def measured(device, cpus, dtype, scheme, rows, columns):
-        if dtype == torch.float16:
-            raise RunError("1.00 GiB of host memory could not be page-locked")
-        return BesideLink(rows, 55.0, 50.0, 100.0 / rows, 110.0 / rows, 120.0 + rows, 1e-4, 4200.0)
 
     def attending(device, cpus, dtype, heads):
         if (dtype, heads) == (torch.float16, 8):
             raise RunError("no host memory is left")
         return Attended(90.0 / heads, 100.0 / heads)
 
-    monkeypatch.setattr(saved, "measure_beside_link", measured)
+    found = OfCores(128.0, (rates("int4", 1, 100.0), rates("int4", 8, 80.0)))
+    monkeypatch.setattr(saved, "measure_core_rates", lambda device, cpus, say: found)
     monkeypatch.setattr(saved, "measure_attention", attending)
     monkeypatch.setattr(saved, "cpus_of_host", lambda ranks: (1, 2, 3))
     monkeypatch.setattr(saved, "load_extension", lambda: True)
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    found = saved._cores(ranks, lines.append)
-    assert [(each.format, each.rows) for each in found.products] == [
-        (name, rows) for name in ("bfloat16", "int8", "int4") for rows in (1, 8, 32)
-    ]
-    assert (found.threads, found.read_gb_per_s, found.products[1].cores_gb_per_s) == (3, 128.0, 12.5)
-    assert [(each.format, each.heads, each.gb_per_s, each.alone_gb_per_s) for each in found.attention] == [
+    cores = saved._cores(ranks, lines.append)
+    assert (cores.threads, cores.read_gb_per_s, cores.products) == (3, 128.0, found.products)
+    assert [(each.format, each.heads, each.gb_per_s, each.alone_gb_per_s) for each in cores.attention] == [
         ("bfloat16", 1, 90.0, 100.0),
         ("bfloat16", 4, 22.5, 25.0),
         ("bfloat16", 8, 11.25, 12.5),
         ("float16", 1, 90.0, 100.0),
         ("float16", 4, 22.5, 25.0),
     ]
-    assert sum("could not be page-locked" in line for line in lines) == 3 and "no host memory" in lines[-1]
-    monkeypatch.setattr(saved, "measure_beside_link", lambda *what: measured(None, None, torch.float16, None, 1, 1))
-    assert saved._cores(ranks, lines.append) is None
+    assert "no host memory" in lines[-1]
+
+    def refused(device, cpus, say):
+        raise RunError("1.00 GiB of host memory could not be page-locked")
+
+    for nothing in (refused, lambda device, cpus, say: None):
+        monkeypatch.setattr(saved, "measure_core_rates", nothing)
+        assert saved._cores(ranks, lines.append) is None
+    assert any("could not be page-locked" in line for line in lines)
 
 
 def test_a_file_that_cannot_be_written_is_known_before_the_measuring(tmp_path, capfd):

@@ -12,6 +12,7 @@ from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of
 from zero_inference.cli import console_main, main
+from zero_inference.link.cores import BLOCK_BYTES
 from zero_inference.link.description import DeviceRate, Launches, Loading, OwnWork, write_description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.measure.own_work import _loaded_alike
@@ -268,7 +269,7 @@ def test_the_cores_work_beside_the_link():
     weights = plan.weights
     alone = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute off", machine)[1]
     assert times.step.seconds < 0.6 * alone.step.seconds
-    waits_s = weights.residency.computed_bytes / 100e9 + weights.residency.meetings * 1e-4
+    waits_s = weights.residency.computed_bytes / 100e9 + sum(map(len, weights.residency.meetings.values())) * 1e-4
     assert weights.cores_s() == pytest.approx(waits_s) and times.step.seconds > waits_s
     assert times.step.seconds >= (weights.fetched_bytes + weights.cores_bytes) / 150e9, (
         "never faster than both together"
@@ -310,6 +311,32 @@ def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
     assert weights.leveled(0.0, 0.06) == (0.0, 0.06), "the cores have it all, which is not undone"
     attending = times_of(f"{options} --kv-offload --batch-size 64", machine)[0].weights
     assert attending.cores.attends and attending.leveled(0.05, 0.06) == (0.05, 0.06)
+
+
+def test_blocks_that_come_late_count():
+    """Of Mixtral the link has time for some layers' experts, 0.8 GB each; but each is sent for when a slot is free, eight blocks before."""
+    machine = FAST.model_copy(update={"cores": MACHINE.cores})
+    options = "--model mixtral-8x7b --engine stream --quant-bits 4 --gpu-memory 0"
+    some = times_of(f"{options} --cpu-compute 0.95", machine)[0].weights
+    experts = set(some.residency.expert_blocks)
+    assert 0 < len(experts - some.residency.computed) < 5 and some.residency.depth == 8
+    link_s = some.fetched_bytes / (some.cores.rates.link_gb_per_s * 1e9)
+    assert link_s < some.cores_s() < some.paced_s(link_s, some.cores_s()) < link_s + some.cores_s()
+    plan, times = times_of(options, machine)
+    assert experts <= plan.weights.residency.computed, "the cores read a fourth of that, and are not late"
+    assert times.step.seconds < times_of(f"{options} --cpu-compute 0.95", machine)[1].step.seconds
+
+
+def test_short_calls_of_the_cores_cost_more():
+    called = tuple(each.model_copy(update={"call_s": 1e-4}) for each in MACHINE.cores.products)
+    cores = MACHINE.cores.model_copy(update={"products": called})
+    machines = [FAST.model_copy(update={"cores": each}) for each in (MACHINE.cores, cores)]
+    options = "--model qwen3-30b-a3b --engine stream --quant-bits 4 --gpu-memory 0"
+    before, after = (times_of(options, machine)[0].weights for machine in machines)
+    assert before.residency.computed == after.residency.computed
+    calls = [nbytes for meetings in after.residency.meetings.values() for nbytes in meetings]
+    extra_s = sum(1e-4 * (1 - nbytes / BLOCK_BYTES) for nbytes in calls)
+    assert after.cores_s() - before.cores_s() == pytest.approx(extra_s) and extra_s > 0.8e-4 * len(calls)
 
 
 def test_products_with_codes_are_taken_from_what_was_measured():

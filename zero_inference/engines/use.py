@@ -47,6 +47,11 @@ class UseOfMachine:
         return True
 
     @property
+    def copies_own_memory(self) -> bool:
+        """Whether a run measures the link by copies of the weights themselves, and needs no host memory for that."""
+        return False
+
+    @property
     def pieces(self) -> int:
         """Of weights, as many as a launched pass sends for one by one: each costs the host time."""
         return 0
@@ -99,6 +104,10 @@ class UseOfMachine:
         """Seconds of the link, and of the device and the cores, in a decode step that would take these two: the same, but of an engine that
         lets blocks change hands until both end about together."""
         return link_s, others_s
+
+    def paced_s(self, link_s: float, others_s: float) -> float:
+        """Seconds of a decode step that takes the link, and device and cores, as long as this, with what each waits for the other."""
+        return max(link_s, others_s)
 
     def least_cores_s(self) -> float:
         """Seconds that a step's products take the cores if the link rests; 0 where that is not known."""

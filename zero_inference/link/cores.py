@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import statistics
+import time
 from dataclasses import dataclass
 
 import torch
 
-from zero_inference.cores.cores import SPIN_US, Cores, Stage, Task, Weight
+from zero_inference.cores.cores import SPIN_US, Cores
 from zero_inference.cores.library import best_instructions, needed_library
-from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
+from zero_inference.cores.matrix import INSTRUCTIONS
 from zero_inference.cores.meeting_place import own_place
 from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
 from zero_inference.errors import UsageError
 from zero_inference.link.attention import Attended
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import device_copy_gb_per_s
-from zero_inference.link.copies import RANDOM_BYTES, Copies, random_bytes, rate_alone, rates_together
-from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
+from zero_inference.link.copies import Copies, random_bytes, rate_alone, rates_together
+from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s, narrow_feed_forward
+from zero_inference.link.products import BLOCK_BYTES, Calls, Products
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 
-BLOCK_BYTES, WIDTH_STEP = 128 << 20, 256  # of a feed-forward; groups of any size divide its width
 GROUP_SIZE = 64  # of quantized weights whose rates are kept: the default of runs
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
@@ -38,13 +40,14 @@ class BesideLink:
     Attributes:
         rows: of the products.
         link_alone_gb_per_s: page-locked copies to the device while the cores rest.
-        link_gb_per_s, cores_gb_per_s: copies, and stored bytes of weights multiplied, at the same time.
+        link_gb_per_s, cores_gb_per_s: copies, and stored bytes of weights multiplied in calls of `BLOCK_BYTES`, at the same time.
         cores_alone_gb_per_s: products while the link rests.
         read_gb_per_s: host memory read by the cores, while the link is busy.
         crossing_s: from the moment when the device has an input for the cores to the one when it has their output, while the link is
             busy, for a feed-forward between as many columns as the weights have, and of hardly any width.
         device_gb_per_s: copies inside the memory of the device, read and written bytes both counted.
         attended: keys and values that the cores attend over; None where that was not measured.
+        call_s: what a call of the cores takes besides its bytes and what one of hardly any width takes, while the link is busy.
     """
 
     rows: int
@@ -56,12 +59,18 @@ class BesideLink:
     crossing_s: float
     device_gb_per_s: float
     attended: Attended | None = None
+    call_s: float = 0.0
 
     def attention_gb_per_s(self, link_rests: bool) -> float:
         """Of keys and values; where that was not measured, what the cores read, which is more."""
         if self.attended is None:
             return self.read_gb_per_s
         return self.attended.alone_gb_per_s if link_rests else self.attended.beside_link_gb_per_s
+
+    def meeting_s(self, nbytes: float) -> float:
+        """Seconds that a call for products of so many bytes takes besides these at `cores_gb_per_s`, in which a call of `BLOCK_BYTES` has
+        its `call_s`."""
+        return self.crossing_s + self.call_s * max(0.0, 1 - nbytes / BLOCK_BYTES)
 
 
 @functools.cache  # a plan is made for many options
@@ -83,29 +92,75 @@ def measure_beside_link(
     Raises:
         RunError: no host memory.
     """
-    place = own_place(*crossed_bytes(rows, columns, dtype), pinned=True)
-    cores = Cores(cpus, SPIN_US, place.flags)
-    try:
-        products = Products(cores, dtype, scheme, rows, columns)
-        link = Copies(device)
-        cores_alone = rate_alone(products, PRODUCTS_S)
-        link_alone = statistics.median(link.round() for _ in range(ROUNDS))
-        together = [rates_together(products, link) for _ in range(ROUNDS)]
+    with contextlib.closing(Bench(device, cpus, rows, columns)) as bench:
+        products = Products(bench.cores, dtype, scheme, columns)
+        alone = rate_alone(products.calls(rows), PRODUCTS_S)
+        link_alone = statistics.median(bench.link.round() for _ in range(ROUNDS))
+        together = [rates_together(products.calls(rows), bench.link) for _ in range(ROUNDS)]
         return BesideLink(
             rows,
             link_alone,
             statistics.median(rate for rate, _ in together),
             # more than alone is a host that others used meanwhile
-            min(cores_alone, statistics.median(rate for _, rate in together)),
-            cores_alone,
-            statistics.median(read_beside(cpus, link, products.kept) for _ in range(READS)),
-            crossing_s(Meeting(cores, place, link), dtype, rows, columns),
+            min(alone, statistics.median(rate for _, rate in together)),
+            alone,
+            statistics.median(read_beside(cpus, bench.link, products.kept) for _ in range(READS)),
+            bench.crossing_s(dtype, rows),
             device_copy_gb_per_s(device, DEVICE_S),
+            call_s=bench.call_s(products, rows),
         )
-    finally:
-        torch.cuda.synchronize(device)
-        cores.close()
+
+
+class Bench:
+    """Threads and a link that are measured beside each other, with one kind of weights after the other.
+
+    Args:
+        rows, columns: the most of an input.
+
+    Raises:
+        RunError: no host memory.
+    """
+
+    def __init__(self, device: torch.device, cpus: tuple[int, ...], rows: int, columns: int):
+        self.device, self.columns = device, columns
+        self.place = own_place(*crossed_bytes(rows, columns, torch.float32), pinned=True)
+        self.cores = Cores(cpus, SPIN_US, self.place.flags)
+        try:
+            self.link = Copies(device)
+        except BaseException:
+            self.cores.close()
+            raise
+
+    def crossing_s(self, dtype: torch.dtype, rows: int) -> float:
+        """See `BesideLink`."""
+        return crossing_s(Meeting(self.cores, self.place, self.link), dtype, rows, self.columns)
+
+    def call_s(self, products: Products, rows: int) -> float:
+        """See `BesideLink`: the time of a call grows by a line from that of hardly any width on, but for a step behind its beginning."""
+        task, weights = narrow_feed_forward(self.cores, products.dtype, self.columns)
+        narrow = Calls(self.cores, [task], products.dtype, rows)
+        every = narrow, products.calls(rows, short=True), products.calls(rows)
+        none_s, short_s, long_s = (self._seconds_of_call(calls) for calls in every)
+        del weights  # the cores have read them
+        short, long = every[1].nbytes, every[2].nbytes
+        if long <= short:  # rows of the weight are so long that a short block has as many as a long one
+            return 0.0
+        return max(0.0, short_s - none_s - short * (long_s - short_s) / (long - short))
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.cores.close()
         torch.cuda.empty_cache()  # the plan looks at the memory that is free
+
+    def _seconds_of_call(self, calls: Calls) -> float:
+        """While the link is busy."""
+        calls.one()
+        count, events = 0, [self.link.begin() for _ in range(2)]
+        start = time.perf_counter()
+        while not events[-1][1].query():
+            calls.one()
+            count += 1
+        return (time.perf_counter() - start) / max(1, count)
 
 
 def cpus_of(ranks: Ranks) -> tuple[int, ...]:
@@ -142,7 +197,7 @@ def product_gb_per_s(
     """GB/s of stored bytes of weights that the cores multiply while the link rests."""
     cores = Cores(cpus, SPIN_US)
     try:
-        return rate_alone(Products(cores, dtype, scheme, rows, columns), PRODUCTS_S)
+        return rate_alone(Products(cores, dtype, scheme, columns).calls(rows), PRODUCTS_S)
     finally:
         cores.close()
 
@@ -163,54 +218,9 @@ def read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Ten
     return moved.value / spent / 1e9
 
 
-class Products:
-    """Products of `rows` rows with gated feed-forwards that the caches do not hold, their weights in the form that a run stores them: what
-    a run gives the cores first."""
-
-    def __init__(self, cores: Cores, dtype: torch.dtype, scheme: GroupQuantization | None, rows: int, columns: int):
-        self.cores = cores
-        of_row = columns * dtype.itemsize if scheme is None else scheme.stored_bytes(columns, dtype)
-        width = max(WIDTH_STEP, BLOCK_BYTES // (3 * of_row) // WIDTH_STEP * WIDTH_STEP)  # of gate, up and down
-        matrix_bytes = width * of_row
-        count = -(-2 * block_bytes() // (3 * matrix_bytes))
-        self.kept = random_bytes(count * 3 * matrix_bytes)
-        self.tasks: list[Task] = []
-        for block in self.kept.split(3 * matrix_bytes):
-            gate, up = (_weight(part, width, columns, dtype, scheme) for part in block.split(matrix_bytes)[:2])
-            down = _weight(block[2 * matrix_bytes :], columns, width, dtype, scheme)
-            self.tasks.append(cores.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], dtype))
-        self.x = torch.randn(rows, columns).to(dtype)
-        self.out = torch.empty(rows * columns, dtype=dtype)
-        self.next = 0
-
-    def one(self) -> int:
-        """Multiply the next weight and return its bytes."""
-        task = self.tasks[self.next]
-        self.next = (self.next + 1) % len(self.tasks)
-        self.cores.run(task, self.x, self.out)
-        return task.nbytes
-
-
 def read_beside(cpus: tuple[int, ...], link: Copies, memory: torch.Tensor) -> float:
     """GB/s of the cores while the link copies."""
     rounds = [link.begin() for _ in range(READ_ROUNDS)]
     rate = read_gb_per_s(cpus, 0.05, memory)
     rounds[-1][1].synchronize()
     return rate
-
-
-def _weight(
-    buffer: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, scheme: GroupQuantization | None
-) -> Weight:
-    """A weight in random bytes; scales and minima are made numbers of the usual size."""
-    if scheme is None:
-        plain = buffer.view(dtype)
-        random = torch.randn(min(plain.numel(), RANDOM_BYTES // 4)).to(dtype)
-        for part in plain.split(random.numel()):
-            part.copy_(random[: part.numel()])
-        return Weight(Matrix.plain(plain.view(rows, columns)), None, buffer.numel())
-    codes, rest = buffer[: scheme.packed_bytes(rows * columns)], buffer[scheme.packed_bytes(rows * columns) :]
-    groups = rows * columns // scheme.group_size
-    scales, minima = rest.view(dtype)[:groups].fill_(0.01), rest.view(dtype)[groups:].fill_(-0.07)
-    matrix = Matrix.groups(codes, scales, minima, scheme.bits, scheme.group_size, rows)
-    return Weight(matrix, None, buffer.numel())

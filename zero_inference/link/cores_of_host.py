@@ -23,10 +23,10 @@ from zero_inference.link.cores import (
     READS,
     ROUNDS,
     BesideLink,
-    Products,
     read_beside,
 )
 from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
+from zero_inference.link.products import Calls, Products
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 
@@ -75,19 +75,20 @@ def measure_beside_links(
         products, link, device_gb_per_s, problem = None, None, 0.0, None
         try:
             link = Copies(device)
-            products = Products(cores, dtype, scheme, count * rows, columns) if ranks.is_first else None
+            products = Products(cores, dtype, scheme, columns) if ranks.is_first else None
             device_gb_per_s = device_copy_gb_per_s(device, DEVICE_S)
         except (RunError, torch.OutOfMemoryError) as error:
             problem = str(error)
         problems = [found for found in ranks.gather_objects(problem) if found]
         if problems:
             raise RunError(problems[0])
-        alone = rate_alone(products, PRODUCTS_S) if products is not None else 0.0
-        mine, beside, read = _beside_each_other(ranks, cpus, link, products)
+        calls = products.calls(count * rows) if products is not None else None
+        alone = rate_alone(calls, PRODUCTS_S) if calls is not None else 0.0
+        mine, beside, read = _beside_each_other(ranks, cpus, link, calls, products)
         ranks.barrier()
         spent_s = crossing_s(Meeting(cores, place, link, ranks.rank), dtype, rows, columns)
         torch.cuda.synchronize(device)
-    del link, products
+    del link, products, calls
     torch.cuda.empty_cache()  # the plan looks at the memory that is free
     together = min(alone, beside)  # as in `measure_beside_link`
     found = BesideLink(count * rows, mine.alone, mine.beside, together, alone, read, spent_s, device_gb_per_s)
@@ -96,19 +97,19 @@ def measure_beside_links(
 
 
 def _beside_each_other(
-    ranks: Ranks, cpus: tuple[int, ...], link: Copies, products: Products | None
+    ranks: Ranks, cpus: tuple[int, ...], link: Copies, calls: Calls | None, products: Products | None
 ) -> tuple[LinkRates, float, float]:
-    """Of this rank's link; and of the cores, in the rank that has `products`, the GB/s that they multiply and read."""
+    """Of this rank's link; and of the cores, in the rank that has `products` and their `calls`, the GB/s that they multiply and read."""
     ranks.barrier()
     alone = statistics.median(link.round() for _ in range(ROUNDS))
     ranks.barrier()
-    if products is None:
+    if calls is None or products is None:
         rounds = [link.round() for _ in range(LONGER * ROUNDS)][:ROUNDS]
         ranks.barrier()
         for _ in range(LONGER * READS * READ_ROUNDS):
             link.round()
         return LinkRates(alone, statistics.median(rounds)), 0.0, 0.0
-    together = [rates_together(products, link) for _ in range(ROUNDS)]
+    together = [rates_together(calls, link) for _ in range(ROUNDS)]
     ranks.barrier()
     read = statistics.median(read_beside(cpus, link, products.kept) for _ in range(READS))
     rates, multiplied = (statistics.median(each) for each in zip(*together))

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from zero_inference.errors import RunError
 from zero_inference.link.attention import HEADS, measure_attention
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import weights_gb_per_s
-from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
+from zero_inference.link.core_rates import FORMATS, ROWS, measure_core_rates
+from zero_inference.link.cores import cpus_of_host
 from zero_inference.link.description import (
     AttentionRate,
-    CoreRates,
     Cores,
     Description,
     DeviceRate,
@@ -33,12 +32,10 @@ from zero_inference.link.description import (
     Launches,
     Loading,
     OwnWork,
-    Products,
 )
 from zero_inference.link.launches import measure_launches
 from zero_inference.link.loading import measure_loading
 from zero_inference.link.rooflines import Result
-from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import FUSED_ROWS
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
@@ -52,19 +49,9 @@ from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.processes import isolated_module
 from zero_inference.runtime.text import first_line
 
-ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
 DEVICE_ROWS = (*ROWS, 128)
 # With one token more than codes are multiplied as they are, these are restored first; from some hundred on operations bind.
 GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
-COLUMNS = 8192
-# By format: the dtype of weights or scales, and how the weights are stored.
-FORMATS: dict[Products, tuple[torch.dtype, GroupQuantization | None]] = {
-    "bfloat16": (torch.bfloat16, None),
-    "float16": (torch.float16, None),
-    "float32": (torch.float32, None),
-    "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZE)),
-    "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZE)),
-}
 MATMUL = "matmul_{}_tflops"  # names of rooflines
 MOST_ENGINES_S = 600  # for what takes 20 to 50 s where nothing has to be compiled
 
@@ -115,8 +102,7 @@ def _of_engines(ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
 def describe_this_machine(
     ranks: Ranks, basics: Basics, results: Sequence[Result], disk: Path | None, say: Callable[[str], None]
 ) -> Description:
-    """What `results` found, and with a GPU the rates of cores and link beside each other, about two seconds for each format and number
-    of tokens.
+    """What `results` found, and with a GPU the rates of cores and link beside each other.
 
     Args:
         disk: the folder whose disk was measured.
@@ -189,29 +175,19 @@ def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
         say(f"warning: cores beside the link were not measured: {extension.why_unavailable()}")
         return None
     cpus = cpus_of_host(ranks)
-    rates: list[CoreRates] = []
-    read: list[float] = []
-    for name, (dtype, scheme) in FORMATS.items():
-        if name == "float32":  # in host memory it is twice what a GPU would be given
-            continue
-        for rows in ROWS:
-            say(
-                f"measuring {name} weights multiplied by {len(cpus)} cores beside the link, {rows} token{'s' * (rows > 1)} ..."
-            )
-            try:
-                both = measure_beside_link(ranks.device, cpus, dtype, scheme, rows, COLUMNS)
-            except (RunError, torch.OutOfMemoryError) as error:
-                say(f"warning: not measured: {first_line(error)}")
-                continue
-            rates.append(core_rates(name, both))
-            read.append(both.read_gb_per_s)
-    if not rates:
+    say(f"measuring {len(cpus)} cores beside the link ...")
+    try:
+        found = measure_core_rates(ranks.device, cpus, say)
+    except (RunError, torch.OutOfMemoryError) as error:
+        say(f"warning: not measured: {first_line(error)}")
+        return None
+    if found is None:
         return None
     return Cores(
         threads=len(cpus),
         instructions=best_instructions(),
-        read_gb_per_s=statistics.median(read),
-        products=tuple(rates),
+        read_gb_per_s=found.read_gb_per_s,
+        products=found.products,
         attention=_attention(ranks, cpus, say),
     )
 
@@ -230,15 +206,3 @@ def _attention(ranks: Ranks, cpus: tuple[int, ...], say: Callable[[str], None]) 
             beside, alone = found.beside_link_gb_per_s, found.alone_gb_per_s
             rates.append(AttentionRate(format=name, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
     return tuple(rates)
-
-
-def core_rates(name: Products, both: BesideLink) -> CoreRates:
-    """What a description keeps of `both`."""
-    return CoreRates(
-        format=name,
-        rows=both.rows,
-        link_gb_per_s=both.link_gb_per_s,
-        cores_gb_per_s=both.cores_gb_per_s,
-        cores_alone_gb_per_s=both.cores_alone_gb_per_s,
-        crossing_s=both.crossing_s,
-    )

@@ -47,6 +47,7 @@ def beside_link(description: Description, what: str, rows: int) -> BesideLink | 
         read_gb_per_s=cores.read_gb_per_s,
         crossing_s=between([each.rows for each in points], [_crossing_s(cores, each.rows) for each in points], rows),
         device_gb_per_s=description.device_gb_per_s,
+        call_s=between([each.rows for each in points], [each.call_s for each in points], rows),
     )
 
 

@@ -250,7 +250,7 @@ def _together(
     if host.starts:
         return found
     copied["link"], others_s = plan.leveled(copied["link"], others_s)
-    return PassTime(max(*copied.values(), others_s), found.bound_by)
+    return PassTime(max(*copied.values(), plan.paced_s(copied["link"], others_s)), found.bound_by)
 
 
 def _piece_s(own: OwnWork | None, host: HostWork) -> float:

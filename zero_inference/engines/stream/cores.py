@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_inference.engines.base import Job
+from zero_inference.engines.stream.pace import paced_s
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
 from zero_inference.errors import UsageError
@@ -145,9 +146,12 @@ def why_cores_stay_out(job: Job) -> str | None:
 
 
 def place_on_cores(
-    job: Job, residency: Residency, scheme: GroupQuantization | None
+    job: Job, residency: Residency, scheme: GroupQuantization | None, graphs: bool
 ) -> tuple[Residency, CoresPlan | str]:
     """The blocks of `residency` with those that the cores multiply, and how they do; or why they had better not.
+
+    Args:
+        graphs: decode steps are CUDA graphs, whose blocks come into the same slots in every step.
 
     Raises:
         UsageError: a share was asked for of a model that has nothing for them, or more threads than cores.
@@ -192,9 +196,29 @@ def place_on_cores(
         return residency, (
             f"they would hardly help: {found.cores_gb_per_s:.1f} GB/s beside a link at {found.link_gb_per_s:.1f} GB/s"
         )
-    residency = residency.with_shares_computed(best.of_experts, best.of_others).with_budget_used()
+    placed = [residency.with_shares_computed(best.of_experts, best.of_others)]
+    if (
+        0 < best.of_experts < 1
+    ):  # blocks of experts are so large that they may come late, though the link has time for them
+        placed.append(residency.with_shares_computed(1.0, best.of_others))
+    residency = min(placed, key=lambda each: _step_s(each, found, graphs)).with_budget_used()
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share, attends=best.attends, automatic=True)
+
+
+def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
+    """Seconds in which the device waits for the cores' products of each block."""
+    return {
+        block: sum(nbytes / (rates.cores_gb_per_s * 1e9) + rates.meeting_s(nbytes) for nbytes in meetings)
+        for block, meetings in residency.meetings.items()
+    }
+
+
+def _step_s(residency: Residency, rates: BesideLink, graphs: bool) -> float:
+    """Seconds of a decode step whose link and cores wait for each other, without keys and values and what the device computes."""
+    of_cores = cores_s_of(residency, rates)
+    link_s = residency.nbytes_of(residency.fetched) / (rates.link_gb_per_s * 1e9)
+    return paced_s(residency, of_cores, link_s, sum(of_cores.values()), graphs)
 
 
 def _is_alone(job: Job) -> bool:

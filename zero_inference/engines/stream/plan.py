@@ -9,10 +9,10 @@ from torch import nn
 from zero_inference.engines.base import EnginePlan, Footprint, Job, group_size_refusal
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
-from zero_inference.engines.stream.cores import CoresPlan, place_on_cores, why_cores_stay_out
+from zero_inference.engines.stream.cores import CoresPlan, cores_s_of, place_on_cores, why_cores_stay_out
+from zero_inference.engines.stream.pace import paced_s, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
-from zero_inference.engines.stream.ring import slots_in_turn
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers
@@ -85,9 +85,15 @@ class StreamPlan(EnginePlan):
         """See `EnginePlan`. When a prefill begins, the ring is full of what a decode step fetches first: it follows another generation.
         What the prefill does not need soon is dropped then."""
         found = self.residency
-        slots = slots_in_turn(len(found.fetched), found.depth) if self.graphs and found.fetched else found.depth
-        ahead = set(found.fetched[:slots]).intersection(found.in_host_memory[: found.depth])
+        ahead = set(found.fetched[: slots_in_steps(found, self.graphs)]).intersection(
+            found.in_host_memory[: found.depth]
+        )
         return found.host_bytes - found.nbytes_of(ahead)
+
+    @property
+    def copies_own_memory(self) -> bool:
+        """See `EnginePlan`."""
+        return self.pinned and self.residency.host_bytes > 0
 
     @property
     def pieces(self) -> int:
@@ -136,9 +142,8 @@ class StreamPlan(EnginePlan):
         cores = self.cores
         if cores is None or cores.rates is None:
             return 0.0
-        products_s = self.residency.computed_bytes / (cores.rates.cores_gb_per_s * 1e9)
-        meetings = self.residency.meetings + (self.residency.layers if cores.attends else 0)
-        return products_s + cores.attention_s(cores.rates) + meetings * cores.rates.crossing_s
+        attending_s = cores.attention_s(cores.rates) + self.attending_layers * cores.rates.crossing_s
+        return attending_s + sum(cores_s_of(self.residency, cores.rates).values())
 
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
         """See `EnginePlan`; what `Balance` does behind the first steps. Where the cores attend, their work grows from token to token, and
@@ -156,6 +161,13 @@ class StreamPlan(EnginePlan):
         moved = found.with_work_moved(bytes_for_link(cores, found, step), found.computable)
         nbytes = found.nbytes_of(found.computed) - found.nbytes_of(moved.computed)
         return link_s + nbytes / link, others_s - nbytes / multiplied
+
+    def paced_s(self, link_s: float, others_s: float) -> float:
+        """See `EnginePlan`."""
+        of_cores = (
+            {} if self.cores is None or self.cores.rates is None else cores_s_of(self.residency, self.cores.rates)
+        )
+        return paced_s(self.residency, of_cores, link_s, others_s, self.graphs)
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
@@ -190,6 +202,7 @@ def plan(job: Job) -> StreamPlan:
         job.skeleton.once(("groups", scheme), lambda: _check_groups(model, scheme))
     residency = _residency(job, scheme, divided=False)
     cores: CoresPlan | str | None = why_cores_stay_out(job)
+    no_graph = why_no_graph(job)
     nothing = not residency.in_host_memory and not config.kv_offload
     if cores is None and nothing and config.cpu_share is not None:
         raise UsageError(
@@ -197,7 +210,7 @@ def plan(job: Job) -> StreamPlan:
             "--gpu-memory, or drop --cpu-compute."
         )
     if cores is None and not nothing:
-        divided, cores = place_on_cores(job, _residency(job, scheme, divided=True), scheme)
+        divided, cores = place_on_cores(job, _residency(job, scheme, divided=True), scheme, job.on_gpu and not no_graph)
         if isinstance(cores, CoresPlan):
             divided = without_spare_slots(job, divided, scheme)
             needed = divided.host_bytes + job.kv_host_bytes
@@ -218,7 +231,7 @@ def plan(job: Job) -> StreamPlan:
         scheme,
         cores,
         reason,
-        why_no_graph(job),
+        no_graph,
         weight_bytes=residency.stored_bytes,
         fetched_bytes=residency.nbytes_of(residency.fetched),
         cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_inference.engines.stream.blocks import Block
@@ -51,6 +51,8 @@ class Residency:
     @property
     def expert_slots(self) -> dict[int, int]:
         """Of each block of experts that the cores multiply: how many of its experts the device keeps; none where there is room for none."""
+        if not self.expert_budget:
+            return {}
         blocks = [block for block in self.expert_blocks if block in self.computed]
         numbers = [self.blocks[block].experts.number for block in blocks]
         slots = share_out(numbers, [self.expert_bytes(block) for block in blocks], self.expert_budget)
@@ -91,14 +93,19 @@ class Residency:
     @property
     def computed_bytes(self) -> int:
         """Stored bytes that the cores read in a pass of few tokens: of experts, those that it is expected to choose."""
-        return round(sum(self.read_bytes(block) for block in self.computed))
+        slots = self.expert_slots
+        return round(sum(self.read_bytes(block, slots) for block in self.computed))
 
     @property
-    def meetings(self) -> int:
-        """Of device and cores in a pass of few tokens: one for each feed-forward and for a layer's experts, two for attention, whose
-        projections are before and behind what the device does."""
-        parts = [self.blocks[block] for block in self.computed]
-        return sum(1 if part.feed_forward or part.experts else min(2, len(part.linears)) for part in parts)
+    def meetings(self) -> dict[int, list[float]]:
+        """Of device and cores in a pass of few tokens, by block, the bytes that the cores read in each: one for each feed-forward and for a
+        layer's experts, two for attention, whose projections are before and behind what the device does."""
+        found, slots = {}, self.expert_slots
+        for index in sorted(self.computed):
+            part = self.blocks[index]
+            calls = 1 if part.feed_forward or part.experts else min(2, len(part.linears))
+            found[index] = [self.read_bytes(index, slots) / calls] * calls
+        return found
 
     @property
     def computable(self) -> list[int]:
@@ -113,13 +120,14 @@ class Residency:
     def nbytes_of(self, blocks: Iterable[int]) -> int:
         return sum(self.layouts[block].nbytes for block in blocks)
 
-    def read_bytes(self, block: int) -> float:
+    def read_bytes(self, block: int, slots: Mapping[int, int] | None = None) -> float:
         """Stored bytes that the cores read of `block` in a pass of few tokens, of experts those that it is expected to choose if none is
-        chosen more often than others, and that the device does not keep."""
+        chosen more often than others, and that the device does not keep: `expert_slots`, unless they are given."""
         stored, experts = self.layouts[block].stored_bytes, None if self.blocks is None else self.blocks[block].experts
         if experts is None:
             return stored
-        return stored * experts.share_read(self.few_tokens) * (1 - self.expert_slots.get(block, 0) / experts.number)
+        slots = self.expert_slots if slots is None else slots
+        return stored * experts.share_read(self.few_tokens) * (1 - slots.get(block, 0) / experts.number)
 
     def with_share_computed(self, share: float) -> Residency:
         """The same with `share` of the bytes in host memory multiplied by the cores, as near as whole blocks come to it, spread

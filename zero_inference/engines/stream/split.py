@@ -37,25 +37,25 @@ def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_atten
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = []
     for attends in (False, True)[: 1 + can_attend]:
-        meetings = residency.with_shares_computed(1.0, 1.0).meetings
+        meetings_s = _meetings_s(residency.with_shares_computed(1.0, 1.0), rates)
         for _ in range(2):  # fewer blocks meet more seldom, which leaves the cores more time
-            split, meetings = _balanced(residency, rates, kv_bytes, attends, meetings)
+            split, meetings_s = _balanced(residency, rates, kv_bytes, attends, meetings_s)
             found.append(split)
     best = min(found, key=lambda split: split.step_s)
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
 
 
 def _balanced(
-    residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool, meetings: int
-) -> tuple[Split, int]:
+    residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool, meetings_s: float
+) -> tuple[Split, float]:
     """T = max(S / B_link, R / B_cores + D / B_device + h), with S the bytes that are sent, R those that the cores read, D those of blocks
-    that stay on the device, which reads them while the cores wait (what it reads of fetched ones is little), and h the time of the
-    `meetings`, in which they cannot work. Of experts the cores read a part of what would be sent, so they come first: other blocks are the
+    that stay on the device, which reads them while the cores wait (what it reads of fetched ones is little), and h the time of their
+    meetings, in which they cannot work. Of experts the cores read a part of what would be sent, so they come first: other blocks are the
     cores' only where these would wait for the link with all experts. Where the device keeps some experts, the cores read less than R,
     which takes all to be used alike; then experts are sent only where that promises as much as cores have to.
 
     Returns:
-        the division, with the step that it takes with the meetings that it has; and how many these are.
+        the division, with the step that it takes with the meetings that it has; and the seconds of these.
     """
     link, cores = rates.link_gb_per_s * 1e9, rates.cores_gb_per_s * 1e9
     experts = residency.expert_blocks
@@ -64,7 +64,7 @@ def _balanced(
     most_of_others = (residency.nbytes_of(residency.computable) - of_experts) / of_others if of_others else 0.0
     sent_s = (residency.host_bytes + (0 if attends else kv_bytes)) / link  # if the cores multiply nothing
     resident = sum(map(residency.read_bytes, residency.resident))
-    cores_s = meetings * rates.crossing_s + resident / (rates.device_gb_per_s * 1e9)
+    cores_s = meetings_s + resident / (rates.device_gb_per_s * 1e9)
     if attends:
         cores_s += (
             kv_bytes / (rates.attention_gb_per_s(link_rests=not residency.host_bytes) * 1e9)
@@ -80,9 +80,13 @@ def _balanced(
     if of_others and first == (1.0 if experts else 0.0):
         second = _share(sent_s - cores_s, of_others / link + of_others / cores, most_of_others)
         sent_s, cores_s = sent_s - second * of_others / link, cores_s + second * of_others / cores
-    needed = residency.with_shares_computed(first, second).meetings
-    cores_s += (needed - meetings) * rates.crossing_s
-    return Split(first, second, attends, max(sent_s, cores_s)), needed
+    needed_s = _meetings_s(residency.with_shares_computed(first, second), rates)
+    cores_s += needed_s - meetings_s
+    return Split(first, second, attends, max(sent_s, cores_s)), needed_s
+
+
+def _meetings_s(residency: Residency, rates: BesideLink) -> float:
+    return sum(rates.meeting_s(nbytes) for meetings in residency.meetings.values() for nbytes in meetings)
 
 
 def _share(ahead_s: float, all_s: float, most: float) -> float:

@@ -1,0 +1,157 @@
+"""What cores give beside a link, in calls of several sizes and in several visits: real products, and a link that is only played."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from zero_inference.cores.cores import SPIN_US, Cores
+from zero_inference.cores.library import load_library
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.errors import RunError
+from zero_inference.link import core_rates, cores, products
+from zero_inference.link.cores import BLOCK_BYTES, BesideLink
+from zero_inference.link.products import Products
+from zero_inference.quantization.groups import GroupQuantization
+
+pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
+COLUMNS = 512
+INT4 = GroupQuantization(4, 64)
+
+
+class PlayedLink:
+    """Copies that end behind some calls of the cores."""
+
+    class Event:
+        def __init__(self, left: int):
+            self.left = left
+
+        def query(self) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+        def synchronize(self) -> None:
+            pass
+
+    def begin(self):
+        return self.Event(0), self.Event(6)
+
+    def rate(self, start, end) -> float:
+        return 50.0
+
+    def round(self) -> float:
+        return 55.0
+
+
+class PlayedBench(cores.Bench):
+    def __init__(self, device, cpus, rows, columns):
+        self.device, self.columns, self.link = device, columns, PlayedLink()
+        self.cores = Cores(cpus, SPIN_US)
+
+    def crossing_s(self, dtype, rows) -> float:
+        return 1e-5 * rows
+
+    def close(self) -> None:
+        self.cores.close()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(products, "BLOCK_BYTES", 8 << 20)
+    monkeypatch.setattr(products, "SHORT_BYTES", 2 << 20)
+    monkeypatch.setattr(products, "block_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(core_rates, "Bench", PlayedBench)
+    monkeypatch.setattr(core_rates, "COLUMNS", COLUMNS)
+    monkeypatch.setattr(core_rates, "ALONE_S", 0.01)
+
+
+def measured(say=lambda line: None):
+    return core_rates.measure_core_rates(torch.device("cpu"), (-1, -1), say)
+
+
+def test_every_format_is_visited_with_every_number_of_tokens(monkeypatch):
+    visits = []
+    visit = core_rates._visit
+
+    def counted(bench, weights, rows, seen):
+        visits.append((weights.dtype, weights.scheme, rows))
+        visit(bench, weights, rows, seen)
+
+    monkeypatch.setattr(core_rates, "_visit", counted)
+    found = measured()
+    assert [(each.format, each.rows) for each in found.products] == [
+        (name, rows) for name in ("bfloat16", "float16", "int8", "int4") for rows in (1, 8, 32)
+    ]
+    assert len(visits) == 3 * 12 and visits[:12] == visits[12:24] == visits[24:], "all of them before the next visit"
+    for each in found.products:
+        assert each.link_gb_per_s == 50.0 and each.crossing_s == pytest.approx(1e-5 * each.rows)
+        assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and each.call_s >= 0
+    assert found.read_gb_per_s > 0
+
+
+def test_the_median_of_the_visits_counts():
+    seen = core_rates._Seen(
+        link=[50.0, 40.0, 51.0], cores=[90.0, 100.0, 95.0], alone=[93.0, 120.0, 92.0], call_s=[0.0, 1e-4, 3e-5]
+    )
+    found = core_rates._rates("int4", 1, seen, 6e-5)
+    assert (found.link_gb_per_s, found.cores_gb_per_s, found.cores_alone_gb_per_s) == (50.0, 93.0, 93.0)
+    assert (found.call_s, found.crossing_s) == (3e-5, 6e-5)
+
+
+def test_a_format_without_memory_is_left_out(monkeypatch):
+    made = Products.__init__
+
+    def refused(self, team, dtype, scheme, columns):
+        if dtype == torch.float16:
+            raise RunError("1.00 GiB of host memory were asked for and refused")
+        made(self, team, dtype, scheme, columns)
+
+    monkeypatch.setattr(Products, "__init__", refused)
+    lines = []
+    assert {each.format for each in measured(lines.append).products} == {"bfloat16", "int8", "int4"}
+    assert len(lines) == 1 and "float16" in lines[0] and "refused" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "dtype, scheme", [(torch.bfloat16, None), (torch.bfloat16, GroupQuantization(8, 64)), (torch.bfloat16, INT4)]
+)
+@pytest.mark.parametrize("short", [False, True])
+def test_calls_multiply_with_weights_of_the_size_that_was_asked_for(dtype, scheme, short):
+    team = Cores((-1, -1), SPIN_US)
+    try:
+        weights = Products(team, dtype, scheme, COLUMNS)
+        calls = weights.calls(3, short=short)
+        wanted = (2 << 20) if short else (8 << 20)
+        assert 0.7 * wanted <= calls.nbytes <= wanted
+        assert all(calls.one() == calls.nbytes for _ in range(2 * len(calls.tasks))), "around and around"
+        assert len(calls.tasks) * calls.nbytes <= weights.kept.numel()
+        assert torch.isfinite(calls.out).all()
+    finally:
+        team.close()
+
+
+def test_the_time_of_a_call_besides_its_bytes():
+    """A line through calls of two sizes begins above a call of no width."""
+    team = Cores((-1,), SPIN_US)
+    try:
+        bench = PlayedBench(torch.device("cpu"), (-1,), 1, COLUMNS)
+        weights = Products(team, torch.bfloat16, None, COLUMNS)
+        sizes = {0: 1.0, weights.calls(1, short=True).nbytes: 3.0, weights.calls(1).nbytes: 9.0}
+        bench._seconds_of_call = lambda calls: sizes[calls.nbytes]
+        short, long = sorted(sizes)[1:]
+        assert bench.call_s(weights, 1) == pytest.approx(2.0 - 6.0 * short / (long - short))
+        sizes[short] = 1.5
+        assert bench.call_s(weights, 1) == 0.0, "never less than nothing"
+        bench.close()
+    finally:
+        team.close()
+
+
+def test_a_short_call_costs_what_a_long_one_has_in_its_rate():
+    rates = BesideLink(1, 55.0, 50.0, 100.0, 110.0, 120.0, 6e-5, 4000.0, call_s=4e-5)
+    assert rates.meeting_s(0) == pytest.approx(1e-4) and rates.meeting_s(BLOCK_BYTES) == 6e-5
+    assert rates.meeting_s(BLOCK_BYTES // 2) == pytest.approx(8e-5) and rates.meeting_s(4 * BLOCK_BYTES) == 6e-5
+    assert statistics.fmean(map(rates.meeting_s, (0, BLOCK_BYTES))) == pytest.approx(8e-5)
+    assert Residency([], [], [], 0, 0).meetings == {}

@@ -1,0 +1,95 @@
+"""Products of weights in host memory by the host's cores: what is measured of them."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_inference.cores.cores import Cores, Stage, Task, Weight
+from zero_inference.cores.matrix import Matrix
+from zero_inference.link.caches import block_bytes
+from zero_inference.link.copies import RANDOM_BYTES, random_bytes
+from zero_inference.quantization.groups import GroupQuantization
+
+BLOCK_BYTES, WIDTH_STEP = 128 << 20, 256  # of a feed-forward; groups of any size divide its width
+SHORT_BYTES = 16 << 20  # of one that shows what a call takes besides its bytes
+
+
+class Products:
+    """Gated feed-forwards that the caches do not hold, their weights in the form that a run stores them: what a run gives the cores first.
+
+    Attributes:
+        kept: uint8, the weights.
+    """
+
+    def __init__(self, cores: Cores, dtype: torch.dtype, scheme: GroupQuantization | None, columns: int):
+        self.cores, self.dtype, self.scheme, self.columns = cores, dtype, scheme, columns
+        self.of_row = columns * dtype.itemsize if scheme is None else scheme.stored_bytes(columns, dtype)
+        long = 3 * self._width(BLOCK_BYTES) * self.of_row
+        self.kept = random_bytes(-(-2 * block_bytes() // long) * long)
+        if scheme is None:
+            _fill(self.kept.view(dtype))
+        self.tasks = self._blocks(BLOCK_BYTES)
+        self.short_tasks: list[Task] = []
+
+    def calls(self, rows: int, short: bool = False) -> Calls:
+        """Products with `rows` rows, of about `BLOCK_BYTES` or `SHORT_BYTES` each; of one of them at a time."""
+        if short and not self.short_tasks:
+            self.short_tasks = self._blocks(SHORT_BYTES)
+        return Calls(self.cores, self.short_tasks if short else self.tasks, self.dtype, rows)
+
+    def _width(self, nbytes: int) -> int:
+        """Of gate, up and down, in blocks of about so many bytes."""
+        return max(WIDTH_STEP, nbytes // (3 * self.of_row) // WIDTH_STEP * WIDTH_STEP)
+
+    def _blocks(self, nbytes: int) -> list[Task]:
+        width, tasks = self._width(nbytes), []
+        matrix_bytes = width * self.of_row
+        for block in self.kept.split(3 * matrix_bytes):
+            if block.numel() < 3 * matrix_bytes:
+                break
+            gate, up = (self._weight(part, width, self.columns) for part in block.split(matrix_bytes)[:2])
+            down = self._weight(block[2 * matrix_bytes :], self.columns, width)
+            tasks.append(self.cores.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], self.dtype))
+        return tasks
+
+    def _weight(self, buffer: torch.Tensor, rows: int, columns: int) -> Weight:
+        """In random bytes; scales and minima are made numbers of the usual size."""
+        scheme = self.scheme
+        if scheme is None:
+            return Weight(Matrix.plain(buffer.view(self.dtype).view(rows, columns)), None, buffer.numel())
+        codes, rest = buffer[: scheme.packed_bytes(rows * columns)], buffer[scheme.packed_bytes(rows * columns) :]
+        groups = rows * columns // scheme.group_size
+        scales, minima = (
+            rest.view(self.dtype)[:groups].fill_(0.01),
+            rest.view(self.dtype)[groups : 2 * groups].fill_(-0.07),
+        )
+        matrix = Matrix.groups(codes, scales, minima, scheme.bits, scheme.group_size, rows)
+        return Weight(matrix, None, buffer.numel())
+
+
+class Calls:
+    """The same number of rows multiplied with one block after the other."""
+
+    def __init__(self, cores: Cores, tasks: list[Task], dtype: torch.dtype, rows: int):
+        self.cores, self.tasks, self.next = cores, tasks, 0
+        self.x = torch.randn(rows, tasks[0].columns).to(dtype)
+        self.out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a call."""
+        return self.tasks[0].nbytes
+
+    def one(self) -> int:
+        """Multiply with the next block and return its bytes."""
+        task = self.tasks[self.next]
+        self.next = (self.next + 1) % len(self.tasks)
+        self.cores.run(task, self.x, self.out)
+        return task.nbytes
+
+
+def _fill(weights: torch.Tensor) -> None:
+    """With numbers of the usual size."""
+    random = torch.randn(min(weights.numel(), RANDOM_BYTES // 4)).to(weights.dtype)
+    for part in weights.split(random.numel()):
+        part.copy_(random[: part.numel()])
