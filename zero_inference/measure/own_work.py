@@ -38,9 +38,9 @@ LIBRARIES = ("accelerate", "deepspeed")
 LAYERS, WIDTH = 8, 256
 # More of the prompt than the device multiplies with codes as they are; without a GPU so few that they take no longer than one.
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
-TOKENS, WARMUP = 12, 2
+TOKENS, WARMUP = 12, 1
 # Of a model and the plain one, beside which it is measured: a GPU's host that others use changes within seconds.
-TURNS, LOOPS = {"cuda": 3, "cpu": 1}, 2
+TURNS, LOOPS = {"cuda": 3, "cpu": 1}, {"cuda": 1, "cpu": 2}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # By engine and bits of the weights: what it fetches, and restores, is different code.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
@@ -148,7 +148,7 @@ class _Thin:
         make_cache = cache_maker(
             job.config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting
         )
-        return generation.measure(loaded, ids, TOKENS, LOOPS, warmup, job.ranks, make_cache).loops
+        return generation.measure(loaded, ids, TOKENS, LOOPS[loaded.device.type], warmup, job.ranks, make_cache).loops
 
 
 @dataclass

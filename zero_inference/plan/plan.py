@@ -12,6 +12,7 @@ from typing import Any
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
+from zero_inference.link.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
@@ -79,7 +80,9 @@ class Plan:
             return None
         libraries = description.process_bytes + description.library_bytes.get(self.job.config.engine, 0)
         measuring = description.measuring_bytes
-        return libraries - measuring + self.weights.host_peak_bytes(measuring)
+        peak = libraries - measuring + self.weights.host_peak_bytes(measuring)
+        # with a GPU the link is measured between the loops, when all else is there
+        return peak + (0 if not self.job.on_gpu or self.weights.copies_own_memory else LINK_BLOCK_BYTES)
 
     def check(self) -> None:
         """Whether the machine has what is needed besides memory, if it is this one. Raises UsageError."""
