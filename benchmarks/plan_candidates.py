@@ -1,0 +1,299 @@
+"""Whether what `zero-inference plan` finds best is within 5% of the best of all its candidates: each of them is tried.
+
+    python benchmarks/plan_candidates.py RESULTS --model opt-30b --model llama-3.1-70b --gpu-memory 16 24 48 --limit-s 700
+    python benchmarks/plan_candidates.py RESULTS --model opt-30b --gpu-memory 16 --list    # what would be tried, estimated seconds
+    python benchmarks/plan_candidates.py RESULTS --model opt-30b --gpu-memory 16 --limit-s 0    # only the tables, of what was tried
+
+Each model with each GiB of device memory is planned, for this machine as it was kept or as --machine has it. Then all first places are
+tried, all second ones and so on, each command once, with random weights. What is predicted to decode less than half as fast as the best
+gets few tokens, and more if it turns out to be faster than that. Called again, it goes on: no command is tried twice, also if it failed,
+unless it is taken out of `trials` in RESULTS/candidates.json, which has the candidates of this call and every command that was tried.
+table.md is what is printed at the end, trials/NN.jsonl and NN.out are the record of a trial and what it said.
+
+Exit code: 0; 1 if something was not tried, or a plan's best is more than 5% slower than another candidate; 2 for bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from zero_inference.config import ENGINES  # noqa: E402
+from zero_inference.errors import UsageError  # noqa: E402
+from zero_inference.records.read import read_records  # noqa: E402
+from zero_inference.records.schema import STATUS_OK  # noqa: E402
+from zero_inference.runtime.child_runs import ANY_ERROR, last_words, run_child  # noqa: E402
+from zero_inference.runtime.processes import isolated_module, isolated_ranks  # noqa: E402
+from zero_inference.runtime.replace import replacing  # noqa: E402
+from zero_inference.runtime.tables import Column, decimals, percent, render, significant  # noqa: E402
+
+WITHIN, SLOWER = 0.95, 0.5  # of the best: what is good enough; what is so slow that it needs no exact time
+MANY_TOKENS, FEW_TOKENS = 17, 5
+SETTLING_TOKENS, SETTLING_STEPS = 8, 25  # of the stream engine: from how many tokens on it settles, and its most steps
+START_S, LOAD_BYTES_PER_S = 15, 8e9
+TIMES_AS_LONG, AT_LEAST_S = 2.5, 90  # when a trial is ended
+ALL = "all"
+
+Pair = tuple[str, float | str]  # model, and GiB of device memory or ALL that is free
+Result = dict[str, Any]  # tokens, measured_tokens_per_s, failed (why), log
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`row` is that of `zero-inference plan --json`, `predicted` in token/s."""
+
+    command: str
+    predicted: float
+    row: dict[str, Any]
+
+    def in_words(self) -> str:
+        row = self.row
+        gpus = f", {row['gpus']} GPUs" if row["gpus"] > 1 else ""
+        places = f"weights in {row['weights']}, keys in {row['keys_and_values']}"
+        return f"{row['place']}: {row['engine']}, {row['quant_bits']} bits{gpus}, {places}"
+
+
+@dataclass
+class Trials:
+    """What was tried of the candidates of `pairs`, and what is still to be; `results` by command."""
+
+    pairs: dict[Pair, list[Candidate]]
+    results: dict[str, Result]
+    gen_len: int
+
+    def measured(self, candidate: Candidate) -> float | None:
+        return self.results.get(candidate.command, {}).get("measured_tokens_per_s")
+
+    def due(self) -> list[Candidate]:
+        """One for each command that is to be tried, in turn: every pair's first place, every pair's second one and so on."""
+        found: dict[str, Candidate] = {}
+        for each in sorted(itertools.chain(*self.pairs.values()), key=lambda each: each.row["place"]):  # stable
+            if self.is_due(each.command):
+                found.setdefault(each.command, each)
+        return list(found.values())
+
+    def is_due(self, command: str) -> bool:
+        result = self.results.get(command)
+        return result is None or (result["failed"] is None and result["tokens"] < self.tokens_of(command))
+
+    def tokens_of(self, command: str) -> int:
+        """Few where the command is far behind the best of each of its pairs, as predicted, and as measured if it was."""
+        for members in self.pairs.values():
+            predicted = max(each.predicted for each in members)
+            measured = max(self.measured(each) or 0.0 for each in members)
+            for each in members:
+                close = each.predicted >= SLOWER * predicted or 0 < SLOWER * measured <= (self.measured(each) or 0.0)
+                if each.command == command and close:
+                    return min(self.gen_len, MANY_TOKENS)
+        return min(self.gen_len, FEW_TOKENS)
+
+    def estimate_s(self, candidate: Candidate) -> float:
+        row, tokens = candidate.row, self.tokens_of(candidate.command)
+        settling = SETTLING_STEPS if row["engine"] == "stream" and tokens >= SETTLING_TOKENS else 0
+        load_s = (row["host_bytes"] + (row["device_bytes"] or 0)) / LOAD_BYTES_PER_S
+        return START_S + load_s + 2 * row["prefill_s"] + (2 * (tokens - 1) + settling) * row["step_s"]
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """By COLUMNS, a row for each pair, and whether the plan's best is good enough for sure."""
+        rows = []
+        for (model, gib), members in self.pairs.items():
+            first, best = members[0], max(members, key=lambda each: self.measured(each) or 0.0)
+            rate, best_rate = self.measured(first), self.measured(best)
+            done = sum(not self.is_due(each.command) for each in members)
+            ratio = rate / best_rate if rate and best_rate else None
+            row: dict[str, Any] = dict(model=model, gpu_memory=gib, first=first.in_words(), predicted=first.predicted)
+            row |= dict(measured=rate, best_measured=best_rate, best=best_rate and best.in_words(), ratio=ratio)
+            row |= dict(tried=f"{done} of {len(members)}", holds=done == len(members) and (ratio or 0.0) >= WITHIN)
+            rows.append(row)
+        return rows
+
+    def rows(self) -> list[dict[str, Any]]:
+        """By ALL_COLUMNS, a row for each candidate."""
+        nothing = dict.fromkeys(("tokens", "measured_tokens_per_s", "failed", "log"))
+        return [
+            {"model": model, "gpu_memory": gib, "place": each.row["place"], "configuration": each.in_words()}
+            | {"command": each.command, "predicted_tokens_per_s": each.predicted}
+            | (nothing | self.results.get(each.command, {}))
+            for (model, gib), members in self.pairs.items()
+            for each in members
+        ]
+
+
+COLUMNS = (
+    Column("model", "model", dtype="string"),
+    Column("gpu_memory", "GiB", dtype="string"),
+    Column("first", "plan's best", dtype="string"),
+    Column("predicted", "predicted (token/s)", significant),
+    Column("measured", "measured", significant),
+    Column("best_measured", "best measured", significant),
+    Column("best", "of", dtype="string"),
+    Column("ratio", "plan's of the best", percent),
+    Column("tried", "tried", dtype="string"),
+)
+ALL_COLUMNS = (
+    *COLUMNS[:2],
+    Column("configuration", "configuration", dtype="string"),
+    Column("predicted_tokens_per_s", "predicted (token/s)", significant),
+    Column("measured_tokens_per_s", "measured", significant),
+    Column("tokens", "tokens", decimals(0), "Int64"),
+    Column("failed", "failed", dtype="string"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    started = time.monotonic()
+    args = parse_args(argv)
+    try:
+        results = read_results(args.results / "candidates.json")
+        trials = Trials(plan_all(args), results, args.gen_len)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        for each in trials.due():
+            tokens = trials.tokens_of(each.command)
+            print(f"{trials.estimate_s(each):.0f} s, {tokens} tokens, {each.predicted:.3g} token/s: {each.command}")
+        print(f"{sum(map(trials.estimate_s, trials.due())):.0f} s in all", file=sys.stderr)
+        return 0
+    save(trials, args.results)
+    run_all(trials, args.results, lambda: args.limit_s - (time.monotonic() - started))
+    print(save(trials, args.results), end="")
+    return 0 if all(row["holds"] for row in trials.verdicts()) else 1
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--model", action="append", required=True, help="may be given several times")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", nargs="+", default=[ALL], help="(default: all that is free)"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--gen-len", type=int, default=32, help="that is planned for (default: %(default)s)")
+    parser.add_argument("--engine", choices=ENGINES, nargs="+", default=["stream", "deepspeed"])
+    parser.add_argument("--machine", metavar="FILE", help="this one, as `zero-inference link --save FILE` wrote it")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="end, and start no trial that would not end"
+    )
+    parser.add_argument("--list", action="store_true", help="only print estimates and commands")
+    args = parser.parse_args(argv)
+    if args.gen_len < 2:
+        parser.error(f"--gen-len {args.gen_len}: at least 2, or nothing is decoded")
+    return args
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """What was tried so far, by command."""
+    try:
+        return json.loads(path.read_text())["trials"]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} was not written by this script; name another folder, or remove it.") from error
+
+
+def plan_all(args: argparse.Namespace) -> dict[Pair, list[Candidate]]:
+    """The candidates of each pair. The first plan may have to measure the machine; the others run side by side."""
+    pairs = list(dict.fromkeys(itertools.product(args.model, args.gpu_memory)))
+    first = plan(args, pairs[0])
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(pairs, [first, *pool.map(lambda pair: plan(args, pair), pairs[1:])]))
+
+
+def plan(args: argparse.Namespace, pair: Pair) -> list[Candidate]:
+    """What `zero-inference plan` says of it; raises UsageError where that fails, which has said why on stderr."""
+    model, gpu_memory = pair
+    sizes = ["--batch-size", str(args.batch_size), "--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len)]
+    options = ["--model", model, "--dummy", *sizes, "--engine", *args.engine, "--all", "--json"]
+    options += [] if gpu_memory == ALL else ["--gpu-memory", str(gpu_memory)]
+    options += [] if args.machine is None else ["--machine", args.machine]
+    done = subprocess.run(isolated_module("zero_inference", "plan", *options), stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UsageError(f"{model} with {gpu_memory} GiB: no plan (exit code {done.returncode}).")
+    found = json.loads(done.stdout)
+    if count := found["not_predicted"]["count"]:
+        print(f"{model} with {gpu_memory} GiB: {count} more fit, and are not predicted", file=sys.stderr)
+    return [Candidate(row["command"], row["tokens_per_s"], row) for row in found["configurations"]]
+
+
+def run_all(trials: Trials, results: Path, left_s: Callable[[], float]) -> None:
+    """Run what is due, as far as there is time."""
+    left_out: set[str] = set()
+    while due := [each for each in trials.due() if each.command not in left_out]:
+        each, begun_s, now_left_s = due[0], time.monotonic(), left_s()
+        estimate_s = trials.estimate_s(each)
+        result = run_one(trials, each, results, now_left_s) if estimate_s <= now_left_s else None
+        if result is None:
+            left_out.add(each.command)
+            said = f"no time, estimated {estimate_s:.0f} s of {max(0.0, now_left_s):.0f} s"
+        else:
+            trials.results[each.command] = result
+            save(trials, results)
+            rate = result["measured_tokens_per_s"]
+            said = result["failed"] or f"{rate:.3g} token/s, predicted {each.predicted:.3g}"
+        print(
+            f"[{len(due)} to try] {each.command}: {said} ({time.monotonic() - begun_s:.0f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def run_one(trials: Trials, candidate: Candidate, results: Path, left_s: float) -> Result | None:
+    """Try it; None where the time that is left ended it, and nothing is known."""
+    folder = results / "trials"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{1 + max((int(path.stem) for path in folder.glob('*.out')), default=0):02d}"
+    records, tokens = folder / f"{name}.jsonl", trials.tokens_of(candidate.command)
+    limit_s = max(AT_LEAST_S, TIMES_AS_LONG * trials.estimate_s(candidate))
+    ended = run_child(
+        command_of(candidate, tokens, folder / f"{name}.log"),
+        folder / f"{name}.out",
+        limit_s=min(limit_s, left_s),
+        records=lambda: read_records(records) if records.exists() else [],
+        is_good=lambda record: record.get("status") == STATUS_OK,
+    )
+    if ended.code is None and left_s < limit_s:
+        return None
+    rate, failed = (ended.record or {}).get("decode_throughput"), None
+    if rate is None:
+        why = f"ended as it took longer than {limit_s:.0f} s" if ended.code is None else f"exit code {ended.code}"
+        failed = why if ended.code is None else last_words(ended.said(), ANY_ERROR) or why
+    return {"tokens": tokens, "measured_tokens_per_s": rate, "failed": failed, "log": f"trials/{name}.jsonl"}
+
+
+def command_of(candidate: Candidate, tokens: int, log: Path) -> list[str]:
+    """The candidate's command as a child, without its launcher; of options that are there twice the later ones hold."""
+    words = shlex.split(candidate.command)
+    trial = ["--gen-len", str(tokens), "--loops", "1", "--warmup", "1", "--log-file", str(log)]
+    options = [*words[words.index("run_model.py") + 1 :], *trial]
+    return isolated_ranks("zero_inference", max(1, candidate.row["gpus"]), "run", *options)
+
+
+def save(trials: Trials, results: Path) -> str:
+    """Write candidates.json and table.md, and return the latter."""
+    results.mkdir(parents=True, exist_ok=True)
+    rows = trials.rows()
+    found = json.dumps({"candidates": rows, "trials": trials.results}, indent=1)
+    tables = f"{render(trials.verdicts(), COLUMNS, 'md')}\n{render(rows, ALL_COLUMNS, 'md')}"
+    for name, text in (("candidates.json", f"{found}\n"), ("table.md", tables)):
+        with replacing(results / name) as part:
+            part.write_text(text)
+    return tables
+
+
+if __name__ == "__main__":
+    sys.exit(main())

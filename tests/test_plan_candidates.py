@@ -1,0 +1,215 @@
+"""benchmarks/plan_candidates.py: which candidates are tried in which turn, and what follows from what they did."""
+
+import json
+import shlex
+import sys
+
+import pytest
+import torch
+from test_timing import FAST
+
+from benchmarks import plan_candidates
+from benchmarks.plan_candidates import Candidate, Trials
+from zero_inference.link.description import write_description
+from zero_inference.records.read import read_records
+from zero_inference.runtime.environment import describe_environment, versions_of
+
+# Stands for `zero-inference run`: a record of the rate that --model says; `fails` and `hangs` do what they say.
+PROGRAM = """
+import json, sys, time
+value = {name: sys.argv[i + 1] for i, name in enumerate(sys.argv[:-1]) if name.startswith("--")}
+if value["--model"] == "fails":
+    sys.exit("loading ...\\nerror: out of memory")
+time.sleep(60 if value["--model"] == "hangs" else 0)
+record = dict(status="ok", decode_throughput=float(value["--model"]), argv=sys.argv[1:])
+open(value["--log-file"].removesuffix(".log") + ".jsonl", "a").write(json.dumps(record) + "\\n")
+"""
+
+
+def candidate(does, predicted, place=1, engine="stream", gib=0):
+    """One that decodes `does` token/s when it is run."""
+    row = dict(command=f"python run_model.py --model {does} --gpu-memory {gib}", tokens_per_s=predicted, place=place)
+    row |= dict(engine=engine, quant_bits=4, gpus=1, weights="host", keys_and_values="device")
+    row |= dict(host_bytes=8 * 10**9, device_bytes=16 * 10**9, prefill_s=0.5, step_s=8 / predicted)
+    return Candidate(row["command"], predicted, row)
+
+
+def trials_of(*pairs, results=None, gen_len=32):
+    """Each pair by the (does, predicted) of its candidates, the best first."""
+    found = {
+        ("opt-30b", float(number)): [candidate(*each, place) for place, each in enumerate(pair, 1)]
+        for number, pair in enumerate(pairs)
+    }
+    return Trials(found, results if results is not None else {}, gen_len)
+
+
+def done(rate, tokens=17, failed=None):
+    return dict(tokens=tokens, measured_tokens_per_s=rate, failed=failed, log="trials/01.jsonl")
+
+
+def names(candidates):
+    return [shlex.split(each.command)[3] for each in candidates]
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    ran = []
+
+    def command(name, ranks, *arguments):
+        ran.append(arguments)
+        return [sys.executable, str(path), *arguments]
+
+    monkeypatch.setattr(plan_candidates, "isolated_ranks", command)
+    return ran
+
+
+@pytest.fixture
+def run(tmp_path, program, monkeypatch):
+    """Call the script with plans made by `trials_of`; its exit code and what candidates.json has then."""
+
+    def call(pairs, *arguments):
+        monkeypatch.setattr(plan_candidates, "plan_all", lambda args: trials_of(*pairs).pairs)
+        code = plan_candidates.main([str(tmp_path / "results"), "--model", "opt-30b", *arguments])
+        return code, json.loads((tmp_path / "results" / "candidates.json").read_text())
+
+    return call
+
+
+def test_all_first_places_come_before_all_second_ones_and_a_command_once():
+    trials = trials_of([("9", 9), ("8", 8), ("2", 2)], [("7", 7), ("2", 2), ("1", 1)], [("9", 9)])
+    assert names(trials.due()) == ["9", "7", "8", "2", "1"]
+
+
+def test_many_tokens_for_what_is_close_to_the_best_of_any_pair():
+    trials = trials_of([("9", 90), ("5", 45), ("4", 44)], [("5", 45), ("4", 44), ("1", 1)])
+    assert [trials.tokens_of(each.command) for each in trials.due()] == [17, 17, 17, 5]
+    assert [trials_of([("9", 90), ("1", 1)], gen_len=4).tokens_of(each.command) for each in trials.due()][0] == 4
+
+
+def test_what_is_faster_than_predicted_is_tried_with_more_tokens():
+    first, second = trials_of([("9", 90), ("8", 10)]).due()
+    for rate, due in ((44.0, []), (46.0, ["8"])):
+        results = {first.command: done(90.0), second.command: done(rate, tokens=5)}
+        assert names(trials_of([("9", 90), ("8", 10)], results=results).due()) == due
+
+
+def test_an_estimate_counts_loading_both_generations_and_what_stream_settles_in():
+    trials = trials_of([("9", 8), ("3", 1)])
+    first, second = trials.due()
+    assert trials.estimate_s(first) == 15 + 3 + 2 * 0.5 + (2 * 16 + 25) * 1
+    assert trials.estimate_s(second) == 15 + 3 + 2 * 0.5 + 2 * 4 * 8
+
+
+@pytest.mark.parametrize(
+    "measured, tried, ratio, holds",
+    [
+        ((100.0, 90.0), "2 of 2", 1.0, True),
+        ((96.0, 100.0), "2 of 2", 0.96, True),
+        ((94.0, 100.0), "2 of 2", 0.94, False),
+        ((100.0, None), "1 of 2", 1.0, False),
+        ((None, None), "0 of 2", None, False),
+    ],
+)
+def test_the_plan_holds_where_its_best_is_within_5_percent_and_everything_was_tried(measured, tried, ratio, holds):
+    due = trials_of([("9", 100), ("8", 90)]).due()
+    results = {each.command: done(rate) for each, rate in zip(due, measured) if rate}
+    (row,) = trials_of([("9", 100), ("8", 90)], results=results).verdicts()
+    assert (row["tried"], row["ratio"], row["holds"]) == (tried, ratio, holds)
+
+
+def test_a_plan_whose_best_failed_does_not_hold_and_another_failure_does_not_matter():
+    first, second = trials_of([("9", 100), ("8", 90)]).due()
+    for failed, other, holds in ((first, second, False), (second, first, True)):
+        results = {failed.command: done(None, failed="error: out of memory"), other.command: done(1.0)}
+        (row,) = trials_of([("9", 100), ("8", 90)], results=results).verdicts()
+        assert row["holds"] == holds and row["tried"] == "2 of 2" and row["best_measured"] == 1.0
+
+
+def test_each_is_run_as_its_command_says_and_written_down(run, program, tmp_path, capsys):
+    code, found = run([[("100", 90), ("fails", 80), ("3", 10)]])
+    assert code == 0
+    options = [shlex.join(each) for each in program]
+    assert options[0].startswith("run --model 100 --gpu-memory 0 --gen-len 17 --loops 1 --warmup 1 --log-file ")
+    assert "--gen-len 5 " in options[2] and len(options) == 3
+    rows = found["candidates"]
+    assert [row["measured_tokens_per_s"] for row in rows] == [100, None, 3]
+    assert [row["failed"] for row in rows] == [None, "error: out of memory", None]
+    assert [row["predicted_tokens_per_s"] for row in rows] == [90, 80, 10] and rows[2]["log"] == "trials/03.jsonl"
+    (record,) = read_records(tmp_path / "results" / "trials" / "03.jsonl")
+    assert record["decode_throughput"] == 3
+    out = capsys.readouterr().out
+    assert out == (tmp_path / "results" / "table.md").read_text() and "3 of 3" in out and "100.0%" in out
+
+
+def test_a_second_call_goes_on_where_the_first_was_ended(run, program):
+    pairs = [[("100", 90), ("fails", 80), ("120", 70)]]
+    code, found = run(pairs, "--limit-s", "0")
+    assert code == 1 and not program and not found["trials"]
+    assert run([pairs[0][:2]])[0] == 0 and len(program) == 2
+    code, found = run(pairs)
+    assert code == 1 and len(program) == 3 and "120" in program[2], "the best of all was the third"
+    assert run([[("50", 50)]])[1]["trials"].keys() > found["trials"].keys(), "other plans' trials are kept"
+
+
+def test_what_turns_out_fast_in_few_tokens_is_run_again(run, program):
+    code, found = run([[("100", 90), ("99", 10)]])
+    assert code == 0 and [each[each.index("--gen-len") + 1] for each in program] == ["17", "5", "17"]
+    assert [row["tokens"] for row in found["candidates"]] == [17, 17]
+
+
+def test_what_the_limit_leaves_no_time_for_is_left_out_and_shorter_ones_are_tried(run, program, capsys):
+    code, found = run([[("1", 1), ("100", 0.9)], [("7", 700)]], "--limit-s", "60")
+    assert code == 1 and [each[2] for each in program] == ["7"]
+    assert "--model 1 --gpu-memory 0: no time, estimated" in capsys.readouterr().err
+
+
+def test_a_trial_that_hangs_is_ended(run, monkeypatch):
+    monkeypatch.setattr(plan_candidates, "AT_LEAST_S", 1)
+    monkeypatch.setattr(plan_candidates, "TIMES_AS_LONG", 0.01)
+    code, found = run([[("hangs", 90)]])
+    assert code == 1 and found["candidates"][0]["failed"] == "ended as it took longer than 1 s"
+
+
+def test_a_trial_that_the_limit_ends_is_no_result(run, monkeypatch):
+    monkeypatch.setattr(plan_candidates, "START_S", -20)
+    code, found = run([[("hangs", 900)]], "--limit-s", "1")
+    assert code == 1 and not found["trials"] and found["candidates"][0]["failed"] is None
+
+
+def test_a_list_runs_nothing(tmp_path, program, monkeypatch, capsys):
+    monkeypatch.setattr(plan_candidates, "plan_all", lambda args: trials_of([("9", 8), ("3", 1)]).pairs)
+    assert plan_candidates.main([str(tmp_path / "results"), "--model", "opt-30b", "--list"]) == 0
+    assert not program and not (tmp_path / "results").exists()
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "76 s, 17 tokens, 8 token/s: python run_model.py --model 9 --gpu-memory 0"
+    assert err == "159 s in all\n"
+
+
+def test_what_cannot_be_done_is_refused(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended:
+        plan_candidates.main([str(tmp_path), "--model", "opt-30b", "--gen-len", "1"])
+    assert ended.value.code == 2 and "--gen-len 1: at least 2" in capfd.readouterr().err
+    (tmp_path / "candidates.json").write_text("[]")
+    assert plan_candidates.main([str(tmp_path), "--model", "opt-30b"]) == 2
+    assert "candidates.json was not written by this script" in capfd.readouterr().err
+    assert plan_candidates.main([str(tmp_path / "new"), "--model", "opt-30b", "--machine", "no-such"]) == 2
+    assert "error: opt-30b with all GiB: no plan (exit code 2)" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
+def test_a_small_model_is_planned_and_every_candidate_runs(tmp_path, checkpoints, monkeypatch):
+    here = {"gpus": (), "versions": versions_of(describe_environment()), "link_gb_per_s": 10.0, "device_gb_per_s": 20.0}
+    write_description(FAST.model_copy(update=here), tmp_path / "machine.json")
+    monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(tmp_path / "machine.json"))
+    sizes = "--batch-size 2 --prompt-len 8 --gen-len 6 --engine resident accelerate".split()
+    results = tmp_path / "results"
+    assert plan_candidates.main([str(results), "--model", str(checkpoints("llama")), *sizes]) in (0, 1)
+    rows = json.loads((results / "candidates.json").read_text())["candidates"]
+    assert len(rows) == 2 and all(row["measured_tokens_per_s"] > 0 and row["gpu_memory"] == "all" for row in rows)
+    for row in rows:
+        (record,) = read_records(results / row["log"])
+        assert record["decode_throughput"] == row["measured_tokens_per_s"] and record["gen_len"] == row["tokens"]
+        assert record["dummy"] and len(record["warmup_total_s"]) == len(record["loops"]) == 1
+    assert "2 of 2" in (results / "table.md").read_text()
