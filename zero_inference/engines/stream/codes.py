@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.same_input import SameInput
+from zero_inference.engines.stream.views import Packed
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization
@@ -18,7 +19,6 @@ from zero_inference.quantization.indexed import linear_groups_indexed
 from zero_inference.quantization.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
 from zero_inference.runtime.extension import load_extension
 
-Packed = tuple[torch.Tensor, ...]  # codes, scales and minima of a weight, and what else its place has
 Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows [pairs, columns] and slots [pairs] -> [pairs, rows]
 
 
@@ -50,7 +50,8 @@ def modules_from_codes(
     """Linear modules where the device has a kernel for them, and modules of experts.
 
     Args:
-        places: everywhere that the block can lie: by a weight's name its parts there, for those that are quantized.
+        places: where the block can lie, one for all that are aligned alike: by a weight's name its parts there, for those that are
+            quantized.
         packed_now: the parts of a weight where it lies when the module is called.
         config: the transformers config.
     """
