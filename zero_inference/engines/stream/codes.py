@@ -46,6 +46,7 @@ def modules_from_codes(
     scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
     config: Any,
+    alike: nn.Module,
 ) -> BlockCodes:
     """Linear modules where the device has a kernel for them, and modules of experts.
 
@@ -54,6 +55,7 @@ def modules_from_codes(
             quantized.
         packed_now: the parts of a weight where it lies when the module is called.
         config: the transformers config.
+        alike: the first block that computes the same, or `block`: what experts compute is found by trying, and of that one alone.
     """
     found: list[FromCodes] = []
     linears = Linears(block, scheme, packed_now)
@@ -63,7 +65,7 @@ def modules_from_codes(
             if load_extension() and _can_fuse(module.weight, [weight], places, scheme):
                 forward, saw = partial(linears.product, name), partial(linears.saw, name)
                 found.append(FromCodes(module, (weight,), FUSED_ROWS, forward, saw))
-        elif experts := read_experts(module):
+        elif experts := read_experts(alike.get_submodule(name)):
             weights = tuple(f"{name}.{own}" if name else own for own in (experts.first, experts.last))
             if any(weight not in place for place in places for weight in weights):
                 continue

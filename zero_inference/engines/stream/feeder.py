@@ -23,6 +23,7 @@ from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.engines.stream.views import BlockViews, Packed
+from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.runtime.distributed import Ranks
@@ -105,12 +106,13 @@ class BlockFeeder:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
+        first = kinds_of_layers(model).first
         for index, block in enumerate(self.residency.blocks):
             module = block.of(layers[block.layer])
             own = dict(module.named_parameters())
             self.parameters.append([own[stored.name] for stored in self.layouts[index].parameters])
             self._point(index, self.views.places(index)[0])
-            self._use_codes(index, module)
+            self._use_codes(index, module, block.of(layers[first.get(block.layer, block.layer)]))
             if team is not None and index in team.computable:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
@@ -119,14 +121,14 @@ class BlockFeeder:
                 module.register_forward_hook(self._after(index)),
             ]
 
-    def _use_codes(self, index: int, module: nn.Module) -> None:
-        """Let modules multiply with codes in short passes, where they can."""
+    def _use_codes(self, index: int, module: nn.Module, alike: nn.Module) -> None:
+        """Let modules multiply with codes in short passes, where they can; `alike` as of `modules_from_codes`."""
         self.codes[index] = BlockCodes()
         if not self.scheme or not self.layouts[index].workspace_bytes:
             return
         places = [self.views.packed(index, slot) for slot in self.views.places(index)]
         packed_now = partial(self._packed_now, index)
-        self.codes[index] = modules_from_codes(module, places, self.scheme, packed_now, self.config)
+        self.codes[index] = modules_from_codes(module, places, self.scheme, packed_now, self.config, alike)
         for found in self.codes[index].found:
             self.replaced.append(found.module)
             applies = partial(self._does_without, index, found.weights[0])
