@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
+from zero_inference.measure import session
 from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
@@ -311,6 +313,18 @@ def test_the_record_says_how_many(tmp_path, checkpoints, monkeypatch):
     code, record = record_of(tmp_path, checkpoints, "llama")
     assert code == 0 and record["norm_modules_patched"] == 7 and record["norm_kernels_unused_because"] is None
     assert record["output_ids_sha256"] == ids
+
+
+def test_compiling_and_trying_them_is_not_loading(tmp_path, checkpoints, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(session, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def takes_a_minute(*_):
+        clock[0] += 60
+
+    monkeypatch.setattr(session, "prepare_norm_kernels", takes_a_minute)
+    code, record = record_of(tmp_path, checkpoints, "llama")
+    assert code == 0 and clock == [60] and record["load_s"] == 0
 
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

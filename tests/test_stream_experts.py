@@ -18,6 +18,7 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
 from zero_inference.link.cores import BesideLink
+from zero_inference.models import experts
 from zero_inference.models.experts import read_experts
 from zero_inference.models.prompts import random_ids
 from zero_inference.quantization import groups
@@ -234,6 +235,16 @@ def test_what_experts_compute_is_read_from_them(family, activation, fields):
     experts = [read_experts(m) for m in model.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
     assert any(each is not None for each in experts) == (activation is not None)
     assert {each.activation for each in experts if each is not None} == ({activation} if activation else set())
+
+
+@pytest.mark.parametrize("share", ["off", "0.5"])
+def test_of_alike_layers_one_is_tried(share, mixtures, monkeypatch):
+    tried, own = [], experts._tried
+    monkeypatch.setattr(experts, "_tried", lambda *args: tried.append(args[0]) or own(*args))
+    loaded, _, _ = load(mixtures("qwen3_moe")[0], cpu_compute=share, quant_bits=4, quant_group_size=32)
+    served = [each for block in feeder_of(loaded).codes.values() for each in block.found]
+    loaded.close()
+    assert len(tried) == 1 and len({id(each.module) for each in served}) == SMALL["num_hidden_layers"]
 
 
 class Clamped(nn.Module):

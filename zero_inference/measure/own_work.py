@@ -25,7 +25,6 @@ from zero_inference.link.description import OwnWork
 from zero_inference.measure import generation
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.norms.choice import prepare_norm_kernels
 from zero_inference.plan.plan import Plan, plan_run
 from zero_inference.quantization.products import FUSED_ROWS
 from zero_inference.records.loops import Loop
@@ -65,7 +64,6 @@ def print_own_work() -> None:
     start_process_group(ranks)  # DeepSpeed wants one
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
         _write_thin_model(Path(folder))
-        _try_norm_kernels(ranks)
         found = _own_work(folder, ranks, library_bytes)
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
@@ -187,12 +185,6 @@ def _write_thin_model(folder: Path) -> None:
         bos_token_id=0,
         eos_token_id=None,
     ).save_pretrained(folder)
-
-
-def _try_norm_kernels(ranks: Ranks) -> None:
-    """A process of its own, of which a machine has one for each model: not what loading takes."""
-    if ranks.device.type == "cuda":
-        prepare_norm_kernels("auto", "llama", ranks.device, DTYPES["cuda"], WIDTH, lambda line: None)
 
 
 def _loaded(

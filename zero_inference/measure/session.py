@@ -28,13 +28,13 @@ from zero_inference.runtime.replace import replacing
 
 @contextlib.contextmanager
 def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, float]]:
-    """The model of `plan` with its norm kernels, and the seconds that loading took; released at the end.
+    """The model of `plan` with its norm kernels, and the seconds that loading took, without compiling and trying those; released at
+    the end.
 
     Raises:
         UsageError: --norm-kernels cuda, and they cannot be used.
         RunError: loading went wrong.
     """
-    start = time.perf_counter()
     job, asked = plan.job, plan.job.config.norm_kernels
     unused_because = prepare_norm_kernels(
         asked,
@@ -44,6 +44,8 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
         job.spec.text_config.hidden_size,
         progress.say,
     )
+    job.ranks.barrier()  # that a rank compiled kernels, or tried them, is not loading for the others either
+    start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
     try:

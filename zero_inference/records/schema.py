@@ -85,7 +85,9 @@ class Measured:
         "byte", "weights as the engine stores them, scales included, exact", required="when measured"
     )
     load_s: float = key(
-        "s", "from the plan to a model that can generate, its norm kernels included", required="when measured"
+        "s",
+        "until every rank has its weights where they stay; compiling and trying kernels for norms comes before and is not counted",
+        required="when measured",
     )
     cold_total_s: float | None = key(
         "s", "total latency of the first warm-up loop; null without one", required="when measured"

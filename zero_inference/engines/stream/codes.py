@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.same_input import SameInput
+from zero_inference.engines.stream.views import Packed
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization
@@ -18,7 +19,6 @@ from zero_inference.quantization.indexed import linear_groups_indexed
 from zero_inference.quantization.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
 from zero_inference.runtime.extension import load_extension
 
-Packed = tuple[torch.Tensor, ...]  # codes, scales and minima of a weight, and what else its place has
 Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows [pairs, columns] and slots [pairs] -> [pairs, rows]
 
 
@@ -46,13 +46,16 @@ def modules_from_codes(
     scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
     config: Any,
+    alike: nn.Module,
 ) -> BlockCodes:
     """Linear modules where the device has a kernel for them, and modules of experts.
 
     Args:
-        places: everywhere that the block can lie: by a weight's name its parts there, for those that are quantized.
+        places: where the block can lie, one for all that are aligned alike: by a weight's name its parts there, for those that are
+            quantized.
         packed_now: the parts of a weight where it lies when the module is called.
         config: the transformers config.
+        alike: the first block that computes the same, or `block`: what experts compute is found by trying, and of that one alone.
     """
     found: list[FromCodes] = []
     linears = Linears(block, scheme, packed_now)
@@ -62,7 +65,7 @@ def modules_from_codes(
             if load_extension() and _can_fuse(module.weight, [weight], places, scheme):
                 forward, saw = partial(linears.product, name), partial(linears.saw, name)
                 found.append(FromCodes(module, (weight,), FUSED_ROWS, forward, saw))
-        elif experts := read_experts(module):
+        elif experts := read_experts(alike.get_submodule(name)):
             weights = tuple(f"{name}.{own}" if name else own for own in (experts.first, experts.last))
             if any(weight not in place for place in places for weight in weights):
                 continue

@@ -22,6 +22,8 @@ from zero_inference.engines.stream.ring import Between, BlockRing
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
+from zero_inference.engines.stream.views import BlockViews, Packed
+from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.runtime.distributed import Ranks
@@ -65,13 +67,13 @@ class BlockFeeder:
         self.experts = None if team is None else team.experts
         self.few: bool | None = None  # whether this pass is of few tokens; None before the first one
         self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
-        self.views: dict[tuple[int, int | None], list[tuple[nn.Parameter, torch.Tensor]]] = {}
-        self.packed: dict[tuple[int, int | None], dict[str, tuple[torch.Tensor, ...]]] = {}
+        self.views = BlockViews(self.layouts, store, self.ring, self.workspace)
+        self.parameters: list[list[nn.Parameter]] = []  # by block, in the order of its layout
         self.tokens, self.has_begun = 0, False  # of this pass; before the model was called
         self.recorded: tuple[int, bool | None] = 0, None  # tokens, and whether few, of the pass that graphs repeat
         self.codes: dict[int, BlockCodes] = {}  # by block
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
-        self.slots: dict[int, int | None] = {}  # by block: where it lies in this pass
+        self.packed: dict[int, dict[str, Packed]] = {}  # by block: its quantized weights where they lie in this pass
         self.balance = Balance(team if self.ring is not None else None, self.timeline)
         self.between: Between | None = None  # while a pass is recorded: does what the host does between two graphs
         self.changed: Callable[[Residency], None] = lambda residency: None  # told what is fetched from now on
@@ -96,7 +98,7 @@ class BlockFeeder:
             self.ring.close()
         self.core_blocks.clear()
         self.codes.clear()
-        self.views.clear()
+        self.views.close()
         self.packed.clear()
         self.store.close()
 
@@ -104,10 +106,13 @@ class BlockFeeder:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
+        first = kinds_of_layers(model).first
         for index, block in enumerate(self.residency.blocks):
             module = block.of(layers[block.layer])
-            self._find_views(index, block, module)
-            self._use_codes(index, module)
+            own = dict(module.named_parameters())
+            self.parameters.append([own[stored.name] for stored in self.layouts[index].parameters])
+            self._point(index, self.views.places(index)[0])
+            self._use_codes(index, module, block.of(layers[first.get(block.layer, block.layer)]))
             if team is not None and index in team.computable:
                 self.core_blocks[index] = team.block(index, module)
                 self._divert(index, block, module)
@@ -116,44 +121,26 @@ class BlockFeeder:
                 module.register_forward_hook(self._after(index)),
             ]
 
-    def _find_views(self, index: int, block: Block, module: nn.Module) -> None:
-        """For every place that this block's bytes can lie in: each of its parameters and the tensor there."""
-        layout, parameters = self.layouts[index], dict(module.named_parameters())
-        buffers: dict[int | None, torch.Tensor]  # by slot
-        if index in self.store.resident:
-            buffers = {None: self.store.buffers[index]}
-        else:
-            buffers = {slot: self.ring.buffer_in(index, slot) for slot in range(len(self.ring.slots))}
-        for slot, buffer in buffers.items():
-            self.packed[index, slot] = {
-                stored.name: (*(piece.of(buffer) for piece in stored.packed), stored.plain.of(self.workspace))
-                for stored in layout.parameters
-                if stored.packed is not None
-            }
-        places = {None: self.workspace} if layout.workspace_bytes else buffers
-        for slot, buffer in places.items():
-            self.views[index, slot] = [
-                (parameters[stored.name], stored.plain.of(buffer)) for stored in layout.parameters
-            ]
-        for parameter, values in self.views[index, next(iter(places))]:
-            parameter.data = values
-
-    def _use_codes(self, index: int, module: nn.Module) -> None:
-        """Let modules multiply with codes in short passes, where they can."""
+    def _use_codes(self, index: int, module: nn.Module, alike: nn.Module) -> None:
+        """Let modules multiply with codes in short passes, where they can; `alike` as of `modules_from_codes`."""
         self.codes[index] = BlockCodes()
         if not self.scheme or not self.layouts[index].workspace_bytes:
             return
-        places = [packed for (block, _), packed in self.packed.items() if block == index]
+        places = [self.views.packed(index, slot) for slot in self.views.places(index)]
         packed_now = partial(self._packed_now, index)
-        self.codes[index] = modules_from_codes(module, places, self.scheme, packed_now, self.config)
+        self.codes[index] = modules_from_codes(module, places, self.scheme, packed_now, self.config, alike)
         for found in self.codes[index].found:
             self.replaced.append(found.module)
             applies = partial(self._does_without, index, found.weights[0])
             replace_forward(found.module, found.forward, applies, partial(self.codes[index].saw, found))
 
-    def _packed_now(self, index: int, weight: str) -> tuple[torch.Tensor, ...]:
-        """Codes, scales and minima of a weight, and its place in the workspace, where the block lies in this pass."""
-        return self.packed[index, self.slots[index]][weight]
+    def _packed_now(self, index: int, weight: str) -> Packed:
+        return self.packed[index][weight]
+
+    def _point(self, index: int, slot: int | None) -> None:
+        """Point the block's parameters at their values, with the block in `slot`."""
+        for parameter, values in zip(self.parameters[index], self.views.plain(index, slot)):
+            parameter.data = values
 
     def _divert(self, index: int, block: Block, module: nn.Module) -> None:
         """Let the cores compute in passes of few tokens: the whole block, or each of its linear modules."""
@@ -219,17 +206,16 @@ class BlockFeeder:
             if self.experts is not None and slot is not None:
                 self.experts.seen(index, chosen_of(args, kwargs), self.ring.buffer_in(index, slot))
             if layout.workspace_bytes:
-                buffer = self.store.buffers[index] if resident else self.ring.buffer_in(index, slot)
+                buffer = self.views.buffer(index, slot)
                 self.workspace[: layout.plain_bytes].copy_(buffer[: layout.plain_bytes])
-                self.slots[index] = slot
-                for name, (codes, scales, minima, values) in self.packed[index, slot].items():
+                self.packed[index] = self.views.packed(index, slot)
+                for name, (codes, scales, minima, values) in self.packed[index].items():
                     if not self._does_without(index, name):
                         dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
                 if not resident and not self._holds_slot(index):
                     self._release()
             elif not resident:
-                for parameter, values in self.views[index, slot]:
-                    parameter.data = values
+                self._point(index, slot)
 
         return begin
 
