@@ -30,14 +30,12 @@ class BlockViews:
     ):
         self.layouts, self.store, self.ring, self.workspace = layouts, store, ring, workspace
         first: dict[int, int] = {}
-        self.first = [
-            first.setdefault(id(layout), index) for index, layout in enumerate(layouts)
-        ]  # block of its layout
+        self.first = [first.setdefault(id(layout), index) for index, layout in enumerate(layouts)]  # of its layout
         self.found_plain: dict[tuple[int, int | None], list[torch.Tensor]] = {}  # by block and place, as `_key` says
         self.found_packed: dict[tuple[int, int | None], dict[str, Packed]] = {}
         unlike: dict[
             int, int
-        ] = {}  # by what `can_fuse` asks of an address; torch aligns memory by more, so all slots are alike
+        ] = {}  # by what `can_fuse` asks of an address: torch aligns memory by more, so one is found
         for slot, memory in enumerate(() if ring is None else ring.slots):
             unlike.setdefault(memory.data_ptr() % ALIGNMENT, slot)
         self.unlike_slots = list(unlike.values())
