@@ -90,6 +90,7 @@ def all_cases() -> dict[str, Case]:
     for batch in (1, 8, 32):
         options = f"{thirteen} --gpu-memory 0 --quant-bits 4 --batch-size {batch}"
         cases |= with_and_without(f"llama13b-int4-bs{batch}", options, 2, 0.13)
+    cases |= with_and_without("llama13b-int8-bs1", f"{thirteen} --gpu-memory 0 --quant-bits 8", 2, 0.24)
     for threads in (1, 2):  # a machine whose cores hardly help is not to be slower than without them
         options = f"--engine stream {thirteen} --gpu-memory 0 --quant-bits 4 --cpu-threads {threads}"
         cases[f"llama13b-int4-bs1-auto-{threads}core{'s' * (threads > 1)}"] = Case(options, 2, 0.13)
@@ -113,6 +114,8 @@ def all_cases() -> dict[str, Case]:
     cases["llamacpp-llama70b"] = Case("--model llama-3.1-70b", 120, 1.0, 3 * 32, peer=True)
     kv_options = f"--model opt-13b --dtype float16 --gpu-memory 0 {kv}"
     cases |= with_and_without("opt13b-kv", kv_options, 5, 0.95)
+    kv_resident = "--kv-offload --pin-kv-cache --async-kv-offload --batch-size 8 --quant-bits 4 --gpu-memory 15.51"
+    cases["opt30b-int4-kv"] = Case(f"--engine stream --model opt-30b {kv_resident}", 2, 0.05)
     for batch in (1, 32):
         options = f"{large} --batch-size {batch}"
         cases |= with_and_without(f"llama405b-int4-bs{batch}", options, 20, 1.9, steps=2 * 26)

@@ -138,10 +138,9 @@ class Bench:
     def call_s(self, products: Products, rows: int) -> float:
         """See `BesideLink`: the time of a call grows by a line from that of hardly any width on, but for a step behind its beginning."""
         task, weights = narrow_feed_forward(self.cores, products.dtype, self.columns)
-        narrow = Calls(self.cores, [task], products.dtype, rows)
+        narrow = Calls(self.cores, [task], weights, products.dtype, rows)
         every = narrow, products.calls(rows, short=True), products.calls(rows)
         none_s, short_s, long_s = (self._seconds_of_call(calls) for calls in every)
-        del weights  # the cores have read them
         short, long = every[1].nbytes, every[2].nbytes
         if long <= short:  # rows of the weight are so long that a short block has as many as a long one
             return 0.0

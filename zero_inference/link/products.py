@@ -35,7 +35,7 @@ class Products:
         """Products with `rows` rows, of about `BLOCK_BYTES` or `SHORT_BYTES` each; of one of them at a time."""
         if short and not self.short_tasks:
             self.short_tasks = self._blocks(SHORT_BYTES)
-        return Calls(self.cores, self.short_tasks if short else self.tasks, self.dtype, rows)
+        return Calls(self.cores, self.short_tasks if short else self.tasks, self.kept, self.dtype, rows)
 
     def _width(self, nbytes: int) -> int:
         """Of gate, up and down, in blocks of about so many bytes."""
@@ -68,10 +68,14 @@ class Products:
 
 
 class Calls:
-    """The same number of rows multiplied with one block after the other."""
+    """The same number of rows multiplied with one block after the other.
 
-    def __init__(self, cores: Cores, tasks: list[Task], dtype: torch.dtype, rows: int):
-        self.cores, self.tasks, self.next = cores, tasks, 0
+    Args:
+        kept: memory of the weights.
+    """
+
+    def __init__(self, cores: Cores, tasks: list[Task], kept: object, dtype: torch.dtype, rows: int):
+        self.cores, self.tasks, self.kept, self.next = cores, tasks, kept, 0
         self.x = torch.randn(rows, tasks[0].columns).to(dtype)
         self.out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
 
