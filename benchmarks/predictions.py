@@ -48,7 +48,8 @@ LINK_GB_PER_S, DEVICE_GB_PER_S, TFLOPS = 55.3, 4225.0, 680.0  # the same, of the
 
 def options_of(record: dict[str, Any]) -> list[str]:
     """Those of the run, in today's words."""
-    found, argv = [], iter(record["argv"][1:])
+    words = record["argv"][1:]
+    found, argv = [], iter(words[1:] if words[:1] == ["run"] else words)
     for word in argv:
         if word in OF_FILES:
             next(argv)
