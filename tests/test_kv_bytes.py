@@ -11,6 +11,7 @@ from zero_inference import utils
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.kv_cache.device import DeviceKVCache
+from zero_inference.kv_cache.host import SLOTS
 from zero_inference.models.sizes import kv_widths_of, model_sizes
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
@@ -107,7 +108,7 @@ def test_kv_bytes_are_those_of_a_real_cache(name, no_gpu):
     offloaded = job_of(config, kv_offload=True)
     assert (offloaded.kv_device_bytes, offloaded.kv_host_bytes) == (0, sum(layers)), "a CPU reads them where they lie"
     on_gpu = replace(offloaded, ranks=replace(offloaded.ranks, device=torch.device("cuda", 0)))
-    assert (on_gpu.kv_device_bytes, on_gpu.kv_host_bytes) == (2 * max(layers), sum(layers)), "two slots"
+    assert (on_gpu.kv_device_bytes, on_gpu.kv_host_bytes) == (SLOTS * max(layers), sum(layers))
     if name in BY_HEADS:
         assert utils.cache_bytes(config, BATCH, LENGTH) == sum(layers) // 2, "the log counts 2 bytes an element"
 

@@ -1,0 +1,206 @@
+"""Keys and values in host memory pass through device slots: copies on several streams, played here in any order that their events allow."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zero_inference.kv_cache import host
+from zero_inference.runtime.transfers import Transfers
+
+BATCH, HEADS, DIM, LENGTH = 2, 1, 3, 9
+
+
+class Machine:
+    """Streams that do what they were asked at some time, each in its own order and behind the events it waits for."""
+
+    def __init__(self, seed: int):
+        self.random, self.streams = random.Random(seed), []
+        self.compute = self.stream()
+        self.current = self.compute
+
+    def stream(self, device=None):
+        machine = self
+
+        class Stream:
+            def __init__(self):
+                self.work = deque()
+                machine.streams.append(self)
+
+            def wait_event(self, event):
+                self.work.append(event.wait())
+
+            def wait_stream(self, other):
+                event = machine.event()
+                event.record(other)
+                self.wait_event(event)
+
+            def synchronize(self):
+                machine.run(lambda: not self.work)
+
+        return Stream()
+
+    def event(self):
+        class Event:
+            count = seen = 0  # recordings that were asked for, and done
+
+            def record(self, stream):
+                self.count += 1
+                stream.work.append(lambda count=self.count: setattr(self, "seen", count) or True)
+
+            def wait(self):
+                return lambda count=self.count: self.seen >= count
+
+        return Event()
+
+    def ask(self, action):
+        self.current.work.append(lambda: action() or True)
+
+    def run(self, until):
+        while not until():
+            able = [stream for stream in self.streams if stream.work]
+            assert able, "nobody has work that would end the wait"
+            stream = self.random.choice(able)
+            if stream.work[0]():
+                stream.work.popleft()
+
+    def some(self):
+        """As Python runs on, so much is done meanwhile, or nothing."""
+        for _ in range(self.random.choice((0, 0, 3, 30))):
+            able = [stream for stream in self.streams if stream.work]
+            if able and (stream := self.random.choice(able)).work[0]():
+                stream.work.popleft()
+
+
+class Memory(torch.Tensor):
+    """Memory of that machine: copies are asked for, and done later."""
+
+    machine: Machine
+
+    def record_stream(self, stream) -> None:
+        """It is never given back here."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            target, source = (each.as_subclass(torch.Tensor) for each in args[:2])
+            cls.machine.ask(lambda: target.copy_(source).numel() and None)
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@contextmanager
+def played(monkeypatch, seed: int):
+    machine = Memory.machine = Machine(seed)
+
+    @contextmanager
+    def on(stream):
+        before, machine.current = machine.current, stream
+        try:
+            yield
+        finally:
+            machine.current = before
+
+    cuda = SimpleNamespace(
+        Stream=machine.stream, Event=machine.event, stream=on, current_stream=lambda device: machine.compute
+    )
+
+    def empty(numel, dtype, device):
+        return torch.full((numel,), float("nan"), dtype=dtype).as_subclass(Memory)
+
+    monkeypatch.setattr(host, "torch", SimpleNamespace(cuda=cuda, empty=empty, Tensor=torch.Tensor))
+    monkeypatch.setattr(
+        host, "host_empty", lambda shape, dtype, pinned: torch.zeros(shape, dtype=dtype).as_subclass(Memory)
+    )
+    yield machine
+
+
+def cache_of(layers: int) -> list:
+    pool = host._DeviceSlots(layers, True, True, Transfers())
+    return [host._HostLayer(pool, index, LENGTH) for index in range(layers)]
+
+
+def states_of(layer: int, start: int, end: int) -> tuple[Memory, Memory]:
+    """[batch, heads, new, head_dim], other numbers for each layer, position and side."""
+    numbers = [
+        torch.stack([torch.full((BATCH, HEADS, DIM), 1000.0 * layer + 10 * at + side) for at in range(start, end)], 2)
+        for side in (1, 2)
+    ]
+    return tuple(each.as_subclass(Memory) for each in numbers)
+
+
+def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2) -> None:
+    """What attention reads of each layer in each pass, when its turn comes on the computing stream."""
+    wrong = []
+    with played(monkeypatch, seed) as machine:
+        cache = cache_of(layers)
+        for _ in range(generations):
+            start = 0
+            for end in (3, 4, 5, 6, 8, 9):  # a prompt of three, tokens, and two at once
+                for layer in cache:
+                    layer.device = SimpleNamespace(type="cuda")
+                    if not layer.is_initialized:
+                        layer.dtype, layer.is_initialized = torch.float32, True
+                        layer.allocate(*states_of(layer.index, 0, 3))
+                    kept = layer.update(*states_of(layer.index, start, end))
+                    expected = states_of(layer.index, 0, end)
+
+                    def attend(kept=kept, expected=expected, where=(layer.index, end)):
+                        pairs = zip(kept, expected)
+                        if not all(torch.equal(*(t.as_subclass(torch.Tensor) for t in pair)) for pair in pairs):
+                            wrong.append(where)
+
+                    machine.ask(attend)
+                    machine.some()
+                start = end
+            cache[0].pool.wait()
+            for layer in cache:
+                layer.length = 0
+        machine.run(lambda: not any(stream.work for stream in machine.streams))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7])
+def test_attention_reads_what_was_written_in_any_order_that_streams_allow(layers, monkeypatch):
+    for seed in range(30):
+        generations_agree(monkeypatch, layers, seed)
+
+
+@pytest.mark.parametrize("forgotten", ["read_out", "written"])
+def test_the_order_that_is_asked_for_is_needed(forgotten, monkeypatch):
+    """Without one of the waits some order gives other keys or values: the test above would notice."""
+    make = host._DeviceSlots.__init__
+
+    class Never(dict):
+        def get(self, key, default=None):
+            return None
+
+    def without(pool, *arguments):
+        make(pool, *arguments)
+        setattr(pool, forgotten, Never())
+
+    monkeypatch.setattr(host._DeviceSlots, "__init__", without)
+    with pytest.raises(AssertionError, match=r"\["):
+        for seed in range(300):
+            generations_agree(monkeypatch, 7 if forgotten == "read_out" else 1, seed)
+
+
+def test_two_layers_are_asked_for_ahead(monkeypatch):
+    with played(monkeypatch, 0):
+        cache = cache_of(5)
+        pool = cache[0].pool
+        for start, end in ((0, 3), (3, 4)):
+            for layer in cache:
+                layer.device = SimpleNamespace(type="cuda")
+                if not layer.is_initialized:
+                    layer.dtype, layer.is_initialized = torch.float32, True
+                    layer.allocate(*states_of(layer.index, 0, 3))
+                layer.update(*states_of(layer.index, start, end))
+                if start:
+                    assert list(pool.filled) == [(layer.index + ahead) % 5 for ahead in (1, 2)]
+        assert len(pool.slots) == host.SLOTS == 3
