@@ -16,7 +16,7 @@ import json, sys
 from zero_inference.link.saved import measure_basics
 from zero_inference.runtime.distributed import detect_ranks
 found = measure_basics(detect_ranks(), lambda line: None)
-print(json.dumps([found.launches.model_dump(), found.process_bytes, found.measuring_bytes, found.library_bytes]))
+print(json.dumps([found.launching.found().model_dump(), found.process_bytes, found.measuring_bytes, found.library_bytes]))
 """
 WIDE = dict(hidden_size=1024, max_position_embeddings=256, vocab_size=32000)
 SIZES = {  # 200 to 260 MB in bfloat16, most of it in layers, so that weights and what is made of them outweigh the libraries' scatter

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_inference.link.compute import weights_gb_per_s
-from zero_inference.link.launches import measure_launches
+from zero_inference.link.launches import Launching
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import launches_of, trace_pass
 from zero_inference.models.sizes import experts_of
@@ -90,7 +90,12 @@ def test_the_skeleton_asks_once_and_only_while_it_is_empty():
 
 
 def test_what_the_host_takes_is_measured():
-    found = measure_launches(torch.device("cpu"))
+    launching = Launching(torch.device("cpu"))
+    launching.visit()
+    times = [dict(model.times_s) for model in launching.models]
+    launching.visit()
+    assert all(model.times_s[key] <= before[key] for model, before in zip(launching.models, times) for key in before)
+    found = launching.found()
     assert 1e-6 < found.operator_s < 1e-2 and 0 <= found.step_s < 1 and found.graph_operator_s is None
 
 
@@ -102,7 +107,7 @@ def test_launches_of_a_model_do_not_depend_on_its_weights():
 @pytest.mark.parametrize("scheme", [None, GroupQuantization(8, 64), GroupQuantization(4, 64)])
 def test_products_of_few_tokens_are_measured(scheme, monkeypatch):
     monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_BYTES", 1 << 20)
-    monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_S", 0.0)
+    monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_S", {"cpu": 0.0})
     assert 0.01 < weights_gb_per_s(torch.device("cpu"), torch.bfloat16, scheme, 3) < 2000
 
 

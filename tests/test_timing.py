@@ -430,7 +430,8 @@ def measured_here(tmp_path_factory):
         "from zero_inference.runtime.distributed import detect_ranks; "
         "found = measure_basics(detect_ranks(), lambda line: None); "
         "own_work = [each.model_dump() for each in found.own_work]; "
-        "print(json.dumps([found.launches.model_dump(), found.process_bytes, found.measuring_bytes, found.library_bytes, own_work]))"
+        "launches = found.launching.found().model_dump(); "
+        "print(json.dumps([launches, found.process_bytes, found.measuring_bytes, found.library_bytes, own_work]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=without_gpus())
     launches, process_bytes, measuring_bytes, library_bytes, own_work = json.loads(done.stdout.splitlines()[-1])

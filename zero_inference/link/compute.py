@@ -16,7 +16,9 @@ from zero_inference.quantization.products import linear_groups
 # L2 holds 50 MiB on an H200 and 126 MB on a B200: a few percent of the 2 GiB that are touched
 CUDA_BLOCK_BYTES = 1 << 30
 SECONDS = 0.2
-WEIGHTS_BYTES, WEIGHTS_S = 128 << 20, 0.05  # of the weights of a measurement on a CPU, and how long it takes at least
+WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
+# How long a measurement takes at least. A GPU that rested raises its clocks first: in 0.05 s int4 had 1114 GB/s once, and 1260 else.
+WEIGHTS_S = {"cuda": 0.15, "cpu": 0.05}
 
 
 def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> float:
@@ -72,7 +74,7 @@ def weights_gb_per_s(device: torch.device, dtype: torch.dtype, scheme: GroupQuan
     action: Callable[[], object] = functools.partial(weights.multiply, x)
     if device.type == "cuda":  # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
         action = _as_graph(device, action)
-    return weights.nbytes / median_s(device, action, WEIGHTS_S) / 1e9
+    return weights.nbytes / median_s(device, action, WEIGHTS_S[device.type]) / 1e9
 
 
 def _as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:

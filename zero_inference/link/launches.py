@@ -16,27 +16,36 @@ from zero_inference.runtime.garbage import short_collections
 
 LAYERS = 1, 16  # of the two models: what these differ by are operators
 TOKENS = 32
-ROUNDS = {"cuda": 8, "cpu": 3}
+ROUNDS = {"cuda": 5, "cpu": 3}  # of a visit
 GRAPH_KERNELS = 500
 GRAPH_ELEMENTS = 1 << 12  # 8 KiB, a hidden state
 
 
-@short_collections()
-def measure_launches(device: torch.device) -> Launches:
-    """About three seconds. A step of a small Llama takes `step_s` and `operator_s` for each operator; two sizes give both.
+class Launching:
+    """Two small Llamas, of which a step takes `step_s` and `operator_s` for each operator: two sizes give both.
 
-    They take turns, and the fastest round of each counts: a host that others use may be half as fast for a second. Measured one behind the
-    other, they gave 3.7 ms a step on an H200's host where a run took less than one.
+    They take turns, and the fastest round of each counts: a host that others use may be half as fast for a second, and for a minute, so
+    they are visited more than once. Measured one behind the other, they gave 3.7 ms a step on an H200's host, and a run took less than one.
     """
-    models = [_Steps(layers, device) for layers in LAYERS]
-    for _ in range(ROUNDS[device.type]):
-        for model in models:
-            model.measure()
-    least, most = (model.step_s for model in models)
-    operator_s = max(0.0, (most - least) / (models[1].operators - models[0].operators))
-    step_s = max(0.0, least - models[0].operators * operator_s)
-    graph = _graph_operator_s(device) if device.type == "cuda" else None
-    return Launches(operator_s=operator_s, step_s=step_s, graph_operator_s=graph)
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.models = [_Steps(layers, device) for layers in LAYERS]
+        self.graph_operator_s = _graph_operator_s(device) if device.type == "cuda" else None
+
+    @short_collections()
+    def visit(self) -> None:
+        """About three seconds."""
+        for _ in range(ROUNDS[self.device.type]):
+            for model in self.models:
+                model.measure()
+
+    def found(self) -> Launches:
+        """By all visits."""
+        least, most = (model.step_s for model in self.models)
+        operator_s = max(0.0, (most - least) / (self.models[1].operators - self.models[0].operators))
+        step_s = max(0.0, least - self.models[0].operators * operator_s)
+        return Launches(operator_s=operator_s, step_s=step_s, graph_operator_s=self.graph_operator_s)
 
 
 class _Steps:
@@ -104,7 +113,7 @@ def _graph_operator_s(device: torch.device) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(GRAPH_KERNELS):
             values.add_(1.0)
-    return statistics.median(seconds_of(device, graph.replay) for _ in range(ROUNDS[device.type])) / GRAPH_KERNELS
+    return statistics.median(seconds_of(device, graph.replay) for _ in range(8)) / GRAPH_KERNELS
 
 
 def seconds_of(device: torch.device, action: Callable[[], object]) -> float:

@@ -29,11 +29,10 @@ from zero_inference.link.description import (
     Description,
     DeviceRate,
     Gpu,
-    Launches,
     Loading,
     OwnWork,
 )
-from zero_inference.link.launches import measure_launches
+from zero_inference.link.launches import Launching
 from zero_inference.link.loading import measure_loading
 from zero_inference.link.rooflines import Result
 from zero_inference.quantization.products import FUSED_ROWS
@@ -60,7 +59,7 @@ MOST_ENGINES_S = 600  # for what takes 20 to 50 s where nothing has to be compil
 class Basics:
     """What is found of a process that has done nothing else yet: see `Description`."""
 
-    launches: Launches
+    launching: Launching
     process_bytes: int
     measuring_bytes: int
     library_bytes: dict[str, int]
@@ -70,14 +69,15 @@ class Basics:
 def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
     """To be called before anything else is measured: what that takes would stay with the process."""
     say("measuring how long the host takes to launch operators ...")
-    launches = measure_launches(ranks.device)
+    launching = Launching(ranks.device)
+    launching.visit()
     # a run without a GPU measures its memory by copies of such blocks
     measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
     say("measuring what engines take besides the model's work ...")
     found = _of_engines(ranks, say)
     own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
-    return Basics(launches, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)
+    return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)
 
 
 def _of_engines(ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
@@ -110,6 +110,8 @@ def describe_this_machine(
     """
     on_gpu = ranks.device.type == "cuda"
     found = {each.roofline.name: each.value for each in results if each.value is not None}
+    if on_gpu:  # a minute later; without one a host is as fast as it was
+        basics.launching.visit()
     environment = describe_environment()
     dtypes = {name: found.get(MATMUL.format(name)) for name in ("bfloat16", "float16", "float32")}
     return Description(
@@ -127,7 +129,7 @@ def describe_this_machine(
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
         disk_gb_per_s=found.get("disk_read_gbps"),
         cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
-        launches=basics.launches,
+        launches=basics.launching.found(),
         own_work=basics.own_work,
         loading=_loading(ranks, say),
         process_bytes=basics.process_bytes,

@@ -37,9 +37,10 @@ LIBRARIES = ("accelerate", "deepspeed")
 LAYERS, WIDTH = 8, 256
 # More of the prompt than the device multiplies with codes as they are; without a GPU so few that they take no longer than one.
 PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
-TOKENS, WARMUP = 12, 1
+# Of a loop: with a GPU short ones, so that prefills are seen as often as their times need, of which the fastest counts.
+TOKENS, WARMUP = {"cuda": 4, "cpu": 12}, 1
 # Of a model and the plain one, beside which it is measured: a GPU's host that others use changes within seconds.
-TURNS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 1, "cpu": 2}
+TURNS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 4, "cpu": 2}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # By engine and bits of the weights: what it fetches, and restores, is different code.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
@@ -141,12 +142,12 @@ class _Thin:
         )
 
     def loops(self, warmup: int) -> list[Loop]:
-        job, loaded = self.plan.job, self.loaded
+        job, loaded, kind = self.plan.job, self.loaded, self.loaded.device.type
         ids = torch.zeros(1, job.config.prompt_len, dtype=torch.int64)
         make_cache = cache_maker(
             job.config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting
         )
-        return generation.measure(loaded, ids, TOKENS, LOOPS[loaded.device.type], warmup, job.ranks, make_cache).loops
+        return generation.measure(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
 
 
 @dataclass
@@ -210,7 +211,7 @@ def _entered(
         "dtype": str(DTYPES[ranks.device.type]).removeprefix("torch."),
         "quant_bits": bits,
         "prompt_len": PROMPT_TOKENS[ranks.device.type],
-        "gen_len": TOKENS,
+        "gen_len": TOKENS[ranks.device.type],
         "verbose": 0,
     }
     if on_gpu and options.get("kv_offload"):
