@@ -336,6 +336,11 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     plain = [(engine, 16, False, False) for engine in ("resident", "stream", "accelerate", "deepspeed")]
     assert set(work) == {*plain, *quantized, ("stream", 16, True, False)}, "without a GPU none are restored on it"
     assert {each.engine for each in saved.own_work if each.load_layer_s == 0} == {"resident"}, "whose is load_s"
+    resident, attending = work["resident", 16, False, False], work["stream", 16, True, False]
+    assert resident.step_piece_s == 0.0 < resident.start_s < 1.0 and attending.prefill_piece_s < 0.1
+    assert all(0 < each.step_piece_s < 0.1 for each in saved.own_work if each.engine == "deepspeed")
+    restoring = {(each.engine, each.quant_bits) for each in saved.own_work if each.restored_gb_per_s is not None}
+    assert restoring == {("deepspeed", 8), ("deepspeed", 4)}
     assert (
         saved.versions["torch"] == torch.__version__ and 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]
     )
