@@ -55,8 +55,8 @@ LONGEST = (
     "test_timing.py",
     "test_memory_predictions.py",
     "test_search.py",
-    "test_link.py",
     "test_faults.py",
+    "test_link.py",
     "test_workspace.py",
     "test_run.py",
     "test_errors.py",
@@ -65,6 +65,10 @@ LONGEST = (
     "test_norms_patch.py",
     "test_html_report.py",
     "test_humaneval.py",
+    "test_smollm2.py",
+    "test_quantization.py",
+    "test_run_log.py",
+    "test_micro.py",
 )
 FAMILIES = {
     "opt": dict(

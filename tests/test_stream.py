@@ -468,24 +468,21 @@ def test_link_use_of_a_trace_counts_overlapping_copies_once():
     assert link_use_in(layers) is None and link_use_in([copy(0, 1)]) is None
 
 
-def test_loading_takes_little_more_than_the_weights(tmp_path):
+def test_loading_takes_little_more_than_the_weights(checkpoints, tmp_path):
     """Peak of the process while it reads a checkpoint of 256 MB in several files, against what it stores.
 
     On the CPU, where all of it is memory of the process; CUDA's context and page-locked memory would be counted too.
     """
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=32, num_key_value_heads=8)
+    build_model("llama", "bfloat16", lively=False, **sizes).save_pretrained(tmp_path / "model", max_shard_size="60MB")
     program = tmp_path / "load.py"
     program.write_text(f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
-from conftest import FAMILIES, build_model
 from test_stream import load
-FAMILIES["wide"] = dict(FAMILIES["llama"], hidden_size=512, intermediate_size=2048, num_hidden_layers=32, num_key_value_heads=8)
-build_model("wide", "bfloat16").save_pretrained("model", max_shard_size="60MB")
-FAMILIES["tiny"] = FAMILIES["llama"]
-build_model("tiny", "bfloat16").save_pretrained("tiny")
 bits, group = int(sys.argv[1]), 64 if sys.argv[1] == "16" else 32
-load("tiny", dtype="bfloat16")[0].close()
+load({str(checkpoints("llama", "bfloat16"))!r}, dtype="bfloat16")[0].close()
 
 def memory(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024

@@ -1,24 +1,18 @@
-"""Predicted times: against hand computations, against runs that H200s have done, and against runs of this machine."""
+"""Predicted times: against hand computations and against runs that H200s have done; of this machine, in test_memory_predictions.py."""
 
-import json
 import statistics
-import subprocess
-import sys
 
 import pytest
-import torch
-from conftest import ROOT, without_gpus
+from conftest import ROOT
 from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of
-from zero_inference.cli import console_main, main
 from zero_inference.link.cores import BLOCK_BYTES
-from zero_inference.link.description import DeviceRate, Launches, Loading, OwnWork, write_description
+from zero_inference.link.description import DeviceRate, Launches, Loading, OwnWork
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.measure.own_work import _loaded_alike
 from zero_inference.plan.timing import why_unknown
 from zero_inference.records.read import read_records
-from zero_inference.runtime.environment import describe_environment, versions_of
 
 GIB = 1 << 30
 LAUNCHES = Launches(operator_s=12e-6, step_s=1e-3, graph_operator_s=2e-6)
@@ -420,99 +414,6 @@ def test_steps_with_the_cores_are_predicted_to_10_percent(skeletons):
         assert abs(errors[-1]) < 0.1, name
         assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
     assert abs(statistics.median(errors)) < 0.05
-
-
-@pytest.fixture(scope="module")
-def measured_here(tmp_path_factory):
-    """A file that describes this machine: what its processes take is measured, as `zero-inference link --save` does."""
-    code = (
-        "import json; from zero_inference.link.saved import measure_basics; "
-        "from zero_inference.runtime.distributed import detect_ranks; "
-        "found = measure_basics(detect_ranks(), lambda line: None); "
-        "own_work = [each.model_dump() for each in found.own_work]; "
-        "launches = found.launching.found().model_dump(); "
-        "print(json.dumps([launches, found.process_bytes, found.measuring_bytes, found.library_bytes, own_work]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=without_gpus())
-    launches, process_bytes, measuring_bytes, library_bytes, own_work = json.loads(done.stdout.splitlines()[-1])
-    engines = {(each["engine"], each["quant_bits"]): each for each in own_work if not each["kv_offload"]}
-    (attending,) = (each for each in own_work if each["kv_offload"])
-    assert attending["engine"] == "stream" and attending["prefill_piece_s"] < 0.1
-    assert set(engines) == {("resident", 16), ("stream", 16), ("stream", 4), ("accelerate", 16)} | {
-        ("deepspeed", bits) for bits in (16, 8, 4)
-    }
-    assert engines["resident", 16]["step_piece_s"] == 0.0 < engines["resident", 16]["start_s"] < 1.0
-    assert all(0 < engines["deepspeed", bits]["step_piece_s"] < 0.1 for bits in (16, 8, 4))
-    assert all(
-        (each["restored_gb_per_s"] is None) == (name[1] == 16 or name[0] == "stream") for name, each in engines.items()
-    )
-    environment = describe_environment()
-    path = tmp_path_factory.mktemp("machine") / "machine.json"
-    here = MACHINE.model_copy(
-        update={
-            "gpus": (),
-            "cores": None,
-            "versions": versions_of(environment),
-            "link_gb_per_s": 10.0,
-            "device_gb_per_s": 20.0,
-            "launches": Launches(**launches),
-            "process_bytes": process_bytes,
-            "measuring_bytes": measuring_bytes,
-            "library_bytes": library_bytes,
-            "own_work": tuple(OwnWork(**each) for each in own_work),
-        }
-    )
-    write_description(here, path)
-    return path
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU all of a run's memory is host memory")
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--engine resident",
-        "--engine stream --kv-offload",
-        "--engine stream --quant-bits 8",
-        "--engine stream --quant-bits 4",
-        "--engine accelerate --cpu-offload",
-        "--engine deepspeed --cpu-offload",
-        "--engine deepspeed --cpu-offload --quant-bits 8",
-    ],
-)
-def test_a_run_here_takes_the_host_memory_that_was_predicted(options, measured_here, tmp_path, monkeypatch, capfd):
-    """Within 10%. And `plan`, --dry-run and the run say the same."""
-    monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(measured_here))
-    sizes = "--model opt-125m --dummy --dtype bfloat16 --prompt-len 64 --gen-len 4 --batch-size 2"
-    asked, log = [*sizes.split(), *options.split()], tmp_path / "run.log"
-    command = [
-        sys.executable,
-        str(ROOT / "run_model.py"),
-        *asked,
-        "--loops",
-        "1",
-        "--warmup",
-        "0",
-        "--log-file",
-        str(log),
-    ]
-    subprocess.run(command, check=True, env=without_gpus() | {"ZERO_INFERENCE_MACHINE": str(measured_here)})
-    (record,) = read_records(log.with_suffix(".jsonl"))
-    predicted = record["predicted"]
-    assert predicted["peak_host_bytes"] == pytest.approx(record["peak_host_bytes"], rel=0.1)
-    capfd.readouterr()
-    assert main(["run_model.py", *asked, "--dry-run"]) == 0
-    dry = capfd.readouterr().out
-    assert f"prefill {predicted['prefill_s']:.3g} s" in dry
-    words = [*asked, "--json", *([] if "--quant-bits" in asked else ["--quant-bits", "16"])]
-    if "--cpu-offload" in words:
-        words.remove("--cpu-offload")
-    if "--kv-offload" in words:
-        words.insert(words.index("--kv-offload") + 1, "on")
-    assert console_main(["zero-inference", "plan", *words]) == 0
-    kv = "--kv-offload" in words
-    planned = json.loads(capfd.readouterr().out)["configurations"]
-    (same,) = [each for each in planned if ("--kv-offload" in each["command"]) == kv]
-    assert same["prefill_s"] == predicted["prefill_s"] and 3 * same["step_s"] == pytest.approx(predicted["decode_s"])
 
 
 def test_more_tokens_than_the_fused_products_take_are_multiplied_with_restored_weights():

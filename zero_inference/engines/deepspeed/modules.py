@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,8 @@ from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.locks import held_lock
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
+TOGETHER = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: the folder whose sources can be compiled as one
+APART = "apart"  # the file in a module's folder that says that they could not
 SHARED = Path("/dev/shm")
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
@@ -28,7 +31,7 @@ AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL
 def use_private_folder(device_type: str) -> None:
     """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
     unless TORCH_EXTENSIONS_DIR says where."""
-    built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS]).encode()).hexdigest()[:8]
+    built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS, *TOGETHER]).encode()).hexdigest()[:8]
     pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
     os.environ.setdefault(
         "TORCH_EXTENSIONS_DIR", str(user_cache() / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair))
@@ -83,12 +86,53 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, speak: boo
             if OURS in str(folder):
                 (folder / builder.name / "lock").unlink(missing_ok=True)
                 _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
-            builder.load(verbose=False)
+                _load_joined(builder, folder / builder.name)
+            else:
+                builder.load(verbose=False)
 
 
 def _add_flags(builder) -> None:
     plain = builder.cxx_args
     builder.cxx_args = lambda: [*plain(), *FLAGS]
+
+
+def _load_joined(builder, folder: Path) -> None:
+    """Load it, compiled with those of its sources that TOGETHER names as one file, or each by itself where that failed once.
+
+    Nearly all that the compiler does is to read torch's headers, 15 s for each source: the 12 of async_io took 140 s of a core, and
+    take 20.
+    """
+    from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
+
+    plain = builder.sources
+    if builder.name in TOGETHER and not (folder / APART).exists():
+        joined = join_sources(
+            [builder.deepspeed_src_path(source) for source in plain()], TOGETHER[builder.name], folder
+        )
+        builder.sources = lambda: joined
+        try:
+            builder.load(verbose=False)
+            return
+        except RuntimeError:
+            (folder / APART).touch()
+            builder.sources = plain
+            JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # else other sources are a second version, named so
+    builder.load(verbose=False)
+
+
+def join_sources(sources: Sequence[str], place: str, folder: Path) -> list[str]:
+    """The same sources, but a file in `folder` that includes them for those that lie in a folder named `place`.
+
+    Headers come first and once: not all of DeepSpeed's guard themselves, and what was imported is not included again.
+    """
+    together = [source for source in sources if Path(source).parent.name == place]
+    headers = sorted({header for source in together for header in Path(source).parent.glob("*.h")})
+    lines = [*(f'#import "{header}"' for header in headers), *(f'#include "{source}"' for source in together)]
+    text, joined = "\n".join([*lines, ""]), folder / f"{place}_joined.cpp"
+    if not joined.exists() or joined.read_text() != text:  # a newer file would be compiled again
+        folder.mkdir(parents=True, exist_ok=True)
+        joined.write_text(text)
+    return [*(source for source in sources if source not in together), str(joined)]
 
 
 def init_distributed(ranks: Ranks) -> None:
