@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from zero_inference.cores.library import load_library
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import RunError
 from zero_inference.link import core_rates, cores, products
-from zero_inference.link.cores import BLOCK_BYTES, BesideLink
+from zero_inference.link.cores import BLOCK_BYTES, BesideLink, Besides
 from zero_inference.link.products import Products
 from zero_inference.quantization.groups import GroupQuantization
 
@@ -87,17 +88,16 @@ def test_every_format_is_visited_with_every_number_of_tokens(monkeypatch):
     assert len(visits) == 3 * 12 and visits[:12] == visits[12:24] == visits[24:], "all of them before the next visit"
     for each in found.products:
         assert each.link_gb_per_s == 50.0 and each.crossing_s == pytest.approx(1e-5 * each.rows)
-        assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and each.call_s >= 0
+        assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and min(each.call_s, each.expert_s) >= 0
     assert found.read_gb_per_s > 0
 
 
 def test_the_median_of_the_visits_counts():
-    seen = core_rates._Seen(
-        link=[50.0, 40.0, 51.0], cores=[90.0, 100.0, 95.0], alone=[93.0, 120.0, 92.0], call_s=[0.0, 1e-4, 3e-5]
-    )
+    besides = [Besides(0.0, 1e-5), Besides(1e-4, 2e-5), Besides(3e-5, 0.0)]
+    seen = core_rates._Seen([50.0, 40.0, 51.0], [90.0, 100.0, 95.0], [93.0, 120.0, 92.0], besides)
     found = core_rates._rates("int4", 1, seen, 6e-5)
     assert (found.link_gb_per_s, found.cores_gb_per_s, found.cores_alone_gb_per_s) == (50.0, 93.0, 93.0)
-    assert (found.call_s, found.crossing_s) == (3e-5, 6e-5)
+    assert (found.call_s, found.expert_s, found.crossing_s) == (3e-5, 1e-5, 6e-5)
 
 
 def test_a_format_without_memory_is_left_out(monkeypatch):
@@ -132,18 +132,36 @@ def test_calls_multiply_with_weights_of_the_size_that_was_asked_for(dtype, schem
         team.close()
 
 
+def test_experts_are_read_by_a_call():
+    team = Cores((-1, -1), SPIN_US)
+    try:
+        weights = Products(team, torch.bfloat16, INT4, COLUMNS)
+        calls = weights.expert_calls(3)
+        assert len(calls.tasks) > 0 and len(calls.tasks) * 2 * calls.nbytes <= weights.kept.numel(), "half of them"
+        read = team.chosen_bytes()
+        assert calls.one() == calls.nbytes == 8 * 3 * products.WIDTH_STEP * weights.of_row
+        assert team.chosen_bytes() - read == calls.nbytes, "each once, though three rows chose it"
+    finally:
+        team.close()
+
+
 def test_the_time_of_a_call_besides_its_bytes():
-    """A line through calls of two sizes begins above a call of no width."""
+    """A line through calls of two sizes begins above a call of no width, and one with experts lies above it."""
     team = Cores((-1,), SPIN_US)
     try:
         bench = PlayedBench(torch.device("cpu"), (-1,), 1, COLUMNS)
         weights = Products(team, torch.bfloat16, None, COLUMNS)
-        sizes = {0: 1.0, weights.calls(1, short=True).nbytes: 3.0, weights.calls(1).nbytes: 9.0}
-        bench._seconds_of_call = lambda calls: sizes[calls.nbytes]
-        short, long = sorted(sizes)[1:]
-        assert bench.call_s(weights, 1) == pytest.approx(2.0 - 6.0 * short / (long - short))
-        sizes[short] = 1.5
-        assert bench.call_s(weights, 1) == 0.0, "never less than nothing"
+        short, long = weights.calls(1, short=True).nbytes, weights.calls(1).nbytes
+        experts = weights.expert_calls(1).nbytes
+        assert len({0, short, long, experts}) == 4
+        times = {0: 1.0, short: 3.0, long: 9.0, experts: 12.0}
+        bench._seconds_of_call = lambda calls: times[calls.nbytes]
+        found = bench.besides(weights, 1)
+        assert found.call_s == pytest.approx(2.0 - 6.0 * short / (long - short))
+        line = 3.0 + (experts - short) * 6.0 / (long - short)
+        assert found.expert_s == pytest.approx((12.0 - line) / 8)
+        times |= {short: 1.5, experts: 0.5}
+        assert bench.besides(weights, 1) == Besides(0.0, 0.0), "never less than nothing"
         bench.close()
     finally:
         team.close()
@@ -154,4 +172,6 @@ def test_a_short_call_costs_what_a_long_one_has_in_its_rate():
     assert rates.meeting_s(0) == pytest.approx(1e-4) and rates.meeting_s(BLOCK_BYTES) == 6e-5
     assert rates.meeting_s(BLOCK_BYTES // 2) == pytest.approx(8e-5) and rates.meeting_s(4 * BLOCK_BYTES) == 6e-5
     assert statistics.fmean(map(rates.meeting_s, (0, BLOCK_BYTES))) == pytest.approx(8e-5)
-    assert Residency([], [], [], 0, 0).meetings == {}
+    assert Residency([], [], [], 0, 0).calls == {}
+    with_experts = replace(rates, expert_s=1e-5)
+    assert with_experts.meeting_s(BLOCK_BYTES, 8) == pytest.approx(6e-5 + 8e-5)

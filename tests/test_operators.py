@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_inference.link.compute import weights_gb_per_s
+from zero_inference.link.compute import DeviceWeights
 from zero_inference.link.launches import Launching
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import launches_of, trace_pass
@@ -108,7 +108,8 @@ def test_launches_of_a_model_do_not_depend_on_its_weights():
 def test_products_of_few_tokens_are_measured(scheme, monkeypatch):
     monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_BYTES", 1 << 20)
     monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_S", {"cpu": 0.0})
-    assert 0.01 < weights_gb_per_s(torch.device("cpu"), torch.bfloat16, scheme, 3) < 2000
+    weights = DeviceWeights(torch.device("cpu"), torch.bfloat16, scheme)
+    assert all(0.01 < weights.gb_per_s(rows) < 2000 for rows in (1, 3))
 
 
 class SawBatches(TorchDispatchMode):

@@ -74,7 +74,7 @@ def test_feed_forwards_come_first(share, attention, forward):
     placed = residency().with_shares_computed(0, share)
     assert (
         numbers(placed.computed) == (attention, forward)
-        and sum(map(len, placed.meetings.values())) == 2 * attention + forward
+        and sum(map(len, placed.calls.values())) == 2 * attention + forward
     )
     candidates = range(20)
     fewer = placed.with_work_moved(3 * GB, candidates)

@@ -263,7 +263,7 @@ def test_the_cores_work_beside_the_link():
     weights = plan.weights
     alone = times_of("--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 0 --cpu-compute off", machine)[1]
     assert times.step.seconds < 0.6 * alone.step.seconds
-    waits_s = weights.residency.computed_bytes / 100e9 + sum(map(len, weights.residency.meetings.values())) * 1e-4
+    waits_s = weights.residency.computed_bytes / 100e9 + sum(map(len, weights.residency.calls.values())) * 1e-4
     assert weights.cores_s() == pytest.approx(waits_s) and times.step.seconds > waits_s
     assert times.step.seconds >= (weights.fetched_bytes + weights.cores_bytes) / 150e9, (
         "never faster than both together"
@@ -328,9 +328,14 @@ def test_short_calls_of_the_cores_cost_more():
     options = "--model qwen3-30b-a3b --engine stream --quant-bits 4 --gpu-memory 0"
     before, after = (times_of(options, machine)[0].weights for machine in machines)
     assert before.residency.computed == after.residency.computed
-    calls = [nbytes for meetings in after.residency.meetings.values() for nbytes in meetings]
+    calls = [each.nbytes for some in after.residency.calls.values() for each in some]
     extra_s = sum(1e-4 * (1 - nbytes / BLOCK_BYTES) for nbytes in calls)
     assert after.cores_s() - before.cores_s() == pytest.approx(extra_s) and extra_s > 0.8e-4 * len(calls)
+    for_each = tuple(each.model_copy(update={"expert_s": 1e-5}) for each in MACHINE.cores.products)
+    cores = MACHINE.cores.model_copy(update={"products": for_each})
+    reading = times_of(options, FAST.model_copy(update={"cores": cores}))[0].weights
+    assert before.residency.computed == reading.residency.computed
+    assert reading.cores_s() - before.cores_s() == pytest.approx(48 * 8 * 1e-5), "8 experts of 128, in 48 layers"
 
 
 def test_products_with_codes_are_taken_from_what_was_measured():

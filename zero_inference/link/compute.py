@@ -62,21 +62,6 @@ def matmul_tflops(
     return max(of(count) for count in (size, *rows))
 
 
-def weights_gb_per_s(device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, rows: int) -> float:
-    """Median GB/s of stored bytes of weights that `rows` tokens are multiplied with on `device`, one matrix after the other, of so many
-    that caches hold few of them.
-
-    Args:
-        scheme: how the weights are stored; None for plain ones of `dtype`.
-    """
-    weights = _Weights(device, dtype, scheme)
-    x = torch.randn(rows, weights.size, device=device).to(dtype)
-    action: Callable[[], object] = functools.partial(weights.multiply, x)
-    if device.type == "cuda":  # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
-        action = _as_graph(device, action)
-    return weights.nbytes / median_s(device, action, WEIGHTS_S[device.type]) / 1e9
-
-
 def _as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
     """What repeats the kernels of `action`."""
     stream = torch.cuda.Stream(device)
@@ -90,10 +75,15 @@ def _as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[]
     return graph.replay
 
 
-class _Weights:
-    """Square matrices with random values, and as many of them as `nbytes` says."""
+class DeviceWeights:
+    """Square matrices with random values on `device`, so many that caches hold few of them.
+
+    Args:
+        scheme: how they are stored; None for plain ones of `dtype`.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None):
+        self.device, self.dtype = device, dtype
         on_gpu = device.type == "cuda"
         self.size, self.scheme = (8192, scheme) if on_gpu else (2048, scheme)
         bits = scheme.bits if scheme else 8 * dtype.itemsize
@@ -113,7 +103,17 @@ class _Weights:
         ]
         self.nbytes = sum(part.nbytes for packed in self.packed for part in packed)
 
-    def multiply(self, x: torch.Tensor) -> None:
+    def gb_per_s(self, rows: int) -> float:
+        """Median GB/s of stored bytes that `rows` tokens are multiplied with, one matrix after the other."""
+        x = torch.randn(rows, self.size, device=self.device).to(self.dtype)
+        action: Callable[[], object] = functools.partial(self._multiply, x)
+        if (
+            self.device.type == "cuda"
+        ):  # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
+            action = _as_graph(self.device, action)
+        return self.nbytes / median_s(self.device, action, WEIGHTS_S[self.device.type]) / 1e9
+
+    def _multiply(self, x: torch.Tensor) -> None:
         if self.scheme is None:
             for weight in self.plain:
                 torch.nn.functional.linear(x, weight)

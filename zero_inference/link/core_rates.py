@@ -12,7 +12,7 @@ import torch
 
 from zero_inference.errors import RunError
 from zero_inference.link.copies import rate_alone, rates_together
-from zero_inference.link.cores import GROUP_SIZE, Bench, read_beside
+from zero_inference.link.cores import GROUP_SIZE, Bench, Besides, read_beside
 from zero_inference.link.description import CoreRates
 from zero_inference.link.description import Products as Format
 from zero_inference.link.products import Products
@@ -53,7 +53,7 @@ class _Seen:
     link: list[float] = field(default_factory=list)
     cores: list[float] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
-    call_s: list[float] = field(default_factory=list)
+    besides: list[Besides] = field(default_factory=list)
 
 
 def measure_core_rates(device: torch.device, cpus: tuple[int, ...], say: Callable[[str], None]) -> OfCores | None:
@@ -106,7 +106,7 @@ def _visit(bench: Bench, products: Products, rows: int, seen: _Seen) -> None:
         link, cores = rates_together(calls, bench.link)
         seen.link.append(link)
         seen.cores.append(cores)
-    seen.call_s.append(bench.call_s(products, rows))
+    seen.besides.append(bench.besides(products, rows))
 
 
 def _rates(name: Format, rows: int, seen: _Seen, crossing_s: float) -> CoreRates:
@@ -120,5 +120,6 @@ def _rates(name: Format, rows: int, seen: _Seen, crossing_s: float) -> CoreRates
         ),  # more than alone is a host that others used meanwhile
         cores_alone_gb_per_s=alone,
         crossing_s=crossing_s,
-        call_s=statistics.median(seen.call_s),
+        call_s=statistics.median(each.call_s for each in seen.besides),
+        expert_s=statistics.median(each.expert_s for each in seen.besides),
     )

@@ -23,7 +23,7 @@ from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import device_copy_gb_per_s
 from zero_inference.link.copies import Copies, random_bytes, rate_alone, rates_together
 from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s, narrow_feed_forward
-from zero_inference.link.products import BLOCK_BYTES, Calls, Products
+from zero_inference.link.products import BLOCK_BYTES, CHOSEN, Calls, Products
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 
@@ -48,6 +48,7 @@ class BesideLink:
         device_gb_per_s: copies inside the memory of the device, read and written bytes both counted.
         attended: keys and values that the cores attend over; None where that was not measured.
         call_s: what a call of the cores takes besides its bytes and what one of hardly any width takes, while the link is busy.
+        expert_s: what a call that reads experts takes besides, for each of them.
     """
 
     rows: int
@@ -60,6 +61,7 @@ class BesideLink:
     device_gb_per_s: float
     attended: Attended | None = None
     call_s: float = 0.0
+    expert_s: float = 0.0
 
     def attention_gb_per_s(self, link_rests: bool) -> float:
         """Of keys and values; where that was not measured, what the cores read, which is more."""
@@ -67,10 +69,10 @@ class BesideLink:
             return self.read_gb_per_s
         return self.attended.alone_gb_per_s if link_rests else self.attended.beside_link_gb_per_s
 
-    def meeting_s(self, nbytes: float) -> float:
-        """Seconds that a call for products of so many bytes takes besides these at `cores_gb_per_s`, in which a call of `BLOCK_BYTES` has
-        its `call_s`."""
-        return self.crossing_s + self.call_s * max(0.0, 1 - nbytes / BLOCK_BYTES)
+    def meeting_s(self, nbytes: float, experts: float = 0.0) -> float:
+        """Seconds that a call for products of so many bytes, or of so many experts with them, takes besides these at `cores_gb_per_s`, in
+        which a call of `BLOCK_BYTES` has its `call_s`."""
+        return self.crossing_s + self.call_s * max(0.0, 1 - nbytes / BLOCK_BYTES) + self.expert_s * experts
 
 
 @functools.cache  # a plan is made for many options
@@ -97,6 +99,7 @@ def measure_beside_link(
         alone = rate_alone(products.calls(rows), PRODUCTS_S)
         link_alone = statistics.median(bench.link.round() for _ in range(ROUNDS))
         together = [rates_together(products.calls(rows), bench.link) for _ in range(ROUNDS)]
+        besides = bench.besides(products, rows)
         return BesideLink(
             rows,
             link_alone,
@@ -107,8 +110,17 @@ def measure_beside_link(
             statistics.median(read_beside(cpus, bench.link, products.kept) for _ in range(READS)),
             bench.crossing_s(dtype, rows),
             device_copy_gb_per_s(device, DEVICE_S),
-            call_s=bench.call_s(products, rows),
+            call_s=besides.call_s,
+            expert_s=besides.expert_s,
         )
+
+
+@dataclass(frozen=True)
+class Besides:
+    """See `BesideLink`."""
+
+    call_s: float
+    expert_s: float
 
 
 class Bench:
@@ -135,16 +147,20 @@ class Bench:
         """See `BesideLink`."""
         return crossing_s(Meeting(self.cores, self.place, self.link), dtype, rows, self.columns)
 
-    def call_s(self, products: Products, rows: int) -> float:
-        """See `BesideLink`: the time of a call grows by a line from that of hardly any width on, but for a step behind its beginning."""
+    def besides(self, products: Products, rows: int) -> Besides:
+        """The time of a call grows by a line from that of hardly any width on, but for a step behind its beginning; one that reads experts
+        takes longer than that."""
         task, weights = narrow_feed_forward(self.cores, products.dtype, self.columns)
         narrow = Calls(self.cores, [task], weights, products.dtype, rows)
-        every = narrow, products.calls(rows, short=True), products.calls(rows)
-        none_s, short_s, long_s = (self._seconds_of_call(calls) for calls in every)
-        short, long = every[1].nbytes, every[2].nbytes
-        if long <= short:  # rows of the weight are so long that a short block has as many as a long one
-            return 0.0
-        return max(0.0, short_s - none_s - short * (long_s - short_s) / (long - short))
+        short, long, experts = products.calls(rows, short=True), products.calls(rows), products.expert_calls(rows)
+        none_s, short_s, long_s, experts_s = map(self._seconds_of_call, (narrow, short, long, experts))
+        if long.nbytes <= short.nbytes:  # rows of the weight are so long that a short block has as many as a long one
+            return Besides(0.0, 0.0)
+        of_byte = (long_s - short_s) / (long.nbytes - short.nbytes)
+        return Besides(
+            call_s=max(0.0, short_s - none_s - short.nbytes * of_byte),
+            expert_s=max(0.0, experts_s - short_s - (experts.nbytes - short.nbytes) * of_byte) / CHOSEN,
+        )
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -59,7 +59,8 @@ class CoreRates(_Part):
         link_gb_per_s, cores_gb_per_s: copies to the device, and stored bytes of weights multiplied, at the same time.
         cores_alone_gb_per_s: products while the link rests.
         crossing_s: from the device to the cores and back while the link is busy.
-        call_s: what a call of the cores takes besides its bytes and the crossing; 0 in files from before it was measured.
+        call_s, expert_s: what a call of the cores takes besides its bytes and the crossing, and more for each expert that it reads; 0 in
+            files from before they were measured.
     """
 
     format: Products
@@ -69,6 +70,7 @@ class CoreRates(_Part):
     cores_alone_gb_per_s: Rate
     crossing_s: Seconds
     call_s: Seconds = 0.0
+    expert_s: Seconds = 0.0
 
 
 class AttentionRate(_Part):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import Cores, Stage, Task, Weight
+from zero_inference.cores.experts import Expert, add_experts
 from zero_inference.cores.matrix import Matrix
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.copies import RANDOM_BYTES, random_bytes
@@ -12,6 +16,7 @@ from zero_inference.quantization.groups import GroupQuantization
 
 BLOCK_BYTES, WIDTH_STEP = 128 << 20, 256  # of a feed-forward; groups of any size divide its width
 SHORT_BYTES = 16 << 20  # of one that shows what a call takes besides its bytes
+EXPERTS, CHOSEN = 16, 8  # of a task with experts as narrow as can be, and those that each row chooses
 
 
 class Products:
@@ -30,6 +35,7 @@ class Products:
             _fill(self.kept.view(dtype))
         self.tasks = self._blocks(BLOCK_BYTES)
         self.short_tasks: list[Task] = []
+        self.expert_tasks: list[Task] = []
 
     def calls(self, rows: int, short: bool = False) -> Calls:
         """Products with `rows` rows, of about `BLOCK_BYTES` or `SHORT_BYTES` each; of one of them at a time."""
@@ -37,20 +43,35 @@ class Products:
             self.short_tasks = self._blocks(SHORT_BYTES)
         return Calls(self.cores, self.short_tasks if short else self.tasks, self.kept, self.dtype, rows)
 
+    def expert_calls(self, rows: int) -> ExpertCalls:
+        """The same with experts of `WIDTH_STEP` columns, of which all rows choose `CHOSEN`."""
+        if not self.expert_tasks:
+            self.expert_tasks = self._experts()
+        return ExpertCalls(self, rows)
+
     def _width(self, nbytes: int) -> int:
         """Of gate, up and down, in blocks of about so many bytes."""
         return max(WIDTH_STEP, nbytes // (3 * self.of_row) // WIDTH_STEP * WIDTH_STEP)
 
     def _blocks(self, nbytes: int) -> list[Task]:
-        width, tasks = self._width(nbytes), []
+        return [
+            self.cores.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], self.dtype)
+            for gate, up, down in self._feed_forwards(self._width(nbytes))
+        ]
+
+    def _experts(self) -> list[Task]:
+        experts = [Expert(*(weight.matrix for weight in each)) for each in self._feed_forwards(WIDTH_STEP)]
+        whole = range(0, len(experts) - EXPERTS + 1, EXPERTS)
+        return [add_experts(self.cores, experts[first : first + EXPERTS], "silu", self.dtype) for first in whole]
+
+    def _feed_forwards(self, width: int) -> Iterator[tuple[Weight, Weight, Weight]]:
+        """Gate, up and down, one behind the other in `kept`."""
         matrix_bytes = width * self.of_row
         for block in self.kept.split(3 * matrix_bytes):
             if block.numel() < 3 * matrix_bytes:
-                break
+                return
             gate, up = (self._weight(part, width, self.columns) for part in block.split(matrix_bytes)[:2])
-            down = self._weight(block[2 * matrix_bytes :], self.columns, width)
-            tasks.append(self.cores.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], self.dtype))
-        return tasks
+            yield gate, up, self._weight(block[2 * matrix_bytes :], self.columns, width)
 
     def _weight(self, buffer: torch.Tensor, rows: int, columns: int) -> Weight:
         """In random bytes; scales and minima are made numbers of the usual size."""
@@ -90,6 +111,28 @@ class Calls:
         self.next = (self.next + 1) % len(self.tasks)
         self.cores.run(task, self.x, self.out)
         return task.nbytes
+
+
+class ExpertCalls(Calls):
+    """The same with one task of experts after the other."""
+
+    def __init__(self, products: Products, rows: int):
+        super().__init__(products.cores, products.expert_tasks, products.kept, products.dtype, rows)
+        self.expert_bytes = 3 * WIDTH_STEP * products.of_row
+        numbers = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)
+        self.choice = Choice(numbers, torch.full(numbers.shape, 1 / CHOSEN))
+
+    @property
+    def nbytes(self) -> int:
+        """Of a call."""
+        return CHOSEN * self.expert_bytes
+
+    def one(self) -> int:
+        """As of `Calls`."""
+        task = self.tasks[self.next]
+        self.next = (self.next + 1) % len(self.tasks)
+        self.cores.run(task, self.x, self.out, self.choice)
+        return self.nbytes
 
 
 def _fill(weights: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
 from zero_inference.link.attention import HEADS, measure_attention
 from zero_inference.link.caches import block_bytes
-from zero_inference.link.compute import weights_gb_per_s
+from zero_inference.link.compute import DeviceWeights
 from zero_inference.link.core_rates import FORMATS, ROWS, measure_core_rates
 from zero_inference.link.cores import cpus_of_host
 from zero_inference.link.description import (
@@ -154,13 +154,12 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
     for name, (dtype, scheme) in FORMATS.items():
         if name == ("float32" if on_gpu else "float16"):  # which no run there has by itself
             continue
-        for rows in GPU_ROWS if on_gpu else DEVICE_ROWS:
-            try:
-                rate = weights_gb_per_s(ranks.device, dtype, scheme, rows)
-            except torch.OutOfMemoryError as error:
-                say(f"warning: not measured: {first_line(error)}")
-                continue
-            rates.append(DeviceRate(format=name, rows=rows, gb_per_s=rate))
+        try:
+            weights = DeviceWeights(ranks.device, dtype, scheme)
+            for rows in GPU_ROWS if on_gpu else DEVICE_ROWS:
+                rates.append(DeviceRate(format=name, rows=rows, gb_per_s=weights.gb_per_s(rows)))
+        except torch.OutOfMemoryError as error:  # or for more rows
+            say(f"warning: not measured: {first_line(error)}")
     return tuple(rates)
 
 

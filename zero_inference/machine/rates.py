@@ -38,6 +38,9 @@ def beside_link(description: Description, what: str, rows: int) -> BesideLink | 
     def at(name: str) -> float:
         return 1 / between([each.rows for each in points], [1 / getattr(each, name) for each in points], rows)
 
+    def seconds(name: str) -> float:
+        return between([each.rows for each in points], [getattr(each, name) for each in points], rows)
+
     return BesideLink(
         rows=rows,
         link_alone_gb_per_s=description.link_gb_per_s,
@@ -47,7 +50,8 @@ def beside_link(description: Description, what: str, rows: int) -> BesideLink | 
         read_gb_per_s=cores.read_gb_per_s,
         crossing_s=between([each.rows for each in points], [_crossing_s(cores, each.rows) for each in points], rows),
         device_gb_per_s=description.device_gb_per_s,
-        call_s=between([each.rows for each in points], [each.call_s for each in points], rows),
+        call_s=seconds("call_s"),
+        expert_s=seconds("expert_s"),
     )
 
 

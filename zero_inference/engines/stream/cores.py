@@ -209,8 +209,10 @@ def place_on_cores(
 def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
     """Seconds in which the device waits for the cores' products of each block."""
     return {
-        block: sum(nbytes / (rates.cores_gb_per_s * 1e9) + rates.meeting_s(nbytes) for nbytes in meetings)
-        for block, meetings in residency.meetings.items()
+        block: sum(
+            each.nbytes / (rates.cores_gb_per_s * 1e9) + rates.meeting_s(each.nbytes, each.experts) for each in calls
+        )
+        for block, calls in residency.calls.items()
     }
 
 

@@ -10,6 +10,14 @@ from zero_inference.engines.stream.expert_slots import expert_bytes, share_out, 
 from zero_inference.engines.stream.layout import BlockLayout
 
 
+@dataclass(frozen=True)
+class CoreCall:
+    """What a call of the cores is expected to read: stored bytes, and experts, if these are what it is for."""
+
+    nbytes: float
+    experts: float = 0.0
+
+
 @dataclass
 class Residency:
     """Where each block of the decoder layers lives, and how it is used.
@@ -97,14 +105,15 @@ class Residency:
         return round(sum(self.read_bytes(block, slots) for block in self.computed))
 
     @property
-    def meetings(self) -> dict[int, list[float]]:
-        """Of device and cores in a pass of few tokens, by block, the bytes that the cores read in each: one for each feed-forward and for a
-        layer's experts, two for attention, whose projections are before and behind what the device does."""
+    def calls(self) -> dict[int, list[CoreCall]]:
+        """Of the cores in a pass of few tokens, by block: one for each feed-forward and for a layer's experts, two for attention, whose
+        projections are before and behind what the device does. Device and cores meet for each."""
         found, slots = {}, self.expert_slots
         for index in sorted(self.computed):
-            part = self.blocks[index]
+            part, nbytes = self.blocks[index], self.read_bytes(index, slots)
+            experts = nbytes / self.layouts[index].stored_bytes * part.experts.number if part.experts else 0.0
             calls = 1 if part.feed_forward or part.experts else min(2, len(part.linears))
-            found[index] = [self.read_bytes(index, slots) / calls] * calls
+            found[index] = [CoreCall(nbytes / calls, experts)] * calls
         return found
 
     @property

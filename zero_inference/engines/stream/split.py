@@ -86,7 +86,7 @@ def _balanced(
 
 
 def _meetings_s(residency: Residency, rates: BesideLink) -> float:
-    return sum(rates.meeting_s(nbytes) for meetings in residency.meetings.values() for nbytes in meetings)
+    return sum(rates.meeting_s(each.nbytes, each.experts) for calls in residency.calls.values() for each in calls)
 
 
 def _share(ahead_s: float, all_s: float, most: float) -> float:
