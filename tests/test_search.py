@@ -32,7 +32,7 @@ from zero_inference.runtime.child_runs import run_child
 from zero_inference.runtime.distributed import detect_ranks
 from zero_inference.runtime.environment import describe_environment, versions_of
 from zero_inference.runtime.tables import significant
-from zero_inference.search import verify
+from zero_inference.search import candidates, verify
 from zero_inference.search.candidates import Candidate, Free, command_of, find_candidates, options_of
 from zero_inference.search.choose import choose, faster_than
 from zero_inference.search.ranking import GOALS, pareto_front, ranked
@@ -588,3 +588,21 @@ def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch
     monkeypatch.setattr(verify, "_measured_tokens_per_s", lambda *_: None)
     with pytest.raises(RunError, match="none of them ran"):
         verify.verified(best, 2, "throughput", lambda line: None)
+
+
+def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, capfd):
+    """Both places are planned; host memory is shown where the batch fits only so, or decodes clearly faster."""
+
+    def places(batch: int, *more: str) -> list[tuple[str, float]]:
+        asked = f"plan --model opt-30b --dummy --engine stream --quant-bits 4 --prompt-len 512 --batch-size {batch} --all --json"
+        assert console_main(["zero-inference", *asked.split(), *more, "--assume", LINE]) == 0
+        rows = json.loads(capfd.readouterr().out)["configurations"]
+        return [(row["keys_and_values"], row["tokens_per_s"]) for row in rows]
+
+    monkeypatch.setattr(candidates, "LEAST_GAIN", 0.0)
+    both = dict(places(8))
+    assert set(both) == {"host", "device"} and both["host"] < 1.05 * both["device"]
+    monkeypatch.undo()
+    assert places(8) == [("device", both["device"])]
+    assert places(8, "--kv-offload", "on") == [("host", both["host"])], "who asks for it gets it"
+    assert [place for place, _ in places(64)] == ["host"], "on the device they do not fit"

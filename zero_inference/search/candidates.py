@@ -28,6 +28,7 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "deepspeed": ({"cpu_offload": True}, {}, {"disk_offload": True}),
     "accelerate": ({"cpu_offload": True}, {"disk_offload": True}),
 }
+LEAST_GAIN = 1.05  # in speed, for which keys and values are moved to host memory
 LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
 LEAST = {"gpu_memory": 0.0, "ring_depth": LEAST_RING_DEPTH}  # of the stream engine on the device
 DEVICE = "free device memory"
@@ -190,8 +191,10 @@ def _ways(job: Job, free: Free, on_disk: bool) -> Iterator[dict[str, Any]]:
 
 
 def _plan_batches(job: Job, free: Free, fields: dict[str, Any]) -> Found:
-    """Of the batches that divide over the ranks."""
+    """Of the batches that divide over the ranks. Keys and values in host memory are a candidate where their batch fits only so, or decodes
+    faster by more than predictions are worth: what crosses the link, or meets the cores, can be late."""
     found = Found([], [], [])
+    on_device: dict[int, float] = {}  # token/s by batch
     batch_sizes = sorted(size for size in free.batch_sizes if size % job.ranks.world_size == 0)
     for kv_offload in free.kv_offload:
         for batch_size in batch_sizes:
@@ -211,8 +214,12 @@ def _plan_batches(job: Job, free: Free, fields: dict[str, Any]) -> Found:
                 break
             if plan.times is None:
                 found.unknown.append(plan)
-            else:
-                found.candidates.append(Candidate(plan, plan.times))
+                continue
+            candidate = Candidate(plan, plan.times)
+            if not kv_offload:
+                on_device[batch_size] = candidate.tokens_per_s
+            if not kv_offload or candidate.tokens_per_s >= LEAST_GAIN * on_device.get(batch_size, 0.0):
+                found.candidates.append(candidate)
     return found
 
 
