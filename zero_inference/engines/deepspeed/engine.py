@@ -26,13 +26,15 @@ from zero_inference.engines.deepspeed.config import (
     layers_ahead,
     quantization_settings,
 )
-from zero_inference.engines.deepspeed.memory import places_of_weights, stored_numel
+from zero_inference.engines.deepspeed.gathered import Moment
+from zero_inference.engines.deepspeed.memory import places_of_weights
 from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
 from zero_inference.engines.deepspeed.quantization import (
     QuantizationPlan,
     QuantizedFunctionals,
     dequantized_gb_per_s,
     plan_quantization,
+    stored_numel,
 )
 from zero_inference.engines.deepspeed.store import ParameterStore
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
@@ -50,11 +52,20 @@ class DeepSpeedPlan(EnginePlan):
     Attributes:
         ds_config: as DeepSpeed gets it, but that `nvme_path` is the offload folder and not yet this process' own in it.
         quantization: None where weights keep 16 bits.
+        moments: of a pass, with what is gathered.
     """
 
     ds_config: dict[str, Any]
     quantization: QuantizationPlan | None
     brought_parameters: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def prefilled_bytes(self) -> int:
+        """See `EnginePlan`. Behind the last layers, where all keys and values are there, nothing more is fetched ahead."""
+        waiting = self.footprint.device - max(moment.nbytes for moment in self.moments)
+        kv, layers = self.job.kv_bytes(self.job.config.prompt_len), self.moments[-1].layers
+        return waiting + max(moment.nbytes + kv * moment.layers // layers for moment in self.moments)
 
     @property
     def pieces(self) -> int:
@@ -95,7 +106,7 @@ def plan(job: Job) -> DeepSpeedPlan:
     ds_config = _ds_config(job, quantization)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    stored, brought, parameters, footprint = job.skeleton.once(
+    stored, brought, parameters, moments, footprint = job.skeleton.once(
         ("places", str(zero), config.quant_bits, config.quant_group_size, job.ranks.world_size, job.on_gpu),
         lambda: places_of_weights(job, quantization, ds_config, pinned),
     )
@@ -106,6 +117,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         ds_config,
         quantization,
         parameters,
+        moments,
         weight_bytes=sum(stored.values()),
         fetched_bytes=brought["host"] + brought["disk"],
         disk_bytes=brought["disk"],
