@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class UseOfMachine:
     """What holds of an engine that fetches what it needs and multiplies all on the device; others say where they differ.
@@ -77,9 +79,9 @@ class UseOfMachine:
         """Whether embedding and head are quantized with the layers."""
         return False
 
-    def measure_restored_gb_per_s(self) -> float | None:
-        """Of the dtype that is multiplied, restored from codes by an operator that only this engine has, on the device and while a model is
-        loaded; None of one that has none."""
+    def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
+        """Of weights that become `dtype`, restored from codes by an operator that only this engine has and multiplied with one token, on
+        the device and while a model is loaded; None of one that has none."""
         return None
 
     @property

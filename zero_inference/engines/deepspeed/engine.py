@@ -82,11 +82,13 @@ class DeepSpeedPlan(EnginePlan):
         """See `EnginePlan`."""
         return self.quantization is not None
 
-    def measure_restored_gb_per_s(self) -> float | None:
+    def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
         """See `EnginePlan`."""
         if self.quantization is None:
             return None
-        return dequantized_gb_per_s(self.quantization.settings, self.job.spec.dtype, self.job.ranks.device)
+        if _dequantizes_by_kernel(self.job, dtype):
+            build_modules(False, False, dequantize_on_gpu=True, speak=False)
+        return dequantized_gb_per_s(self.quantization.settings, dtype, self.job.ranks.device)
 
 
 def plan(job: Job) -> DeepSpeedPlan:
@@ -141,7 +143,7 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
     build_modules(
         config.disk_offload,
         config.use_gds,
-        dequantize_on_gpu=config.quantized and plan.job.on_gpu and spec.dtype == torch.float16,
+        dequantize_on_gpu=config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype),
         speak=ranks.is_first and config.verbose > 0,
     )
     init_distributed(ranks)
@@ -199,6 +201,11 @@ def _load(
         facts=facts,
         close=releases.close,
     )
+
+
+def _dequantizes_by_kernel(job: Job, dtype: torch.dtype) -> bool:
+    """Whether DeepSpeed has a kernel that reads codes and writes weights once; else it calls up to eight operators of PyTorch."""
+    return job.on_gpu and dtype == torch.float16
 
 
 def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any]:
