@@ -192,6 +192,19 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     assert plain.weights.measure_restored_gb_per_s(torch.float16) is None
 
 
+def test_the_link_rests_while_deepspeed_asks_for_further_weights():
+    """A single rank does so behind the copies that are under way; dequantizing is asked for later, beside them."""
+    hooks = HOOKS.model_copy(update={"quant_bits": 16, "step_piece_s": 1e-4, "prefill_piece_s": 2e-4, "start_s": 0.0})
+    codes = HOOKS.model_copy(update={"step_piece_s": 3e-4, "prefill_piece_s": 4e-4, "start_s": 0.0})
+    machine = FAST.model_copy(update={"own_work": (hooks, codes)})
+    for options in ("--model opt-13b --cpu-offload", "--model opt-13b --cpu-offload --quant-bits 4"):
+        plan, times = times_of(options, machine)
+        link_s = plan.weights.fetched_bytes / 55e9
+        assert times.step.bound_by == times.prefill.bound_by == "link"
+        assert times.step.seconds == pytest.approx(link_s + plan.weights.pieces * 1e-4)
+        assert times.prefill.seconds == pytest.approx(link_s + plan.weights.pieces * 2e-4)
+
+
 def test_deepspeeds_hooks_run_where_its_weights_stay_on_the_device_too():
     hooks = HOOKS.model_copy(update={"quant_bits": 16, "restored_gb_per_s": None})
     machine = FAST.model_copy(update={"own_work": (hooks,)})

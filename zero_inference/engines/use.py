@@ -49,6 +49,11 @@ class UseOfMachine:
         return True
 
     @property
+    def copies_wait_for_host(self) -> bool:
+        """Whether the host asks for further weights only when it has seen the last ones come, so that the link rests while it does."""
+        return False
+
+    @property
     def copies_own_memory(self) -> bool:
         """Whether a run measures the link by copies of the weights themselves, and needs no host memory for that."""
         return False

@@ -73,6 +73,11 @@ class DeepSpeedPlan(EnginePlan):
         return self.brought_parameters
 
     @property
+    def copies_wait_for_host(self) -> bool:
+        """See `EnginePlan`. A single rank waits for the stream of its copies before each layer, and fetches ahead behind that."""
+        return self.job.ranks.world_size == 1
+
+    @property
     def own_work_known(self) -> bool:
         """See `EnginePlan`. Its hooks, and its dequantizing, take longer than a small model's own work."""
         return False
