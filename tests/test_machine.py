@@ -544,6 +544,8 @@ RECORDS = (
     "h200-shared/llama70b-int4-stream",
     "h200-cores/llama13b-int4-bs1-off",
     "h200-fixed/deepspeed13b-int4",
+    "h200-kept/fourth_host/deepspeed13b-bf16",
+    *(f"h200-kept/sixth_host/candidates/trials/{trial}" for trial in (15, 20, 21, 24)),  # DeepSpeed's
 )
 
 
@@ -572,10 +574,9 @@ def test_the_plan_says_what_an_h200_counted(name, skeletons):
     machine = MACHINE.model_copy(update={"gpus": (Gpu(name="", memory_bytes=memory, free_bytes=memory - GIB),)})
     plan = planned(shlex.join(options), DescribedMachine(machine), skeletons)
     says_what_was_counted(plan.weights, record)
-    slot = (
-        plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0
-    )  # of keys and values, which had one less then
-    assert plan.weights.device_peak_bytes - slot == pytest.approx(record["peak_gpu_bytes"], rel=0.06)
+    slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then
+    near = 0.03 if record["engine"] == "deepspeed" else 0.06
+    assert plan.weights.device_peak_bytes - slot == pytest.approx(record["peak_gpu_bytes"], rel=near)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Predicted times: against hand computations and against runs that H200s have done; of this machine, in test_memory_predictions.py."""
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT
 from test_machine import MACHINE, planned
 
@@ -125,6 +127,77 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
     of_8_bits = times_of("--model opt-13b --cpu-offload --quant-bits 8", machine)[1]
     assert not of_8_bits.at_least, "what was measured of other codes serves"
     assert times_of("--model opt-13b --cpu-offload", machine)[1].at_least, "of codes, not of plain weights"
+
+
+def test_float16_is_dequantized_at_its_own_rate_where_that_was_measured():
+    codes = HOOKS.model_copy(update={"step_piece_s": 0.0, "prefill_piece_s": 0.0, "restored_gb_per_s": 50.0})
+    both = codes.model_copy(update={"restored_float16_gb_per_s": 100.0})
+
+    def step_s(dtype: str, own: OwnWork) -> float:
+        machine = DescribedMachine(FAST.model_copy(update={"own_work": (own,)}))
+        sizes = "--dummy --prompt-len 128 --gen-len 32"
+        plan = planned(f"--model opt-13b --cpu-offload --quant-bits 4 {sizes} --dtype {dtype}", machine)
+        return plan.times.step.seconds
+
+    assert step_s("float16", codes) == step_s("bfloat16", codes) == step_s("bfloat16", both)
+    assert step_s("float16", both) == pytest.approx(step_s("float16", codes) / 2, rel=0.02)
+
+
+def test_the_product_of_one_token_is_in_the_rate_of_dequantizing():
+    own = HOOKS.model_copy(update={"step_piece_s": 0.0, "prefill_piece_s": 0.0, "restored_gb_per_s": 100.0})
+    products = tuple(
+        DeviceRate(format="bfloat16", rows=rows, gb_per_s=rate) for rows, rate in ((1, 200.0), (8192, 50.0))
+    )
+    machine = FAST.model_copy(update={"own_work": (own,), "device_products": products})
+    plan, times = times_of("--model opt-13b --cpu-offload --quant-bits 4", machine)
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    dense = traced.total("layer_bytes") + traced.total("outside_bytes")
+    assert times.step.seconds == pytest.approx(dense / 100e9, rel=0.01)
+    many = times_of("--model opt-13b --cpu-offload --quant-bits 4 --batch-size 64", machine)[1]
+    assert many.prefill.seconds == pytest.approx(dense * (1 / 100 - 1 / 200 + 1 / 50) / 1e9, rel=0.1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch, capfd):
+    from zero_inference.engines.deepspeed import engine
+    from zero_inference.measure.own_work import _Thin
+
+    rates = {torch.bfloat16: 141.0, torch.float16: 1300.0}
+    built = []
+
+    def build(disk, use_gds, dequantize_on_gpu, speak):
+        built.append((disk, dequantize_on_gpu))
+        if not compiled:
+            raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(engine, "build_modules", build)
+    monkeypatch.setattr(engine, "dequantized_gb_per_s", lambda settings, dtype, device: rates[dtype])
+    loop = SimpleNamespace(prefill_s=0.2, step_s=[0.1])
+    monkeypatch.setattr(_Thin, "loops", lambda self, warmup: [loop])
+    plan = planned(f"--model opt-125m --cpu-offload --quant-bits 4 {SIZES}", DescribedMachine(FAST))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    thin = _Thin(plan, on_gpu, 0.0, pieces=1, resident=False, launches=1, restored=0)
+    found = thin.own_work(thin)
+    assert found.restored_gb_per_s == 141.0 and built == [(False, True)]
+    assert found.restored_float16_gb_per_s == (1300.0 if compiled else None)
+    assert ("deepspeed, 4 bits, float16: no nvcc" in capfd.readouterr().err) == (not compiled)
+    kept = OwnWork.model_validate(found.model_dump(by_alias=True, exclude={"restored_float16_gb_per_s"}))
+    assert kept.restored_gb_per_s == 141.0 and kept.restored_float16_gb_per_s is None, "a file from before"
+    plain = planned(f"--model opt-125m --cpu-offload {SIZES}", DescribedMachine(FAST))
+    assert plain.weights.measure_restored_gb_per_s(torch.float16) is None
+
+
+def test_the_link_rests_while_deepspeed_asks_for_further_weights():
+    """A single rank does so behind the copies that are under way; dequantizing is asked for later, beside them."""
+    hooks = HOOKS.model_copy(update={"quant_bits": 16, "step_piece_s": 1e-4, "prefill_piece_s": 2e-4, "start_s": 0.0})
+    codes = HOOKS.model_copy(update={"step_piece_s": 3e-4, "prefill_piece_s": 4e-4, "start_s": 0.0})
+    machine = FAST.model_copy(update={"own_work": (hooks, codes)})
+    for options in ("--model opt-13b --cpu-offload", "--model opt-13b --cpu-offload --quant-bits 4"):
+        plan, times = times_of(options, machine)
+        link_s = plan.weights.fetched_bytes / 55e9
+        assert times.step.bound_by == times.prefill.bound_by == "link"
+        assert times.step.seconds == pytest.approx(link_s + plan.weights.pieces * 1e-4)
+        assert times.prefill.seconds == pytest.approx(link_s + plan.weights.pieces * 2e-4)
 
 
 def test_deepspeeds_hooks_run_where_its_weights_stay_on_the_device_too():

@@ -179,13 +179,18 @@ class EnginePlan(UseOfMachine):
     def device_peak_bytes(self) -> int:
         """Most device memory of a rank: in the prefill, or at the last step where keys and values grow until then, while those of a
         layer are copied or tokens are chosen."""
-        job, weights = self.job, self.footprint.device + (MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0)
+        job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
         if self.preallocated_cache or job.config.kv_offload:
             stays = job.config.kv_offload and not self.carries_kv  # the cores attend where keys and values lie
-            return weights + (0 if stays else job.kv_device_bytes) + job.activation_bytes
-        prefill = job.kv_bytes(job.config.prompt_len) + job.activation_bytes
+            return self.footprint.device + workspace + (0 if stays else job.kv_device_bytes) + job.activation_bytes
         chosen = job.rank_batch * logits_bytes(job.spec)
-        return weights + max(prefill, job.kv_bytes() + max(job.grown_kv_bytes, chosen))
+        last_step = self.footprint.device + job.kv_bytes() + max(job.grown_kv_bytes, chosen)
+        return workspace + max(self.prefilled_bytes + job.activation_bytes, last_step)
+
+    @property
+    def prefilled_bytes(self) -> int:
+        """Most of weights, and keys and values that grow, that are on the device at once in a prefill."""
+        return self.footprint.device + self.job.kv_bytes(self.job.config.prompt_len)
 
     def host_peak_bytes(self, measuring_bytes: int = 0) -> int:
         """Most host memory of a rank beside its libraries, the device's included where there is no GPU: while the weights are loaded, while

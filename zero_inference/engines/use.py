@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class UseOfMachine:
     """What holds of an engine that fetches what it needs and multiplies all on the device; others say where they differ.
@@ -47,6 +49,11 @@ class UseOfMachine:
         return True
 
     @property
+    def copies_wait_for_host(self) -> bool:
+        """Whether the host asks for further weights only when it has seen the last ones come, so that the link rests while it does."""
+        return False
+
+    @property
     def copies_own_memory(self) -> bool:
         """Whether a run measures the link by copies of the weights themselves, and needs no host memory for that."""
         return False
@@ -77,9 +84,9 @@ class UseOfMachine:
         """Whether embedding and head are quantized with the layers."""
         return False
 
-    def measure_restored_gb_per_s(self) -> float | None:
-        """Of the dtype that is multiplied, restored from codes by an operator that only this engine has, on the device and while a model is
-        loaded; None of one that has none."""
+    def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
+        """Of weights that become `dtype`, restored from codes by an operator that only this engine has and multiplied with one token, on
+        the device and while a model is loaded; None of one that has none."""
         return None
 
     @property

@@ -152,8 +152,10 @@ class OwnWork(_Part):
         start_s: from the call of a generation to its first token, above what a decode step takes.
         step_piece_s, prefill_piece_s: of the host, for each piece of weights that such a pass brings: a block, a parameter or a module's
             weights, as the engine does; with keys and values in host memory for each layer.
-        restored_gb_per_s: bytes of the dtype that is multiplied, restored by the engine's own operator from codes on the device; None where
-            there is none.
+        restored_gb_per_s: bytes of the dtype that is multiplied (a GPU's: bfloat16), restored by the engine's own operator from codes on
+            the device and multiplied with one token; None where there is none.
+        restored_float16_gb_per_s: the same of float16 on a GPU, which the engine may restore by another operator; None in files from
+            before it was measured, and where it could not be.
     """
 
     engine: str
@@ -166,6 +168,7 @@ class OwnWork(_Part):
     step_piece_s: Seconds
     prefill_piece_s: Seconds
     restored_gb_per_s: Rate | None = None
+    restored_float16_gb_per_s: Rate | None = None
 
 
 class Description(_Part):

@@ -96,6 +96,14 @@ def own_work(description: Description, engine: str, quant_bits: int) -> OwnWork 
     return min(alike, key=lambda each: abs(each.quant_bits - quant_bits), default=None)
 
 
+def restored_gb_per_s(own: OwnWork | None, dtype: str) -> float | None:
+    """Of weights that become `dtype` by the engine's own operator; what was measured of another dtype where that alone was."""
+    if own is None:
+        return None
+    of_float16 = own.restored_float16_gb_per_s if dtype == "float16" else None
+    return of_float16 or own.restored_gb_per_s
+
+
 def attending(description: Description) -> OwnWork | None:
     """The same where the cores attend over keys and values in host memory, for each layer."""
     return next((each for each in description.own_work if each.kv_offload), None)

@@ -138,8 +138,20 @@ class _Thin:
             start_s=max(0.0, others.prefill_s - others.step_s),
             step_piece_s=max(0.0, own.step_s - others.step_s) / max(1, self.pieces),
             prefill_piece_s=max(0.0, own.prefill_s - others.prefill_s - restored_s) / max(1, self.pieces),
-            restored_gb_per_s=self.plan.weights.measure_restored_gb_per_s(),
+            restored_gb_per_s=self.plan.weights.measure_restored_gb_per_s(self.plan.job.spec.dtype),
+            restored_float16_gb_per_s=self._restored_float16_gb_per_s(),
         )
+
+    def _restored_float16_gb_per_s(self) -> float | None:
+        """On a GPU, whose thin model is in bfloat16; None where the engine's kernel cannot be compiled here, which is told."""
+        if not self.on_gpu:
+            return None
+        config = self.plan.job.config
+        try:
+            return self.plan.weights.measure_restored_gb_per_s(torch.float16)
+        except Exception as error:  # of compilers, too
+            print(f"{config.engine}, {config.quant_bits} bits, float16: {error}", file=sys.stderr)
+            return None
 
     def loops(self, warmup: int) -> list[Loop]:
         job, loaded, kind = self.plan.job, self.loaded, self.loaded.device.type

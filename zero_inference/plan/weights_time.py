@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import own_work, product_gb_per_s
+from zero_inference.machine.rates import own_work, product_gb_per_s, restored_gb_per_s
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.models.sizes import experts_of
 
@@ -34,20 +34,21 @@ def weights_s_of(
     plain = job.spec.dtype_name
     kind = f"int{config.quant_bits}" if config.quantized else plain
     codes = config.quantized and job.on_gpu
-    own = own_work(description, config.engine, config.quant_bits)
-    restored_gb_per_s = own.restored_gb_per_s if own else None
+    restored = restored_gb_per_s(own_work(description, config.engine, config.quant_bits), plain)
 
     def rate(what: str, rows: int) -> float | None:
         return product_gb_per_s(description, what, rows)
 
     def of_byte(rows: int) -> float:
         """1e-9 seconds for a byte of the dtype that is multiplied, of a weight that `rows` tokens use."""
-        if (found := rate(kind, rows)) and (plan.fused_rows or not codes) and not restored_gb_per_s:
+        product = 1 / (rate(plain, rows) or memory)
+        if restored:  # with the product of one token
+            return 1 / restored + max(0.0, product - 1 / (rate(plain, 1) or memory))
+        if (found := rate(kind, rows)) and (plan.fused_rows or not codes):
             return stored / found
-        if not restored_gb_per_s and (not codes or rows <= plan.fused_rows):
+        if not codes or rows <= plan.fused_rows:
             return stored / memory
-        restored = 1 / restored_gb_per_s if restored_gb_per_s else (stored + 1) / memory
-        return restored + 1 / (rate(plain, rows) or memory)
+        return (stored + 1) / memory + product
 
     of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # tokens that one expert gets
     layer_cost, expert_cost = of_byte(tokens), of_byte(of_expert)

@@ -26,13 +26,15 @@ from zero_inference.engines.deepspeed.config import (
     layers_ahead,
     quantization_settings,
 )
-from zero_inference.engines.deepspeed.memory import places_of_weights, stored_numel
+from zero_inference.engines.deepspeed.gathered import Moment
+from zero_inference.engines.deepspeed.memory import places_of_weights
 from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
 from zero_inference.engines.deepspeed.quantization import (
     QuantizationPlan,
     QuantizedFunctionals,
     dequantized_gb_per_s,
     plan_quantization,
+    stored_numel,
 )
 from zero_inference.engines.deepspeed.store import ParameterStore
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
@@ -50,16 +52,30 @@ class DeepSpeedPlan(EnginePlan):
     Attributes:
         ds_config: as DeepSpeed gets it, but that `nvme_path` is the offload folder and not yet this process' own in it.
         quantization: None where weights keep 16 bits.
+        moments: of a pass, with what is gathered.
     """
 
     ds_config: dict[str, Any]
     quantization: QuantizationPlan | None
     brought_parameters: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def prefilled_bytes(self) -> int:
+        """See `EnginePlan`. Behind the last layers, where all keys and values are there, nothing more is fetched ahead."""
+        waiting = self.footprint.device - max(moment.nbytes for moment in self.moments)
+        kv, layers = self.job.kv_bytes(self.job.config.prompt_len), self.moments[-1].layers
+        return waiting + max(moment.nbytes + kv * moment.layers // layers for moment in self.moments)
 
     @property
     def pieces(self) -> int:
         """See `EnginePlan`: parameters, as often as they are used."""
         return self.brought_parameters
+
+    @property
+    def copies_wait_for_host(self) -> bool:
+        """See `EnginePlan`. A single rank waits for the stream of its copies before each layer, and fetches ahead behind that."""
+        return self.job.ranks.world_size == 1
 
     @property
     def own_work_known(self) -> bool:
@@ -71,11 +87,13 @@ class DeepSpeedPlan(EnginePlan):
         """See `EnginePlan`."""
         return self.quantization is not None
 
-    def measure_restored_gb_per_s(self) -> float | None:
+    def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
         """See `EnginePlan`."""
         if self.quantization is None:
             return None
-        return dequantized_gb_per_s(self.quantization.settings, self.job.spec.dtype, self.job.ranks.device)
+        if _dequantizes_by_kernel(self.job, dtype):
+            build_modules(False, False, dequantize_on_gpu=True, speak=False)
+        return dequantized_gb_per_s(self.quantization.settings, dtype, self.job.ranks.device)
 
 
 def plan(job: Job) -> DeepSpeedPlan:
@@ -95,7 +113,7 @@ def plan(job: Job) -> DeepSpeedPlan:
     ds_config = _ds_config(job, quantization)
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
-    stored, brought, parameters, footprint = job.skeleton.once(
+    stored, brought, parameters, moments, footprint = job.skeleton.once(
         ("places", str(zero), config.quant_bits, config.quant_group_size, job.ranks.world_size, job.on_gpu),
         lambda: places_of_weights(job, quantization, ds_config, pinned),
     )
@@ -106,6 +124,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         ds_config,
         quantization,
         parameters,
+        moments,
         weight_bytes=sum(stored.values()),
         fetched_bytes=brought["host"] + brought["disk"],
         disk_bytes=brought["disk"],
@@ -129,7 +148,7 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
     build_modules(
         config.disk_offload,
         config.use_gds,
-        dequantize_on_gpu=config.quantized and plan.job.on_gpu and spec.dtype == torch.float16,
+        dequantize_on_gpu=config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype),
         speak=ranks.is_first and config.verbose > 0,
     )
     init_distributed(ranks)
@@ -187,6 +206,11 @@ def _load(
         facts=facts,
         close=releases.close,
     )
+
+
+def _dequantizes_by_kernel(job: Job, dtype: torch.dtype) -> bool:
+    """Whether DeepSpeed has a kernel that reads codes and writes weights once; else it calls up to eight operators of PyTorch."""
+    return job.on_gpu and dtype == torch.float16
 
 
 def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any]:

@@ -9,18 +9,22 @@ import torch
 
 from zero_inference.engines.base import Footprint, Job
 from zero_inference.engines.deepspeed.config import Places
-from zero_inference.engines.deepspeed.quantization import QuantizationPlan
+from zero_inference.engines.deepspeed.gathered import Moment, moments_of
+from zero_inference.engines.deepspeed.quantization import QuantizationPlan, stored_numel
 from zero_inference.models.layers import decoder_layers
 
 
 def places_of_weights(
     job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], pinned: bool
-) -> tuple[dict[str, int], dict[str, int], int, Footprint]:
-    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; how many these are, and what weights take where."""
+) -> tuple[dict[str, int], dict[str, int], int, tuple[Moment, ...], Footprint]:
+    """What `_bytes_by_place` finds of stored weights, and of those that a step brings; how many these are, what is gathered of them while
+    a pass runs, and what weights take where."""
     stored = _bytes_by_place(job, quantization, ds_config)
     brought = _bytes_by_place(job, quantization, ds_config, as_often_as_used=True)
     parameters = _brought_parameters(job, quantization, ds_config)
-    return stored, brought, parameters, _footprint(job, quantization, ds_config, pinned, stored)
+    moments = moments_of(job, quantization, ds_config, Places.of(ds_config, job.spec.dtype, job.ranks.world_size))
+    gathered = max(moment.nbytes for moment in moments)
+    return stored, brought, parameters, moments, _footprint(job, quantization, ds_config, pinned, stored, gathered)
 
 
 def _bytes_by_place(
@@ -64,15 +68,16 @@ def _footprint(
     ds_config: dict[str, Any],
     pinned: bool,
     stored: dict[str, int],
+    gathered: int,
 ) -> Footprint:
-    """Live layers on the device and the partition of this rank where it waits, as the resolved configuration says.
+    """What is gathered on the device and the partition of this rank where it waits, as the resolved configuration says.
 
     Args:
         stored: what `_bytes_by_place` found.
+        gathered: most bytes that a rank holds for a moment of weights that wait elsewhere, or are quantized.
     """
     ranks = job.ranks.world_size
     places = Places.of(ds_config, job.spec.dtype, ranks)
-    gathered = _gathered_bytes(job, quantization, ds_config, places, sum(stored.values()))
     share = {place: nbytes // ranks for place, nbytes in stored.items()}
     buffers = 0
     if job.config.disk_offload:
@@ -87,37 +92,6 @@ def _footprint(
         disk=share["disk"],
         loading=0 if job.on_gpu else _loading_bytes(job, quantization, places, buffers),
     )
-
-
-def _gathered_bytes(
-    job: Job, quantization: QuantizationPlan | None, ds_config: dict[str, Any], places: Places, stored_bytes: int
-) -> int:
-    """Most that a rank holds for a moment of weights that wait elsewhere, or are quantized.
-
-    A single rank without a GPU gathers nothing: ZeRO-3 points a parameter at its partition, or at the buffer that it was read into.
-    """
-    model = job.skeleton.model
-    _, layers = decoder_layers(model)
-    inside = {id(p) for layer in layers for p in layer.parameters()}
-    copies = job.on_gpu or job.ranks.world_size > 1
-    elements = small = in_layers = outside = 0
-    for name, p in model.named_parameters():
-        numel = stored_numel(quantization, name, p)
-        nbytes, elements = numel * p.element_size(), elements + numel
-        if numel <= places.persistent_numel:
-            small += nbytes
-        if quantization and name in quantization.names:
-            whole = p.numel() * p.element_size()
-            if job.config.quant_bits == 4 and job.on_gpu and job.spec.dtype != torch.float16:
-                whole += whole // 2  # codes as bytes: DeepSpeed's kernel is for float16, its Python code unpacks first
-            if id(p) in inside:
-                in_layers = max(in_layers, whole)
-            else:  # embedding and head, beside which no layer is gathered
-                outside = max(outside, whole + (nbytes if copies else 0))
-    if not copies:
-        return max(in_layers, outside)
-    live = min(ds_config["zero_optimization"]["stage3_max_live_parameters"], elements) * stored_bytes // elements
-    return max(live + in_layers, outside) + small
 
 
 def _loading_bytes(job: Job, quantization: QuantizationPlan | None, places: Places, buffers: int) -> int:
@@ -148,7 +122,3 @@ def _loading_bytes(job: Job, quantization: QuantizationPlan | None, places: Plac
         most = max(most, taken + waiting[layer] + whole + beside)
         taken += kept
     return most
-
-
-def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: torch.Tensor) -> int:
-    return quantization.packed_numel(name, parameter) if quantization else parameter.numel()

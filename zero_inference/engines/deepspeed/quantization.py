@@ -76,6 +76,10 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
     return plan
 
 
+def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: torch.Tensor) -> int:
+    return quantization.packed_numel(name, parameter) if quantization else parameter.numel()
+
+
 def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
     """Quantize in place, where it lies: `parameter.data` becomes DeepSpeed's flat packed tensor in the same dtype."""
     from deepspeed.inference.quantization.utils import _quantize_param

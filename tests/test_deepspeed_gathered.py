@@ -1,0 +1,73 @@
+"""What ZeRO-3 has at once of the weights that it brings: the plan's walk over the modules beside DeepSpeed's own coordinator."""
+
+import pytest
+import torch
+
+from zero_inference.config import RunConfig
+from zero_inference.engines.deepspeed.config import Places
+from zero_inference.engines.deepspeed.gathered import Moment, fetched_bytes, moments_of, steps_of
+from zero_inference.engines.deepspeed.quantization import stored_numel
+from zero_inference.models.spec import resolve_model
+from zero_inference.plan.plan import plan_run
+from zero_inference.runtime.distributed import detect_ranks, start_process_group
+
+LIVE = "_PartitionedParameterCoordinator__n_available_params"
+
+
+def planned(**options):
+    config = RunConfig(dummy=True, dtype="bfloat16", engine="deepspeed", **options).validate()
+    ranks = detect_ranks()
+    start_process_group(ranks)
+    return plan_run(config, resolve_model(config, ranks.device.type), ranks)
+
+
+def said_of(plan) -> list[int]:
+    """Bytes while each module computes."""
+    weights, job = plan.weights, plan.job
+    places = Places.of(weights.ds_config, job.spec.dtype, job.ranks.world_size)
+    numel = {id(p): stored_numel(weights.quantization, n, p) for n, p in job.skeleton.model.named_parameters()}
+    steps = steps_of(job, weights.quantization, lambda p: numel[id(p)] > places.persistent_numel)
+    return fetched_bytes(steps, weights.ds_config["zero_optimization"], numel)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt_neox"])  # OPT's head is its embedding
+def test_deepspeed_fetches_as_far_ahead_as_was_planned(family, bits, checkpoints, monkeypatch):
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    quantized = {"quant_bits": bits, "quant_group_size": 32} if bits < 16 else {}
+    plan = planned(model=str(checkpoints(family)), cpu_offload=True, **quantized)
+    said, live, fetch = said_of(plan), [], Coordinator.fetch_sub_module
+
+    def noted(self, module, forward):
+        fetch(self, module, forward)
+        live.append(getattr(self, LIVE))
+
+    monkeypatch.setattr(Coordinator, "fetch_sub_module", noted)
+    loaded = plan.load()
+    try:
+        for _ in range(3):  # it knows the order from the second on
+            live.clear()
+            with torch.no_grad():
+                loaded.model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+    finally:
+        loaded.close()
+    itemsize = plan.job.spec.dtype.itemsize
+    assert max(said) == itemsize * max(live) > 0
+    assert set(said) == {itemsize * each for each in live}
+
+
+def test_a_head_is_fetched_beside_the_layers_that_the_limit_allows():
+    """The limit is compared before a parameter is taken, and a head is larger than two layers of a 70B model."""
+    plan = planned(model="llama-3.1-70b", cpu_offload=True, quant_bits=8)
+    limit = 2 * plan.weights.ds_config["zero_optimization"]["stage3_max_live_parameters"]
+    largest = 128256 * 8192 * (1 + 4 / 64)
+    assert limit + 0.7 * largest < max(said_of(plan)) < limit + largest
+
+
+def test_without_a_gpu_a_rank_keeps_what_it_dequantized_and_gathers_nothing():
+    plan = planned(model="opt-125m", cpu_offload=True, quant_bits=8)
+    places = Places.of(plan.weights.ds_config, torch.bfloat16, 1)
+    moments = moments_of(plan.job, plan.weights.quantization, plan.weights.ds_config, places)
+    assert moments == plan.weights.moments and {each.nbytes for each in moments} == {2 * 50272 * 768}
+    assert moments[0].layers == 0 and moments[-1] == Moment(12, moments[0].nbytes)
