@@ -120,43 +120,55 @@ def played(monkeypatch, seed: int):
     yield machine
 
 
-def cache_of(layers: int) -> list:
-    pool = host._DeviceSlots(layers, True, True, Transfers())
+def cache_of(layers: int, wraps: bool = True) -> list:
+    pool = host._DeviceSlots(layers, True, True, Transfers(), wraps)
     return [host._HostLayer(pool, index, LENGTH) for index in range(layers)]
 
 
-def states_of(layer: int, start: int, end: int) -> tuple[Memory, Memory]:
-    """[batch, heads, new, head_dim], other numbers for each layer, position and side."""
+def states_of(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
+    """[batch, heads, new, head_dim], other numbers for each generation, layer, position and side."""
+    first = 1e5 * generation + 1000.0 * layer
     numbers = [
-        torch.stack([torch.full((BATCH, HEADS, DIM), 1000.0 * layer + 10 * at + side) for at in range(start, end)], 2)
+        torch.stack([torch.full((BATCH, HEADS, DIM), first + 10 * at + side) for at in range(start, end)], 2)
         for side in (1, 2)
     ]
     return tuple(each.as_subclass(Memory) for each in numbers)
 
 
-def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2) -> None:
-    """What attention reads of each layer in each pass, when its turn comes on the computing stream."""
+def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2, sharing: int = 0) -> None:
+    """What attention reads of each layer in each pass, when its turn comes on the computing stream.
+
+    Args:
+        sharing: layers behind the others, which read the keys and values of the last two of these in turn.
+    """
     wrong = []
     with played(monkeypatch, seed) as machine:
-        cache = cache_of(layers)
-        for _ in range(generations):
+        cache = cache_of(layers, wraps=not sharing)
+
+        def attend(kept, layer: int, end: int, generation: int) -> None:
+            expected = states_of(layer, 0, end, generation)
+
+            def compare() -> None:
+                pairs = zip(kept, expected)
+                if not all(torch.equal(*(t.as_subclass(torch.Tensor) for t in pair)) for pair in pairs):
+                    wrong.append((generation, layer, end))
+
+            machine.ask(compare)
+            machine.some()
+
+        for generation in range(generations):
             start = 0
             for end in (3, 4, 5, 6, 8, 9):  # a prompt of three, tokens, and two at once
+                read = []
                 for layer in cache:
                     layer.device = SimpleNamespace(type="cuda")
                     if not layer.is_initialized:
                         layer.dtype, layer.is_initialized = torch.float32, True
                         layer.allocate(*states_of(layer.index, 0, 3))
-                    kept = layer.update(*states_of(layer.index, start, end))
-                    expected = states_of(layer.index, 0, end)
-
-                    def attend(kept=kept, expected=expected, where=(layer.index, end)):
-                        pairs = zip(kept, expected)
-                        if not all(torch.equal(*(t.as_subclass(torch.Tensor) for t in pair)) for pair in pairs):
-                            wrong.append(where)
-
-                    machine.ask(attend)
-                    machine.some()
+                    read.append(layer.update(*states_of(layer.index, start, end, generation)))
+                    attend(read[-1], layer.index, end, generation)
+                for number in range(sharing):
+                    attend(read[-1 - number % 2], layers - 1 - number % 2, end, generation)
                 start = end
             cache[0].pool.wait()
             for layer in cache:
@@ -169,6 +181,17 @@ def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2)
 def test_attention_reads_what_was_written_in_any_order_that_streams_allow(layers, monkeypatch):
     for seed in range(30):
         generations_agree(monkeypatch, layers, seed)
+
+
+def test_layers_that_share_keys_and_values_read_them_before_their_slots_are_filled_again(monkeypatch):
+    for seed in range(40):
+        generations_agree(monkeypatch, 5, seed, sharing=4)
+    with pytest.raises(AssertionError, match=r"\["):  # what would be if the first layers were asked for before
+        monkeypatch.setattr(
+            host._DeviceSlots, "wraps", property(lambda self: True, lambda self, value: None), raising=False
+        )
+        for seed in range(60):
+            generations_agree(monkeypatch, 5, seed, sharing=4)
 
 
 @pytest.mark.parametrize("forgotten", ["read_out", "written"])

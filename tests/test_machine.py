@@ -22,6 +22,7 @@ from zero_inference.link.copies import rate_alone
 from zero_inference.link.core_rates import OfCores
 from zero_inference.link.cores import BesideLink
 from zero_inference.link.description import (
+    MEASURED_WITH,
     AttentionRate,
     CoreRates,
     Cores,
@@ -70,6 +71,7 @@ CORES = Cores(
     products=(rates("int4", 1, 100.0), rates("int4", 8, 80.0), rates("int4", 32, 50.0, crossing_s=3e-4)),
 )
 MACHINE = Description(
+    measured_with=MEASURED_WITH,
     source="measured",
     name="test",
     measured_at="2026-11-23T00:00:00+00:00",
@@ -495,7 +497,7 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
         return Attended(90.0 / heads, 100.0 / heads)
 
     found = OfCores(128.0, (rates("int4", 1, 100.0), rates("int4", 8, 80.0)))
-    monkeypatch.setattr(saved, "measure_core_rates", lambda device, cpus, say: found)
+    monkeypatch.setattr(saved, "measure_core_rates", lambda device, cpus: found)
     monkeypatch.setattr(saved, "measure_attention", attending)
     monkeypatch.setattr(saved, "cpus_of_host", lambda ranks: (1, 2, 3))
     monkeypatch.setattr(saved, "load_extension", lambda: True)
@@ -511,12 +513,11 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
     ]
     assert "no host memory" in lines[-1]
 
-    def refused(device, cpus, say):
+    def refused(device, cpus):
         raise RunError("1.00 GiB of host memory could not be page-locked")
 
-    for nothing in (refused, lambda device, cpus, say: None):
-        monkeypatch.setattr(saved, "measure_core_rates", nothing)
-        assert saved._cores(ranks, lines.append) is None
+    monkeypatch.setattr(saved, "measure_core_rates", refused)
+    assert saved._cores(ranks, lines.append) is None
     assert any("could not be page-locked" in line for line in lines)
 
 

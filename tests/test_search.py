@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, without_gpus
-from test_machine import H200, MACHINE
+from test_machine import H200, MACHINE, planned
 from test_timing import FAST
 
 from zero_inference.cli import console_main, main
@@ -129,7 +129,7 @@ def test_the_table_is_for_people(capfd, tmp_path):
     out, err = capfd.readouterr()
     lines = out.splitlines()
     assert lines[0].startswith("predicted for a machine that is not there (assumed): 1 x GPU with 24 GiB")
-    assert "best latency of decoding first" in lines[1] and "token/s" in lines[2] and "first token (s)" in lines[2]
+    assert "shortest decode step first" in lines[1] and "token/s" in lines[2] and "first token (s)" in lines[2]
     assert any(
         line.startswith("does not fit: resident with 16 bits: ") and "fits with --engine stream" in line
         for line in lines
@@ -367,6 +367,10 @@ def test_a_kept_machine_is_used_until_something_changes(kept_here):
     assert kept_description() is None
     assert why_outdated(here.model_copy(update={"versions": {}})).startswith("torch was None and is 2")
     assert why_outdated(here.model_copy(update={"gpus": MACHINE.gpus})) == "it has other GPUs"
+    earlier = here.model_copy(update={"measured_with": 1})
+    assert why_outdated(earlier) == "this version measures more of it"
+    write_description(earlier, path)
+    assert kept_description() is None
     path.write_text("{")
     assert kept_description() is None
     path.unlink()
@@ -606,3 +610,19 @@ def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, ca
     assert places(8) == [("device", both["device"])]
     assert places(8, "--kv-offload", "on") == [("host", both["host"])], "who asks for it gets it"
     assert [place for place, _ in places(64)] == ["host"], "on the device they do not fit"
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "llama-2-13b"])
+def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
+    """Its ring has as many slots, and not as many as the whole device has room for."""
+    whole = DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
+    job = job_of(
+        f"--model {model} --dummy --prompt-len 128 --engine stream", LimitedMachine(whole, device_bytes=12 * GIB)
+    )
+    found = find_candidates(job, Free(engines=("stream",), batch_sizes=(1, 8)))
+    assert len(found.candidates) > 3
+    for each in found.candidates:
+        again = planned(shlex.join(options_of(each.config)), whole)
+        assert again.weights.device_peak_bytes == each.plan.weights.device_peak_bytes <= 12 * GIB
+        assert again.weights.residency.depth == each.plan.weights.residency.depth
+        assert again.times == each.times

@@ -9,6 +9,7 @@ from conftest import ROOT
 from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of
+from zero_inference.engines.stream import cores
 from zero_inference.link.cores import BLOCK_BYTES
 from zero_inference.link.description import DeviceRate, Launches, Loading, OwnWork
 from zero_inference.machine.machine import DescribedMachine
@@ -392,6 +393,20 @@ def test_blocks_that_come_late_count():
     plan, times = times_of(options, machine)
     assert experts <= plan.weights.residency.computed, "the cores read a fourth of that, and are not late"
     assert times.step.seconds < times_of(f"{options} --cpu-compute 0.95", machine)[1].step.seconds
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("keys", ["", "--kv-offload --pin-kv-cache --async-kv-offload"])
+@pytest.mark.parametrize("sizes", ["--batch-size 2 --prompt-len 128", "--batch-size 8 --prompt-len 16384"])
+def test_experts_are_placed_by_all_that_a_step_does(model, keys, sizes, monkeypatch):
+    """Keys and values that cross the link, or that the cores attend over, are in the choice between some experts and all of them."""
+    machine = DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
+    options = f"--model {model} --engine stream --quant-bits 4 --gpu-memory 0 {keys} {sizes} --dummy --dtype bfloat16 --gen-len 32"
+    chosen = planned(options, machine).times.step.seconds
+    step_s = cores._step_s
+    monkeypatch.setattr(cores, "_step_s", lambda *asked: -step_s(*asked))
+    other = planned(options, machine).times.step.seconds
+    assert chosen <= 1.03 * other
 
 
 def test_short_calls_of_the_cores_cost_more():

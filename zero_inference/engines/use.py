@@ -34,6 +34,11 @@ class UseOfMachine:
         return None
 
     @property
+    def ring_depth(self) -> int | None:
+        """What `--ring-depth` would have to say for the same plan; None where it has nothing to say."""
+        return None
+
+    @property
     def prefill_fetched_bytes(self) -> int:
         """Of weights, over all ranks, that a prefill brings to the devices."""
         return self.fetched_bytes

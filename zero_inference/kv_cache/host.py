@@ -8,6 +8,8 @@ the last layers of a step prefetch the first ones of the next. Without a device 
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer, check_layer_types, key_value_layers
@@ -36,7 +38,9 @@ class HostKVCache(PreallocatedCache):
     def __init__(self, config, max_length: int, pinned: bool, asynchronous: bool, transfers: Transfers):
         check_layer_types(config)
         layers = key_value_layers(config)
-        self._pool = _DeviceSlots(layers, pinned, asynchronous, transfers)
+        # layers that compute no keys of their own read those of the last layers that do, out of their slots
+        shares = bool(getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
+        self._pool = _DeviceSlots(layers, pinned, asynchronous, transfers, wraps=not shares)
         super().__init__(layers=[_HostLayer(self._pool, index, max_length) for index in range(layers)])
 
     def reset(self) -> None:
@@ -66,9 +70,14 @@ class _HostLayer(PreallocatedLayer):
 
 
 class _DeviceSlots:
-    """The device side: `SLOTS` buffers that the layers use in turn, filled ahead of the computation."""
+    """The device side: `SLOTS` buffers that the layers use in turn, filled ahead of the computation.
 
-    def __init__(self, num_layers: int, pinned: bool, asynchronous: bool, transfers: Transfers):
+    Args:
+        wraps: the last layers of a step ask for the first ones of the next.
+    """
+
+    def __init__(self, num_layers: int, pinned: bool, asynchronous: bool, transfers: Transfers, wraps: bool = True):
+        self.wraps = wraps
         self.num_layers, self.pinned, self.asynchronous, self.transfers = num_layers, pinned, asynchronous, transfers
         self.layers: dict[int, _HostLayer] = {}
         self.slots: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -91,6 +100,8 @@ class _DeviceSlots:
         )
         if not self.slots or any(slot.numel() < n for slot, n in zip(self.slots[0], need)):
             self.slots = [tuple(torch.empty(n, dtype=host[0].dtype, device=device) for n in need) for _ in range(SLOTS)]
+            for part in itertools.chain(*self.slots):  # a copy ahead may be under way when the cache is dropped
+                part.record_stream(self.fetch_stream)
 
     def append(self, layer: _HostLayer, new: tuple[torch.Tensor, torch.Tensor], start: int, end: int):
         """Store `new` [new, batch, heads, head_dim] at positions start..end and return everything up to `end`."""
@@ -122,7 +133,7 @@ class _DeviceSlots:
     def _fetch_ahead(self, layer: _HostLayer, compute: torch.cuda.Stream) -> None:
         """Ask for the layers behind `layer`, which is about to compute. Behind the last one come the first ones, which have all positions
         of this step already, like every one that follows them in the next."""
-        for ahead in range(1, SLOTS):
+        for ahead in range(1, SLOTS if self.wraps else min(SLOTS, self.num_layers - layer.index)):
             following = self.layers[(layer.index + ahead) % self.num_layers]
             if following is not layer and following.index not in self.filled:
                 self._fetch(following, following.length, compute)

@@ -107,9 +107,8 @@ class DeviceWeights:
         """Median GB/s of stored bytes that `rows` tokens are multiplied with, one matrix after the other."""
         x = torch.randn(rows, self.size, device=self.device).to(self.dtype)
         action: Callable[[], object] = functools.partial(self._multiply, x)
-        if (
-            self.device.type == "cuda"
-        ):  # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
+        if self.device.type == "cuda":
+            # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
             action = _as_graph(self.device, action)
         return self.nbytes / median_s(self.device, action, WEIGHTS_S[self.device.type]) / 1e9
 

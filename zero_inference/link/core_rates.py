@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from zero_inference.errors import RunError
 from zero_inference.link.copies import rate_alone, rates_together
 from zero_inference.link.cores import GROUP_SIZE, Bench, Besides, read_beside
 from zero_inference.link.description import CoreRates
 from zero_inference.link.description import Products as Format
 from zero_inference.link.products import Products
 from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.runtime.text import first_line
 
 ROWS = (1, 8, 32)  # of the passes that are measured; other numbers of tokens lie between them
 # By format: the dtype of weights or scales, and how the weights are stored.
@@ -56,30 +53,22 @@ class _Seen:
     besides: list[Besides] = field(default_factory=list)
 
 
-def measure_core_rates(device: torch.device, cpus: tuple[int, ...], say: Callable[[str], None]) -> OfCores | None:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in some fifteen seconds.
+def measure_core_rates(device: torch.device, cpus: tuple[int, ...]) -> OfCores:
+    """Measure on the CUDA device `device` and the CPUs `cpus`, in about 25 seconds.
 
     All formats and numbers of tokens are gone through `VISITS` times, and the median of each counts: what a host gives that others use
     changes from second to second. Measured in one go, int4 products of one token had 109 GB/s, and those of runs 88 and 92 behind it.
 
-    Args:
-        say: told what could not be measured.
-
-    Returns:
-        None where there is no memory for any of them.
-
     Raises:
-        RunError, torch.OutOfMemoryError: none to meet the device in.
+        RunError, torch.OutOfMemoryError: no memory.
     """
     seen: dict[tuple[Format, int], _Seen] = defaultdict(_Seen)
     crossings: dict[int, list[float]] = defaultdict(list)
     read: list[float] = []
     with contextlib.closing(Bench(device, cpus, max(ROWS), COLUMNS)) as bench:
-        weights = dict(_weights(bench, say))
-        if not weights:
-            return None
+        weights = _weights(bench)
         for _ in range(VISITS):
-            read.append(read_beside(cpus, bench.link, next(iter(weights.values())).kept))
+            read.append(read_beside(cpus, bench.link, weights[MEASURED[0]].kept))
             for rows in ROWS:
                 crossings[rows].append(bench.crossing_s(torch.bfloat16, rows))
                 for name, products in weights.items():
@@ -90,13 +79,12 @@ def measure_core_rates(device: torch.device, cpus: tuple[int, ...], say: Callabl
     return OfCores(statistics.median(read), tuple(found))
 
 
-def _weights(bench: Bench, say: Callable[[str], None]) -> Iterator[tuple[Format, Products]]:
-    """Those that there is memory for."""
+def _weights(bench: Bench) -> dict[Format, Products]:
+    """Of all formats in the same memory."""
+    found: dict[Format, Products] = {}
     for name in MEASURED:
-        try:
-            yield name, Products(bench.cores, *FORMATS[name], COLUMNS)
-        except RunError as error:
-            say(f"warning: {name} weights not measured: {first_line(error)}")
+        found[name] = Products(bench.cores, *FORMATS[name], COLUMNS, shared=found.get(MEASURED[0]))
+    return found
 
 
 def _visit(bench: Bench, products: Products, rows: int, seen: _Seen) -> None:
@@ -120,6 +108,6 @@ def _rates(name: Format, rows: int, seen: _Seen, crossing_s: float) -> CoreRates
         ),  # more than alone is a host that others used meanwhile
         cores_alone_gb_per_s=alone,
         crossing_s=crossing_s,
-        call_s=statistics.median(each.call_s for each in seen.besides),
-        expert_s=statistics.median(each.expert_s for each in seen.besides),
+        call_s=max(0.0, statistics.median(each.call_s for each in seen.besides)),
+        expert_s=max(0.0, statistics.median(each.expert_s for each in seen.besides)),
     )

@@ -16,6 +16,8 @@ from zero_inference.runtime.tables import one_line
 MOST = 1e18  # of anything here; a number above it is a mistake
 LONGEST_NAME = 200  # characters that are shown
 
+MEASURED_WITH = 2  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
+
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
@@ -176,6 +178,7 @@ class Description(_Part):
 
     Attributes:
         source: whether it was measured, taken from datasheets, or assumed.
+        measured_with: `MEASURED_WITH` of the version that measured it.
         name: for people.
         measured_at: ISO 8601.
         versions: of what it was measured with.
@@ -201,6 +204,7 @@ class Description(_Part):
 
     schema_version: Literal[1] = 1
     source: Source
+    measured_with: Count = 1
     name: str
     measured_at: str | None = None
     versions: dict[str, str | None] = {}

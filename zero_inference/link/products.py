@@ -16,23 +16,38 @@ from zero_inference.quantization.groups import GroupQuantization
 
 BLOCK_BYTES, WIDTH_STEP = 128 << 20, 256  # of a feed-forward; groups of any size divide its width
 SHORT_BYTES = 16 << 20  # of one that shows what a call takes besides its bytes
-EXPERTS, CHOSEN = 16, 8  # of a task with experts as narrow as can be, and those that each row chooses
+# Of a task with experts so small that what each takes besides its bytes shows, and those that each row chooses.
+EXPERTS, CHOSEN, EXPERT_WIDTH, EXPERT_COLUMNS = 16, 8, 256, 2048
 
 
 class Products:
     """Gated feed-forwards that the caches do not hold, their weights in the form that a run stores them: what a run gives the cores first.
 
+    Args:
+        shared: weights in another form, in whose memory these lie, too: any bytes do, and only scales have to be of a usual size.
+
     Attributes:
         kept: uint8, the weights.
     """
 
-    def __init__(self, cores: Cores, dtype: torch.dtype, scheme: GroupQuantization | None, columns: int):
+    def __init__(
+        self,
+        cores: Cores,
+        dtype: torch.dtype,
+        scheme: GroupQuantization | None,
+        columns: int,
+        shared: Products | None = None,
+    ):
         self.cores, self.dtype, self.scheme, self.columns = cores, dtype, scheme, columns
-        self.of_row = columns * dtype.itemsize if scheme is None else scheme.stored_bytes(columns, dtype)
-        long = 3 * self._width(BLOCK_BYTES) * self.of_row
-        self.kept = random_bytes(-(-2 * block_bytes() // long) * long)
-        if scheme is None:
-            _fill(self.kept.view(dtype))
+        self.of_row = self.stored_bytes_of(columns)
+        if shared is None:
+            long = 3 * self._width(BLOCK_BYTES) * self.of_row
+            least = max(2 * block_bytes(), 3 * EXPERTS * EXPERT_WIDTH * self.stored_bytes_of(EXPERT_COLUMNS))
+            self.kept = random_bytes(-(-least // long) * long)
+            if scheme is None:
+                _fill(self.kept.view(dtype))
+        else:
+            self.kept = shared.kept
         self.tasks = self._blocks(BLOCK_BYTES)
         self.short_tasks: list[Task] = []
         self.expert_tasks: list[Task] = []
@@ -44,10 +59,14 @@ class Products:
         return Calls(self.cores, self.short_tasks if short else self.tasks, self.kept, self.dtype, rows)
 
     def expert_calls(self, rows: int) -> ExpertCalls:
-        """The same with experts of `WIDTH_STEP` columns, of which all rows choose `CHOSEN`."""
+        """The same with experts of a task, of which all rows choose `CHOSEN`."""
         if not self.expert_tasks:
             self.expert_tasks = self._experts()
         return ExpertCalls(self, rows)
+
+    def stored_bytes_of(self, columns: int) -> int:
+        """Of a row of so many columns."""
+        return columns * self.dtype.itemsize if self.scheme is None else self.scheme.stored_bytes(columns, self.dtype)
 
     def _width(self, nbytes: int) -> int:
         """Of gate, up and down, in blocks of about so many bytes."""
@@ -56,22 +75,23 @@ class Products:
     def _blocks(self, nbytes: int) -> list[Task]:
         return [
             self.cores.add_block([Stage([gate, up], "gated", "silu"), Stage([down])], self.dtype)
-            for gate, up, down in self._feed_forwards(self._width(nbytes))
+            for gate, up, down in self._feed_forwards(self._width(nbytes), self.columns)
         ]
 
     def _experts(self) -> list[Task]:
-        experts = [Expert(*(weight.matrix for weight in each)) for each in self._feed_forwards(WIDTH_STEP)]
+        every = self._feed_forwards(EXPERT_WIDTH, EXPERT_COLUMNS)
+        experts = [Expert(*(weight.matrix for weight in each)) for each in every]
         whole = range(0, len(experts) - EXPERTS + 1, EXPERTS)
         return [add_experts(self.cores, experts[first : first + EXPERTS], "silu", self.dtype) for first in whole]
 
-    def _feed_forwards(self, width: int) -> Iterator[tuple[Weight, Weight, Weight]]:
+    def _feed_forwards(self, width: int, columns: int) -> Iterator[tuple[Weight, Weight, Weight]]:
         """Gate, up and down, one behind the other in `kept`."""
-        matrix_bytes = width * self.of_row
+        matrix_bytes = width * self.stored_bytes_of(columns)
         for block in self.kept.split(3 * matrix_bytes):
             if block.numel() < 3 * matrix_bytes:
                 return
-            gate, up = (self._weight(part, width, self.columns) for part in block.split(matrix_bytes)[:2])
-            yield gate, up, self._weight(block[2 * matrix_bytes :], self.columns, width)
+            gate, up = (self._weight(part, width, columns) for part in block.split(matrix_bytes)[:2])
+            yield gate, up, self._weight(block[2 * matrix_bytes :], columns, width)
 
     def _weight(self, buffer: torch.Tensor, rows: int, columns: int) -> Weight:
         """In random bytes; scales and minima are made numbers of the usual size."""
@@ -118,7 +138,7 @@ class ExpertCalls(Calls):
 
     def __init__(self, products: Products, rows: int):
         super().__init__(products.cores, products.expert_tasks, products.kept, products.dtype, rows)
-        self.expert_bytes = 3 * WIDTH_STEP * products.of_row
+        self.expert_bytes = 3 * EXPERT_WIDTH * products.stored_bytes_of(EXPERT_COLUMNS)
         numbers = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)
         self.choice = Choice(numbers, torch.full(numbers.shape, 1 / CHOSEN))
 

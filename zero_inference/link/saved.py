@@ -24,6 +24,7 @@ from zero_inference.link.compute import DeviceWeights
 from zero_inference.link.core_rates import FORMATS, ROWS, measure_core_rates
 from zero_inference.link.cores import cpus_of_host
 from zero_inference.link.description import (
+    MEASURED_WITH,
     AttentionRate,
     Cores,
     Description,
@@ -116,6 +117,7 @@ def describe_this_machine(
     dtypes = {name: found.get(MATMUL.format(name)) for name in ("bfloat16", "float16", "float32")}
     return Description(
         source="measured",
+        measured_with=MEASURED_WITH,
         name=f"{platform.node()}, {environment['cpu_model']}",
         measured_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         versions=versions_of(environment),
@@ -158,6 +160,7 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
             weights = DeviceWeights(ranks.device, dtype, scheme)
             for rows in GPU_ROWS if on_gpu else DEVICE_ROWS:
                 rates.append(DeviceRate(format=name, rows=rows, gb_per_s=weights.gb_per_s(rows)))
+            del weights  # before there are others
         except torch.OutOfMemoryError as error:  # or for more rows
             say(f"warning: not measured: {first_line(error)}")
     return tuple(rates)
@@ -178,11 +181,9 @@ def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
     cpus = cpus_of_host(ranks)
     say(f"measuring {len(cpus)} cores beside the link ...")
     try:
-        found = measure_core_rates(ranks.device, cpus, say)
+        found = measure_core_rates(ranks.device, cpus)
     except (RunError, torch.OutOfMemoryError) as error:
         say(f"warning: not measured: {first_line(error)}")
-        return None
-    if found is None:
         return None
     return Cores(
         threads=len(cpus),

@@ -38,6 +38,10 @@ def _read(path: Path, changed: int) -> Description | None:
 
 def why_outdated(description: Description) -> str | None:
     """What is no longer as it was when this machine was measured, in a few words."""
+    from zero_inference.link.description import MEASURED_WITH
+
+    if description.measured_with < MEASURED_WITH:
+        return "this version measures more of it"
     now = describe_environment()
     for name, version in versions_of(now).items():
         if description.versions.get(name) != version:

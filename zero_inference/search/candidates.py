@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 from collections.abc import Iterator
@@ -230,14 +231,19 @@ def _place_of_keys(job: Job, kv_offload: bool) -> dict[str, Any]:
 
 
 def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
-    """The plan of `asked`. Where only a part of the device may be used, the stream engine's says how much of it weights take: its command
-    is to do the same on the whole device."""
+    """The plan of `asked`. Where only a part of the device may be used, the stream engine's says how much of it weights take, and how many
+    slots its ring has: its command is to do the same on the whole device."""
     plan = changed(job, **asked)
     limited = isinstance(job.machine, LimitedMachine) and job.machine.device_bytes is not None
     kept = plan.weights.gpu_memory_bytes
     if not limited or kept is None or job.config.gpu_memory is not None:
         return plan
-    return changed(job, **asked, gpu_memory=math.ceil(100 * kept / GB) / 100)
+    depth = job.config.ring_depth or plan.weights.ring_depth
+    # what takes all that is left, as single experts do, is rounded down; whole layers need every byte
+    for rounded in (math.ceil, math.floor):
+        with contextlib.suppress(DoesNotFit):
+            return changed(job, **asked, gpu_memory=rounded(1e4 * kept / GB) / 1e4, ring_depth=depth)
+    return plan
 
 
 def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from zero_inference.search.candidates import Found, Free
 
 SHOWN = 10
+FIRST = {
+    "throughput": "most token/s of decoding",
+    "latency": "shortest decode step",
+    "memory": "least memory",
+}  # by goal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,7 +270,8 @@ def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
         if caveat := description.caveat():
             print(caveat)
     print(
-        f"prompt {args.prompt_len}, {args.gen_len} new tokens; best {args.goal} of decoding first; *: no other is better in both"
+        f"prompt {args.prompt_len}, {args.gen_len} new tokens; {FIRST[args.goal]} first; "
+        "*: no other has both a shorter step and more token/s"
     )
     hidden = () if job.machine.gpus() > 1 else ("gpus",)
     columns = [each for each in COLUMNS if each.name not in hidden and any(row[each.name] is not None for row in rows)]

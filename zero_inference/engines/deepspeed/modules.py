@@ -20,6 +20,7 @@ from zero_inference.errors import UsageError
 from zero_inference.runtime.cache_folder import OURS, user_cache
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.locks import held_lock
+from zero_inference.runtime.text import first_line
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
 TOGETHER = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: the folder whose sources can be compiled as one
@@ -31,7 +32,7 @@ AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL
 def use_private_folder(device_type: str) -> None:
     """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
     unless TORCH_EXTENSIONS_DIR says where."""
-    built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS, *TOGETHER]).encode()).hexdigest()[:8]
+    built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS, *TOGETHER, *TOGETHER.values()]).encode()).hexdigest()[:8]
     pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
     os.environ.setdefault(
         "TORCH_EXTENSIONS_DIR", str(user_cache() / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair))
@@ -113,10 +114,13 @@ def _load_joined(builder, folder: Path) -> None:
         try:
             builder.load(verbose=False)
             return
-        except RuntimeError:
-            (folder / APART).touch()
+        except RuntimeError as error:
+            print(f"DeepSpeed's {builder.name} is compiled source by source: {first_line(error)}", file=sys.stderr)
             builder.sources = plain
             JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # else other sources are a second version, named so
+            builder.load(verbose=False)
+            (folder / APART).touch()  # they compile so, and only so
+            return
     builder.load(verbose=False)
 
 

@@ -196,14 +196,13 @@ def place_on_cores(
         return residency, (
             f"they would hardly help: {found.cores_gb_per_s:.1f} GB/s beside a link at {found.link_gb_per_s:.1f} GB/s"
         )
-    placed = [residency.with_shares_computed(best.of_experts, best.of_others)]
-    if (
-        0 < best.of_experts < 1
-    ):  # blocks of experts are so large that they may come late, though the link has time for them
-        placed.append(residency.with_shares_computed(1.0, best.of_others))
-    residency = min(placed, key=lambda each: _step_s(each, found, graphs)).with_budget_used()
+    plan = replace(plan, attends=best.attends, automatic=True)
+    # blocks of experts are so large that they may come late, though the link has time for them
+    experts = {best.of_experts, 1.0} if best.of_experts else {best.of_experts}
+    placed = [residency.with_shares_computed(share, best.of_others).with_budget_used() for share in sorted(experts)]
+    residency = min(placed, key=lambda each: _step_s(each, plan, found, graphs))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
-    return residency, replace(plan, share=share, attends=best.attends, automatic=True)
+    return residency, replace(plan, share=share)
 
 
 def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
@@ -216,11 +215,14 @@ def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
     }
 
 
-def _step_s(residency: Residency, rates: BesideLink, graphs: bool) -> float:
-    """Seconds of a decode step whose link and cores wait for each other, without keys and values and what the device computes."""
+def _step_s(residency: Residency, plan: CoresPlan, rates: BesideLink, graphs: bool) -> float:
+    """Seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks."""
     of_cores = cores_s_of(residency, rates)
-    link_s = residency.nbytes_of(residency.fetched) / (rates.link_gb_per_s * 1e9)
-    return paced_s(residency, of_cores, link_s, sum(of_cores.values()), graphs)
+    others_s = sum(of_cores.values()) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
+    if plan.attends:
+        others_s += plan.attention_s(rates) + residency.layers * rates.crossing_s
+    sent = residency.nbytes_of(residency.fetched) + (0 if plan.attends else plan.kv_bytes)
+    return paced_s(residency, of_cores, sent / (rates.link_gb_per_s * 1e9), others_s, graphs)
 
 
 def _is_alone(job: Job) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zero_inference.config.choices import LEAST_RING_DEPTH
 from zero_inference.engines.base import EnginePlan, Footprint, Job, group_size_refusal
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
@@ -79,6 +80,11 @@ class StreamPlan(EnginePlan):
     def gpu_memory_bytes(self) -> int | None:
         """See `EnginePlan`."""
         return self.residency.kept_bytes
+
+    @property
+    def ring_depth(self) -> int | None:
+        """See `EnginePlan`."""
+        return self.residency.depth if self.residency.depth >= LEAST_RING_DEPTH else None
 
     @property
     def prefill_fetched_bytes(self) -> int:
@@ -200,26 +206,13 @@ def plan(job: Job) -> StreamPlan:
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.quant_group_size, job.spec.dtype)
         job.skeleton.once(("groups", scheme), lambda: _check_groups(model, scheme))
-    residency = _residency(job, scheme, divided=False)
-    cores: CoresPlan | str | None = why_cores_stay_out(job)
-    no_graph = why_no_graph(job)
-    nothing = not residency.in_host_memory and not config.kv_offload
-    if cores is None and nothing and config.cpu_share is not None:
-        raise UsageError(
-            f"--cpu-compute {config.cpu_compute}: all weights stay on the device, so none is in host memory for the cores; lower "
-            "--gpu-memory, or drop --cpu-compute."
-        )
-    if cores is None and not nothing:
-        divided, cores = place_on_cores(job, _residency(job, scheme, divided=True), scheme, job.on_gpu and not no_graph)
-        if isinstance(cores, CoresPlan):
-            divided = without_spare_slots(job, divided, scheme)
-            needed = divided.host_bytes + job.kv_host_bytes
-            if cores.automatic and divided.expert_slots and needed > job.machine.available_host_bytes():
-                cores = "host memory does not hold the experts that device memory keeps as well"
-            else:
-                residency = divided
-    reason = cores if isinstance(cores, str) else None
-    cores = cores if isinstance(cores, CoresPlan) else None
+    no_graph, reason = why_no_graph(job), why_cores_stay_out(job)
+    residency: Residency | None = None
+    cores: CoresPlan | None = None
+    if reason is None:
+        residency, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph)
+    if residency is None:
+        residency = _residency(job, scheme, divided=False)
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
     attends = cores is not None and cores.attends
@@ -238,6 +231,32 @@ def plan(job: Job) -> StreamPlan:
         carries_kv=not attends,
         preallocated_cache=True,
     )
+
+
+def _with_cores(
+    job: Job, scheme: GroupQuantization | None, graphs: bool
+) -> tuple[Residency | None, CoresPlan | None, str | None]:
+    """Layers divided into blocks, and what the cores do with them; or why they stay out, if there is something for them at all.
+
+    Raises:
+        UsageError: see `plan`.
+    """
+    config, divided = job.config, _residency(job, scheme, divided=True)
+    if not divided.in_host_memory and not config.kv_offload:
+        if config.cpu_share is not None:
+            raise UsageError(
+                f"--cpu-compute {config.cpu_compute}: all weights stay on the device, so none is in host memory for the cores; lower "
+                "--gpu-memory, or drop --cpu-compute."
+            )
+        return None, None, None
+    placed, cores = place_on_cores(job, divided, scheme, graphs)
+    if isinstance(cores, str):
+        return None, None, cores
+    placed = without_spare_slots(job, placed, scheme)
+    needed = placed.host_bytes + job.kv_host_bytes
+    if cores.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
+        return None, None, "host memory does not hold the experts that device memory keeps as well"
+    return placed, cores, None
 
 
 def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | None) -> Residency:
