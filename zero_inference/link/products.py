@@ -58,11 +58,14 @@ class Products:
             self.short_tasks = self._blocks(SHORT_BYTES)
         return Calls(self.cores, self.short_tasks if short else self.tasks, self.kept, self.dtype, rows)
 
-    def expert_calls(self, rows: int) -> ExpertCalls:
+    def expert_calls(self, rows: int) -> Calls:
         """The same with experts of a task, of which all rows choose `CHOSEN`."""
         if not self.expert_tasks:
             self.expert_tasks = self._experts()
-        return ExpertCalls(self, rows)
+        numbers = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)
+        choice = Choice(numbers, torch.full(numbers.shape, 1 / CHOSEN))
+        nbytes = CHOSEN * 3 * EXPERT_WIDTH * self.stored_bytes_of(EXPERT_COLUMNS)
+        return Calls(self.cores, self.expert_tasks, self.kept, self.dtype, rows, choice, nbytes)
 
     def stored_bytes_of(self, columns: int) -> int:
         """Of a row of so many columns."""
@@ -109,46 +112,31 @@ class Products:
 
 
 class Calls:
-    """The same number of rows multiplied with one block after the other.
+    """The same number of rows multiplied with one task after the other.
 
     Args:
         kept: memory of the weights.
+        choice: what the rows choose, of tasks with experts.
+        nbytes: that a call reads, where tasks leave that to the choice.
     """
 
-    def __init__(self, cores: Cores, tasks: list[Task], kept: object, dtype: torch.dtype, rows: int):
-        self.cores, self.tasks, self.kept, self.next = cores, tasks, kept, 0
+    def __init__(
+        self,
+        cores: Cores,
+        tasks: list[Task],
+        kept: object,
+        dtype: torch.dtype,
+        rows: int,
+        choice: Choice | None = None,
+        nbytes: int | None = None,
+    ):
+        self.cores, self.tasks, self.kept, self.choice, self.next = cores, tasks, kept, choice, 0
+        self.nbytes = tasks[0].nbytes if nbytes is None else nbytes
         self.x = torch.randn(rows, tasks[0].columns).to(dtype)
         self.out = torch.empty(rows * tasks[0].widths[0], dtype=dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Of a call."""
-        return self.tasks[0].nbytes
-
     def one(self) -> int:
-        """Multiply with the next block and return its bytes."""
-        task = self.tasks[self.next]
-        self.next = (self.next + 1) % len(self.tasks)
-        self.cores.run(task, self.x, self.out)
-        return task.nbytes
-
-
-class ExpertCalls(Calls):
-    """The same with one task of experts after the other."""
-
-    def __init__(self, products: Products, rows: int):
-        super().__init__(products.cores, products.expert_tasks, products.kept, products.dtype, rows)
-        self.expert_bytes = 3 * EXPERT_WIDTH * products.stored_bytes_of(EXPERT_COLUMNS)
-        numbers = torch.arange(0, EXPERTS, EXPERTS // CHOSEN).repeat(rows, 1)
-        self.choice = Choice(numbers, torch.full(numbers.shape, 1 / CHOSEN))
-
-    @property
-    def nbytes(self) -> int:
-        """Of a call."""
-        return CHOSEN * self.expert_bytes
-
-    def one(self) -> int:
-        """As of `Calls`."""
+        """Multiply with the next task and return its bytes."""
         task = self.tasks[self.next]
         self.next = (self.next + 1) % len(self.tasks)
         self.cores.run(task, self.x, self.out, self.choice)

@@ -241,10 +241,10 @@ def _together(
     # a GPU computes, and waits for the cores, while the host launches what follows
     launched_s = max(0.0, host_s - work_s - waited_s) if plan.job.on_gpu else host_s
     computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": waited_s}
-    asked_s = host.pieces * _piece_s(
-        own_work(description, plan.job.config.engine, 16), host
-    )  # hooks, without dequantizing
-    copied["link"] += begin_s + (asked_s if plan.copies_wait_for_host else 0.0) if copied["link"] else 0.0
+    asked_s = begin_s
+    if plan.copies_wait_for_host:  # for hooks, without dequantizing
+        asked_s += host.pieces * _piece_s(own_work(description, plan.job.config.engine, 16), host)
+    copied["link"] += asked_s if copied["link"] else 0.0
     if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
         return _longest(computing | copied, sum(computing.values()) + sum(copied.values()))
     name = max(computing, key=lambda each: computing[each])

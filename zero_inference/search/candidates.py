@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 from collections.abc import Iterator
@@ -239,11 +238,10 @@ def _within_limits(job: Job, asked: dict[str, Any]) -> Plan:
     if not limited or kept is None or job.config.gpu_memory is not None:
         return plan
     depth = job.config.ring_depth or plan.weights.ring_depth
-    # what takes all that is left, as single experts do, is rounded down; whole layers need every byte
-    for rounded in (math.ceil, math.floor):
-        with contextlib.suppress(DoesNotFit):
-            return changed(job, **asked, gpu_memory=rounded(1e4 * kept / GB) / 1e4, ring_depth=depth)
-    return plan
+    try:
+        return changed(job, **asked, gpu_memory=math.ceil(1e4 * kept / GB) / 1e4, ring_depth=depth)
+    except DoesNotFit:  # single experts take all that is left
+        return changed(job, **asked, gpu_memory=math.floor(1e4 * kept / GB) / 1e4, ring_depth=depth)
 
 
 def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:

@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from zero_inference.search.candidates import Found, Free
 
 SHOWN = 10
-FIRST = {
-    "throughput": "most token/s of decoding",
-    "latency": "shortest decode step",
-    "memory": "least memory",
-}  # by goal
+# By goal what comes first.
+FIRST = {"throughput": "most token/s of decoding", "latency": "shortest decode step", "memory": "least memory"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

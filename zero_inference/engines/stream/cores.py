@@ -48,6 +48,13 @@ class CoresPlan:
         """Seconds of a decode step's attention by the cores."""
         return self.kv_bytes / (rates.attention_gb_per_s(self.link_rests) * 1e9) if self.attends else 0.0
 
+    def waited_s(self, residency: Residency) -> float:
+        """Seconds of a decode step in which the device waits for them: their work and the meetings for it; 0 without rates."""
+        if self.rates is None:
+            return 0.0
+        meetings_s = residency.layers * self.rates.crossing_s if self.attends else 0.0
+        return sum(cores_s_of(residency, self.rates).values()) + self.attention_s(self.rates) + meetings_s
+
     def in_words(self, computed_bytes: int, stored_bytes: int) -> str:
         """What the cores do in a decode step: how many bytes of the `stored_bytes` of their blocks they are expected to read."""
         one = len(self.cpus) == 1 and bool(self.instructions)
@@ -217,12 +224,9 @@ def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
 
 def _step_s(residency: Residency, plan: CoresPlan, rates: BesideLink, graphs: bool) -> float:
     """Seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks."""
-    of_cores = cores_s_of(residency, rates)
-    others_s = sum(of_cores.values()) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
-    if plan.attends:
-        others_s += plan.attention_s(rates) + residency.layers * rates.crossing_s
+    others_s = plan.waited_s(residency) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
     sent = residency.nbytes_of(residency.fetched) + (0 if plan.attends else plan.kv_bytes)
-    return paced_s(residency, of_cores, sent / (rates.link_gb_per_s * 1e9), others_s, graphs)
+    return paced_s(residency, cores_s_of(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs)
 
 
 def _is_alone(job: Job) -> bool:

@@ -145,11 +145,7 @@ class StreamPlan(EnginePlan):
 
     def cores_s(self) -> float:
         """See `EnginePlan`."""
-        cores = self.cores
-        if cores is None or cores.rates is None:
-            return 0.0
-        attending_s = cores.attention_s(cores.rates) + self.attending_layers * cores.rates.crossing_s
-        return attending_s + sum(cores_s_of(self.residency, cores.rates).values())
+        return 0.0 if self.cores is None else self.cores.waited_s(self.residency)
 
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
         """See `EnginePlan`; what `Balance` does behind the first steps. Where the cores attend, their work grows from token to token, and
