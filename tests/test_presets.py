@@ -1,3 +1,4 @@
+import ctypes
 import json
 import resource
 import subprocess
@@ -111,12 +112,25 @@ def test_large_zeros_of_a_model_that_is_built_touch_no_memory():
     def resident_bytes():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
+    libc = ctypes.CDLL("libc.so.6")
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    # a heap that has room for them, as after other work: zeros from there would be written
+    libc.free(libc.malloc(31 << 20))  # from then on smaller blocks come from the heap
+    freed = [libc.malloc(16 << 20) for _ in range(140)]
+    above = libc.malloc(16 << 20)
+    for block in freed:
+        libc.free(block)
     before = resident_bytes()
     with LazyZeros():
         zeros = torch.zeros(2, 1 << 28)
         assert torch.zeros(3).tolist() == [0, 0, 0] and torch.zeros((2, 2), dtype=torch.int8).dtype == torch.int8
     assert resident_bytes() - before < 1 << 28, "2 GiB of float32"
     assert zeros.shape == (2, 1 << 28) and zeros.dtype == torch.float32 and zeros[1, -3:].tolist() == [0, 0, 0]
+    libc.free(above)
 
 
 def test_opt_66b_gives_the_sizes_of_the_contract():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -101,7 +101,7 @@ def empty_model(spec: ModelSpec):
 
 
 class LazyZeros(TorchFunctionMode):
-    """Large `torch.zeros` from pages that the system clears when they are first touched.
+    """Large `torch.zeros` from pages of their own, which the system clears when they are first touched; a heap clears what it has at once.
 
     Each parameter is made before it goes to the meta device. Llama-4-Scout makes its experts with `torch.zeros`: writing 129 GB
     of zeros, only to drop them, took 102 s before a dry run could answer.
@@ -112,8 +112,8 @@ class LazyZeros(TorchFunctionMode):
             size = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             if size.numel() >= LARGE_ELEMENTS:
                 dtype = torch.get_default_dtype()
-                pages = numpy.zeros(size.numel() * dtype.itemsize, numpy.uint8)
-                return torch.from_numpy(pages).view(dtype).view(size)
+                pages = mmap.mmap(-1, size.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                return torch.frombuffer(pages, dtype=dtype).view(size)
         return func(*args, **(kwargs or {}))
 
 
