@@ -194,23 +194,27 @@ def test_layers_that_share_keys_and_values_read_them_before_their_slots_are_fill
             generations_agree(monkeypatch, 5, seed, sharing=4)
 
 
-@pytest.mark.parametrize("forgotten", ["read_out", "written"])
-def test_the_order_that_is_asked_for_is_needed(forgotten, monkeypatch):
-    """Without one of the waits some order gives other keys or values: the test above would notice."""
-    make = host._DeviceSlots.__init__
-
-    class Never(dict):
-        def get(self, key, default=None):
-            return None
-
-    def without(pool, *arguments):
-        make(pool, *arguments)
-        setattr(pool, forgotten, Never())
-
-    monkeypatch.setattr(host._DeviceSlots, "__init__", without)
+@pytest.mark.parametrize(
+    "forgotten, layers", [("let_go", 7), ("written", 7), ("written", 1), ("appended", 7), ("filled", 7)]
+)
+def test_the_order_that_is_asked_for_is_needed(forgotten, layers, monkeypatch):
+    """Without one of the events some order gives other keys or values: the test above would notice."""
+    without_event(monkeypatch, host._Slot if forgotten == "filled" else host._DeviceSlots, forgotten)
     with pytest.raises(AssertionError, match=r"\["):
         for seed in range(300):
-            generations_agree(monkeypatch, 7 if forgotten == "read_out" else 1, seed)
+            generations_agree(monkeypatch, layers, seed)
+
+
+def test_a_prompt_leaves_its_slot_before_another_layer_gets_it(monkeypatch):
+    without_event(monkeypatch, host._Slot, "written")
+    with pytest.raises(AssertionError, match=r"\["):
+        for seed in range(300):
+            generations_agree(monkeypatch, 7, seed)
+
+
+def without_event(monkeypatch, of: type, name: str) -> None:
+    never = SimpleNamespace(record=lambda stream: None, wait=lambda: lambda: True)
+    monkeypatch.setattr(of, name, property(lambda self: never, lambda self, event: None), raising=False)
 
 
 def test_two_layers_are_asked_for_ahead(monkeypatch):

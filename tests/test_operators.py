@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_inference.link.compute import DeviceWeights
-from zero_inference.link.launches import Launching
+from zero_inference.link import compute
+from zero_inference.link.compute import ProductTime, product_times
+from zero_inference.link.launches import InGraph, Launching, two_costs
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.operators import launches_of, trace_pass
+from zero_inference.models.operators import trace_pass, trace_without_weights
 from zero_inference.models.sizes import experts_of
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
@@ -96,20 +98,71 @@ def test_what_the_host_takes_is_measured():
     launching.visit()
     assert all(model.times_s[key] <= before[key] for model, before in zip(launching.models, times) for key in before)
     found = launching.found()
-    assert 1e-6 < found.operator_s < 1e-2 and 0 <= found.step_s < 1 and found.graph_operator_s is None
+    assert 0 < found.operator_s + found.module_s < 1e-2 and 0 <= found.step_s < 1 and found.graph_operator_s is None
+    llama, more_llama, opt, more_opt = launching.models
+    for few, many in ((llama, more_llama), (opt, more_opt)):
+        operators, calls, seconds = many.more_than(few)
+        assert seconds == pytest.approx(operators * found.operator_s + calls * found.module_s, rel=1.0)
+
+
+def test_two_kinds_of_models_tell_operators_and_modules_apart():
+    assert two_costs((570, 195, 570 * 2e-6 + 195 * 9e-6), (195, 165, 195 * 2e-6 + 165 * 9e-6)) == pytest.approx(
+        (2e-6, 9e-6)
+    )
+    assert two_costs((570, 195, 3e-3), (195, 165, 1e-4)) == (3e-3 / 570, 0.0), "calls would take less than nothing"
+
+
+def test_an_operator_in_a_graph_is_that_of_a_layer_without_products():
+    found = InGraph.measured(torch.device("cpu"), 256)
+    assert 0 < found.operator_s < 1e-3 and (found.attention_gb_per_s is None or found.attention_gb_per_s > 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral", "bloom"])
+def test_calls_of_modules_are_those_of_a_real_pass(family):
+    model, calls = build_model(family), []
+    ids = torch.tensor([[5]])
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: calls.append(module))
+    with torch.no_grad():
+        model(input_ids=ids)
+    handle.remove()
+    found = trace_without_weights(model, 1, 0)
+    assert found.module_calls == len(calls) > 10
+
+
+@pytest.mark.parametrize("model, layers, each", [("llama-3.2-1b", 16, 3), ("opt-125m", 12, 2), ("qwen3-8b", 36, 3)])
+def test_products_with_the_same_input_are_found(model, layers, each):
+    """Keys and values have that of the queries, and a gated feed-forward's second half that of the first."""
+    skeleton, spec = described(model)
+    found = trace_pass(skeleton.model, spec, 1, 10)
+    assert sum(count for operator, count in found.operators.items() if operator.same_input) == layers * each
 
 
 def test_launches_of_a_model_do_not_depend_on_its_weights():
     skeleton, spec = described("opt-125m")
-    assert launches_of(skeleton.model, 1, 5) == trace_pass(skeleton.model, spec, 1, 5).launches
+    found, expected = trace_without_weights(skeleton.model, 1, 5), trace_pass(skeleton.model, spec, 1, 5)
+    assert (found.launches, found.module_calls) == (expected.launches, expected.module_calls)
 
 
 @pytest.mark.parametrize("scheme", [None, GroupQuantization(8, 64), GroupQuantization(4, 64)])
 def test_products_of_few_tokens_are_measured(scheme, monkeypatch):
     monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_BYTES", 1 << 20)
     monkeypatch.setattr("zero_inference.link.compute.WEIGHTS_S", {"cpu": 0.0})
-    weights = DeviceWeights(torch.device("cpu"), torch.bfloat16, scheme)
-    assert all(0.01 < weights.gb_per_s(rows) < 2000 for rows in (1, 3))
+    found = product_times(torch.device("cpu"), torch.bfloat16, scheme, (1, 3))
+    assert len(found) == 2 and all(0.01 < each.gb_per_s < 2000 and each.call_s == 0 for each in found)
+    monkeypatch.setattr(compute, "SHAPES", {"cpu": ((128, 256), (512, 256))})
+    two = product_times(torch.device("cpu"), torch.bfloat16, scheme, (1,))[0]
+    assert two.gb_per_s > 0 <= two.call_s
+
+
+def test_two_sizes_tell_bytes_from_what_a_product_takes_besides():
+    found = ProductTime.through([(10_000_000, 12e-6), (100_000_000, 48e-6)])
+    assert (found.gb_per_s, found.call_s) == pytest.approx((2500.0, 8e-6))
+    slower = ProductTime.through([(10_000_000, 4e-6), (100_000_000, 48e-6)])
+    assert (slower.gb_per_s, slower.call_s) == pytest.approx((100_000_000 / 48e-6 / 1e9, 0.0)), (
+        "no time is less than none"
+    )
+    alone = ProductTime.through([(10_000_000, 4e-6)])
+    assert (alone.gb_per_s, alone.call_s) == pytest.approx((2500.0, 0.0))
 
 
 class SawBatches(TorchDispatchMode):

@@ -14,7 +14,7 @@ from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cores import chosen_by_plan, feeder_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from zero_inference.engines.stream import core_team, engine, graphs, plan, step_graph
+from zero_inference.engines.stream import core_team, engine, graphs, plan, shared_keys, step_graph
 from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
@@ -85,6 +85,41 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
     # two generations of one prefill and LONG - 1 steps; of the first three are as usual, and the trial repeats its step twice
     assert steps == {"recorded": 1, "repeated": 2 * (LONG - 1) - step_graph.USUAL_STEPS - 2 + 2}
     assert "forward" not in vars(loaded.model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_that_share_keys_are_rows_of_one_product(family, checkpoints, steps, monkeypatch):
+    """As of releases of transformers that would copy keys and values for each of them."""
+    monkeypatch.setattr(shared_keys, "TRANSFORMERS_DOES", False)
+    own, attended = shared_keys.scaled_dot_product_attention, []
+
+    def seen(query, key, value, **more):
+        attended.append(query.shape[1] == key.shape[1] and query.shape[2] > 1)
+        return own(query, key, value, **more)
+
+    monkeypatch.setattr(shared_keys, "scaled_dot_product_attention", seen)
+    used = used_with_right_ids(checkpoints(family))
+    assert used.unused_because is None and used.difference < 1e-5 and steps["repeated"] > 0
+    assert attended and all(attended)
+
+
+@pytest.mark.parametrize("mask", [None, (2, 1, 1, 5), (2, 4, 1, 5)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_with_shared_keys_is_transformers_own(mask, queries):
+    made = torch.Generator().manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    query, key, value = (
+        torch.randn(2, heads, length, width, generator=made)
+        for heads, length, width in ((4, queries, 8), (2, 5, 8), (2, 5, 6))
+    )
+    mask = None if mask is None else torch.randn(mask, generator=made).expand(-1, -1, queries, -1)
+    own = shared_keys.sdpa_attention.sdpa_attention_forward
+    options = {"scaling": 0.3, "is_causal": False}
+    found = shared_keys.attend(own, module, query, key, value, mask, **options)
+    expected = own(module, query, key, value, mask, **options)
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1] is None and found[0].shape == (2, queries, 4, 6)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

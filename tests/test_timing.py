@@ -325,6 +325,51 @@ def test_many_tokens_take_what_products_of_as_many_took():
     assert unmeasured[0].seconds == pytest.approx(unmeasured[1].seconds, rel=0.05), "few tokens say nothing of many"
 
 
+def test_a_layer_whose_keys_are_copied_takes_the_host_time():
+    options = "--model opt-13b --engine resident --kv-offload --batch-size 8"
+    plan, without = times_of(options)
+    assert plan.weights.copied_layers == 40 and plan.weights.attending_layers == 0
+    work = OwnWork(
+        engine="resident", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
+    )
+    late = times_of(options, FAST.model_copy(update={"own_work": (work,)}))[1]
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    assert late.step.bound_by == "launches" and late.step.seconds == pytest.approx(
+        traced.launches * 12e-6 + 40 * 0.01 + 1e-3, rel=1e-3
+    )
+    assert late.prefill.seconds > 40 * 0.02 > without.prefill.seconds
+    on_device = "--model opt-13b --engine resident --batch-size 8"
+    others = times_of(on_device), times_of(on_device, FAST.model_copy(update={"own_work": (work,)}))
+    assert others[0][1] == others[1][1], "nothing is copied"
+
+
+def test_calls_of_modules_take_the_host_time():
+    plan, before = times_of("--model opt-13b --engine resident")
+    launches = LAUNCHES.model_copy(update={"module_s": 100e-6})
+    after = times_of("--model opt-13b --engine resident", FAST.model_copy(update={"launches": launches}))[1]
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    assert traced.module_calls > 40 * 10
+    assert after.step.seconds == pytest.approx(traced.launches * 12e-6 + traced.module_calls * 100e-6 + 1e-3)
+    graph = "--model llama-2-13b --engine stream"
+    assert times_of(graph)[1].step == times_of(graph, FAST.model_copy(update={"launches": launches}))[1].step
+
+
+def test_attention_reads_keys_and_values_at_its_own_rate():
+    launches = LAUNCHES.model_copy(update={"attention_gb_per_s": 420.0})
+    options = "--model llama-2-13b --engine stream --batch-size 64"
+    plan, before = times_of(options)
+    after = times_of(options, FAST.model_copy(update={"launches": launches}))[1]
+    attended = [
+        (each, count)
+        for each, count in plan.job.skeleton.traced_pass(plan.job.spec, 1, 144).operators.items()
+        if each.attends
+    ]
+    assert sum(count for _, count in attended) == 40
+    longer_s = sum(count * (2e-6 + 64 * each.nbytes * (1 / 420e9 - 1 / 4200e9)) for each, count in attended)
+    assert after.step.seconds - before.step.seconds == pytest.approx(longer_s, rel=1e-6)
+    assert after.prefill == before.prefill
+
+
 def test_keys_and_values_in_host_memory_cross_the_link_too():
     plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0 --kv-offload --batch-size 64 --pin-kv-cache")
     moved = plan.weights.moved_per_step().host_to_device_bytes_per_step
@@ -435,6 +480,11 @@ def test_products_with_codes_are_taken_from_what_was_measured():
     stored = plan.weights.weight_bytes - 2 * 32000 * 5120 * 2
     gained = of_codes.step.seconds - of_memory.step.seconds
     assert gained == pytest.approx(stored * (1 / 1000e9 - 1 / 4200e9), rel=0.02)
+    calls = tuple(each.model_copy(update={"call_s": 1e-4}) for each in rates)
+    longer = times_of(options, FAST.model_copy(update={"device_products": calls}))[1]
+    assert longer.step.seconds - of_codes.step.seconds == pytest.approx(40 * 4 * 1e-4, rel=0.01), (
+        "of attention's three inputs, and of gate and up, one product each"
+    )
     several = [times_of(f"{options} --batch-size 2", each)[1].prefill.seconds for each in (machine, FAST)]
     assert several[0] == several[1], "more than 128 tokens are multiplied with weights that were restored"
 

@@ -214,10 +214,16 @@ class EnginePlan(UseOfMachine):
         """That a device has to have for the engine to make this plan."""
         return self.device_peak_bytes
 
+    @property
+    def copied_layers(self) -> int:
+        """Whose keys and values come over the link in each step."""
+        crosses = self.job.on_gpu and self.job.config.kv_offload and self.carries_kv
+        return len(self.job.sizes.kv_widths) if crosses else 0
+
     def moved_per_step(self) -> MovedPerStep:
         """What a decode step of mean length moves, over all ranks."""
         job, ranks = self.job, self.job.ranks.world_size
-        crosses = job.on_gpu and job.config.kv_offload and self.carries_kv
+        crosses = self.copied_layers > 0
         return MovedPerStep(
             host_to_device_bytes_per_step=self.fetched_bytes + (ranks * job.mean_kv_bytes if crosses else 0),
             device_to_host_bytes_per_step=ranks * job.kv_bytes(1) if crosses else 0,

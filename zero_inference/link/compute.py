@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +21,9 @@ SECONDS = 0.2
 WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
 # How long a measurement takes at least. A GPU that rested raises its clocks first: in 0.05 s int4 had 1114 GB/s once, and 1260 else.
 WEIGHTS_S = {"cuda": 0.15, "cpu": 0.05}
+# Rows and columns. A GPU's products take some time besides their bytes, which two sizes show: int4 with one token has 870 GB/s with the
+# first, 2200 with the second and 1390 with 8192 x 8192 (h200-kept/seventh_host/products.txt).
+SHAPES = {"cuda": ((4096, 4096), (32768, 8192)), "cpu": ((2048, 2048),)}
 
 
 def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> float:
@@ -62,7 +67,7 @@ def matmul_tflops(
     return max(of(count) for count in (size, *rows))
 
 
-def _as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
+def as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[], object]:
     """What repeats the kernels of `action`."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -75,25 +80,42 @@ def _as_graph(device: torch.device, action: Callable[[], object]) -> Callable[[]
     return graph.replay
 
 
+@dataclass(frozen=True)
+class ProductTime:
+    """A product with a weight takes `call_s`, and its stored bytes at `gb_per_s`."""
+
+    gb_per_s: float
+    call_s: float
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, float]]) -> ProductTime:
+        """From bytes and seconds of weights of one or two sizes, the smaller one first."""
+        (least, least_s), (most, most_s) = points[0], points[-1]
+        call_s = (least_s * most - most_s * least) / (most - least) if most > least else 0.0
+        call_s = min(max(0.0, call_s), 0.9 * least_s)  # of many tokens, whose operations count, it may be anything
+        return cls(most / (most_s - call_s) / 1e9, call_s)
+
+
 class DeviceWeights:
-    """Square matrices with random values on `device`, so many that caches hold few of them.
+    """Matrices with random values on `device`, so many that caches hold few of them.
 
     Args:
         scheme: how they are stored; None for plain ones of `dtype`.
+        shape: rows and columns.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None):
-        self.device, self.dtype = device, dtype
-        on_gpu = device.type == "cuda"
-        self.size, self.scheme = (8192, scheme) if on_gpu else (2048, scheme)
-        bits = scheme.bits if scheme else 8 * dtype.itemsize
-        count = -(-(CUDA_BLOCK_BYTES if on_gpu else WEIGHTS_BYTES) * 8 // (bits * self.size**2))
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, shape: tuple[int, int]
+    ):
+        self.device, self.dtype, self.scheme, self.shape = device, dtype, scheme, shape
+        elements, bits = math.prod(shape), scheme.bits if scheme else 8 * dtype.itemsize
+        count = -(-(CUDA_BLOCK_BYTES if device.type == "cuda" else WEIGHTS_BYTES) * 8 // (bits * elements))
         if scheme is None:
-            self.plain = [torch.randn(self.size, self.size, device=device).to(dtype) for _ in range(count)]
-            self.nbytes = sum(each.nbytes for each in self.plain)
+            self.plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(count)]
+            self.nbytes = elements * dtype.itemsize
             return
-        groups = self.size**2 // scheme.group_size
-        codes = self.size**2 * scheme.bits // 8
+        groups = elements // scheme.group_size
+        codes = elements * scheme.bits // 8
         self.packed = [
             (
                 torch.randint(256, (codes,), dtype=torch.uint8, device=device),
@@ -101,25 +123,43 @@ class DeviceWeights:
             )
             for _ in range(count)
         ]
-        self.nbytes = sum(part.nbytes for packed in self.packed for part in packed)
+        self.nbytes = sum(part.nbytes for part in self.packed[0])
 
-    def gb_per_s(self, rows: int) -> float:
-        """Median GB/s of stored bytes that `rows` tokens are multiplied with, one matrix after the other."""
-        x = torch.randn(rows, self.size, device=self.device).to(self.dtype)
+    def product_s(self, tokens: int) -> float:
+        """Median seconds in which `tokens` tokens are multiplied with one matrix, `nbytes` as it is stored, of several that follow."""
+        x = torch.randn(tokens, self.shape[1], device=self.device, dtype=self.dtype)
+        count = len(self.plain if self.scheme is None else self.packed)
         action: Callable[[], object] = functools.partial(self._multiply, x)
         if self.device.type == "cuda":
             # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
-            action = _as_graph(self.device, action)
-        return self.nbytes / median_s(self.device, action, WEIGHTS_S[self.device.type]) / 1e9
+            action = as_graph(self.device, action)
+        return median_s(self.device, action, WEIGHTS_S[self.device.type]) / count
 
     def _multiply(self, x: torch.Tensor) -> None:
         if self.scheme is None:
             for weight in self.plain:
                 torch.nn.functional.linear(x, weight)
             return
-        how = self.scheme.bits, self.scheme.group_size, self.size
+        how = self.scheme.bits, self.scheme.group_size, self.shape[0]
         for codes, scale, minimum in self.packed:
             linear_groups(x, codes, scale, minimum, *how, None)
+
+
+def product_times(
+    device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, tokens: Sequence[int]
+) -> list[ProductTime]:
+    """Of as many tokens each, with weights as `DeviceWeights` has them.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit beside what is on the device.
+    """
+    points: list[list[tuple[int, float]]] = [[] for _ in tokens]
+    for shape in SHAPES[device.type]:
+        weights = DeviceWeights(device, dtype, scheme, shape)
+        for each, count in zip(points, tokens):
+            each.append((weights.nbytes, weights.product_s(count)))
+        del weights  # before there are others
+    return [ProductTime.through(each) for each in points]
 
 
 def median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:

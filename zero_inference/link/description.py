@@ -16,7 +16,7 @@ from zero_inference.runtime.tables import one_line
 MOST = 1e18  # of anything here; a number above it is a mistake
 LONGEST_NAME = 200  # characters that are shown
 
-MEASURED_WITH = 2  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
+MEASURED_WITH = 3  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
@@ -112,25 +112,36 @@ class Cores(_Part):
 
 
 class DeviceRate(_Part):
-    """Stored bytes of weights of one format that the device multiplies with `rows` tokens."""
+    """Stored bytes of weights of one format that the device multiplies with `rows` tokens.
+
+    Attributes:
+        call_s: what a product takes besides them; 0 without a GPU, and in files from before it was measured, whose rate is that of weights
+            of 8192 x 8192.
+    """
 
     format: Products
     rows: Count
     gb_per_s: Rate
+    call_s: Seconds = 0.0
 
 
 class Launches(_Part):
-    """What the host takes to run a model's operators, whatever these compute.
+    """What running a model takes, whatever it computes.
 
     Attributes:
-        operator_s: of the host for an operator that PyTorch launches, found in small models.
+        operator_s, module_s: of the host for an operator that PyTorch launches and for a call of a module, found in small models. In files
+            from before the two were told apart, all of it was of operators.
         step_s: of a step of generation besides the model: selecting a token and preparing the next step.
-        graph_operator_s: of the device for the smallest kernel that waits for the one before it, in a CUDA graph; None without a GPU.
+        graph_operator_s: of the device for an operator that moves little, of a decoder layer in a CUDA graph; None without a GPU.
+        attention_gb_per_s: of keys and values in device memory that attention of a decode step reads, besides an operator's time; None
+            without a GPU, and in files from before it was measured.
     """
 
     operator_s: Seconds
+    module_s: Seconds = 0.0
     step_s: Seconds
     graph_operator_s: Seconds | None = None
+    attention_gb_per_s: Rate | None = None
 
 
 class Loading(_Part):
@@ -147,8 +158,8 @@ class OwnWork(_Part):
     """What an engine takes besides the model's work, found with a model so thin that nothing else counts.
 
     Attributes:
-        engine, quant_bits, kv_offload: how it was run; with keys and values in host memory the cores attend, and weights stay on the
-            device.
+        engine, quant_bits, kv_offload: how it was run; with keys and values in host memory the weights stay on the device, and the cores
+            attend with the stream engine; with the resident one the device does, to which they are copied.
         resident: quantized weights stay on the device, too, where each block is a piece of weights.
         load_s, load_layer_s: of loading besides what is done with the weights themselves, in all and for each decoder layer.
         start_s: from the call of a generation to its first token, above what a decode step takes.

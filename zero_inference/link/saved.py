@@ -20,7 +20,7 @@ from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
 from zero_inference.link.attention import HEADS, measure_attention
 from zero_inference.link.caches import block_bytes
-from zero_inference.link.compute import DeviceWeights
+from zero_inference.link.compute import product_times
 from zero_inference.link.core_rates import FORMATS, ROWS, measure_core_rates
 from zero_inference.link.cores import cpus_of_host
 from zero_inference.link.description import (
@@ -156,13 +156,16 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
     for name, (dtype, scheme) in FORMATS.items():
         if name == ("float32" if on_gpu else "float16"):  # which no run there has by itself
             continue
+        tokens = GPU_ROWS if on_gpu else DEVICE_ROWS
         try:
-            weights = DeviceWeights(ranks.device, dtype, scheme)
-            for rows in GPU_ROWS if on_gpu else DEVICE_ROWS:
-                rates.append(DeviceRate(format=name, rows=rows, gb_per_s=weights.gb_per_s(rows)))
-            del weights  # before there are others
-        except torch.OutOfMemoryError as error:  # or for more rows
+            found = product_times(ranks.device, dtype, scheme, tokens)
+        except torch.OutOfMemoryError as error:
             say(f"warning: not measured: {first_line(error)}")
+            continue
+        rates += [
+            DeviceRate(format=name, rows=rows, gb_per_s=each.gb_per_s, call_s=each.call_s)
+            for rows, each in zip(tokens, found)
+        ]
     return tuple(rates)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zero_inference.link.attention import Attended
+from zero_inference.link.compute import ProductTime
 from zero_inference.link.cores import BesideLink
 from zero_inference.quantization.groups import GroupQuantization
 
@@ -73,7 +74,7 @@ def _crossing_s(cores: Cores, rows: int) -> float:
     return statistics.median(each.crossing_s for each in cores.products if each.rows == rows)
 
 
-def product_gb_per_s(description: Description, what: str, rows: int) -> float | None:
+def product_time(description: Description, what: str, rows: int) -> ProductTime | None:
     """Of weights of the format `what` that the device multiplies with `rows` tokens; None where that is not known.
 
     A GPU's products of more tokens than were measured take the slope of the last two points, if these are bound by operations.
@@ -83,7 +84,11 @@ def product_gb_per_s(description: Description, what: str, rows: int) -> float | 
         return None
     if rows > points[-1].rows and points[-1].rows < MANY_ROWS and description.gpus:
         return None
-    return 1 / between([each.rows for each in points], [1 / each.gb_per_s for each in points], rows)
+    places = [each.rows for each in points]
+    return ProductTime(
+        gb_per_s=1 / between(places, [1 / each.gb_per_s for each in points], rows),
+        call_s=between(places, [each.call_s for each in points], rows),
+    )
 
 
 def own_work(description: Description, engine: str, quant_bits: int) -> OwnWork | None:
@@ -106,7 +111,12 @@ def restored_gb_per_s(own: OwnWork | None, dtype: str) -> float | None:
 
 def attending(description: Description) -> OwnWork | None:
     """The same where the cores attend over keys and values in host memory, for each layer."""
-    return next((each for each in description.own_work if each.kv_offload), None)
+    return next((each for each in description.own_work if each.kv_offload and each.engine == "stream"), None)
+
+
+def copying(description: Description) -> OwnWork | None:
+    """The same where keys and values in host memory are copied to the device, for each layer."""
+    return next((each for each in description.own_work if each.kv_offload and each.engine == "resident"), None)
 
 
 def restoring(description: Description) -> OwnWork | None:

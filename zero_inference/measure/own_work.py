@@ -45,12 +45,14 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # By engine and bits of the weights: what it fetches, and restores, is different code.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
 RESIDENT: dict[str, object] = {"cpu_compute": "off", "decode_graph": "off"}  # with a GPU, whose memory holds all of it
+COPIED: dict[str, object] = {"kv_offload": True}  # with a GPU, to which keys and values come from host memory
 OFFLOADED: dict[str, object] = {"cpu_offload": True}
 ENGINES = (
     ("stream", 16, LAUNCHED),
     ("stream", 4, LAUNCHED),
     ("stream", 4, RESIDENT),
     ("stream", 16, {"kv_offload": True, "cpu_compute": "1"}),
+    ("resident", 16, COPIED),
     ("accelerate", 16, OFFLOADED),
     ("deepspeed", 16, OFFLOADED),
     ("deepspeed", 8, OFFLOADED),
@@ -78,7 +80,9 @@ def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> list[OwnW
             return []
         found = [plain.own_work(plain)]
         for engine, bits, options in ENGINES:
-            if (engine in LIBRARIES and engine not in libraries) or (options is RESIDENT and not plain.on_gpu):
+            if (engine in LIBRARIES and engine not in libraries) or (
+                options in (RESIDENT, COPIED) and not plain.on_gpu
+            ):
                 continue
             with contextlib.ExitStack() as own_stack:
                 beside = _loaded(engine, bits, options, model, ranks, own_stack)

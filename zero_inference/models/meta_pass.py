@@ -59,6 +59,9 @@ class Watching(OfLayers, TorchDispatchMode):
             given: storages of the arguments, as they were before.
         """
 
+    def saw_module(self) -> None:
+        """A module is called."""
+
     def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
         """PyTorch's attention was called, and returns `out`."""
 
@@ -95,7 +98,7 @@ def watch_pass(
     def run(shapes: Any, watching: Watching) -> None:
         one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-        with _no_padding(), _AttentionWithoutScores(watching), watching:
+        with _no_padding(), _seeing_modules(watching), _AttentionWithoutScores(watching), watching:
             shapes(input_ids=ids, past_key_values=_passing_cache(shapes.config, past), use_cache=True, **one)
 
     return run_on_meta(model, dtype, make, run)
@@ -130,6 +133,19 @@ def run_on_meta(
             if isinstance(error, TooManyOperators) or not repeating.repeated:
                 return None
     return None
+
+
+@contextmanager
+def _seeing_modules(watching: Watching) -> Iterator[None]:
+    def called(module: torch.nn.Module, args: tuple) -> None:
+        if not watching.looks_away:
+            watching.saw_module()
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(called)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

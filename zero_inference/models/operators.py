@@ -38,6 +38,7 @@ class Operator:
         nbytes: of one sequence: read and written without weights; keys and values are among them.
         outside_bytes, layer_bytes, expert_bytes: of the weights that it reads, in the dtype that it computes in: of modules outside
             the decoder layers, of these, and of their experts, all of which count.
+        same_input: the product before it has the same input, as keys and values have that of the queries.
     """
 
     flops: int
@@ -45,10 +46,16 @@ class Operator:
     outside_bytes: int = 0
     layer_bytes: int = 0
     expert_bytes: int = 0
+    same_input: bool = False
 
     @property
     def weights(self) -> tuple[int, int, int]:
         return self.outside_bytes, self.layer_bytes, self.expert_bytes
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is a product of what was computed, such as attention."""
+        return self.flops > 0 and not any(self.weights)
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,11 @@ class Pass:
 
     Attributes:
         operators: each with the number of times that it is called.
+        module_calls: calls of modules, one within another.
     """
 
     operators: dict[Operator, int]
+    module_calls: int
 
     @property
     def launches(self) -> int:
@@ -89,7 +98,7 @@ def trace_pass(model: Any, spec: Any, tokens: int, past: int) -> Pass | None:
     for dtype in dict.fromkeys((spec.dtype, torch.bfloat16)):  # grouped matrix products have no other dtype there
         counts = watch_pass(model, dtype, tokens, past, lambda shapes: _Counting(_kinds_of_weights(shapes, spec)))
         if counts is not None:
-            return Pass(_of_width(counts.operators, spec.dtype.itemsize / dtype.itemsize))
+            return Pass(_of_width(counts.operators, spec.dtype.itemsize / dtype.itemsize), counts.module_calls)
     return None
 
 
@@ -98,15 +107,17 @@ def _of_width(operators: Counter[Operator], times: float) -> dict[Operator, int]
     if times == 1:
         return dict(operators)
     return {
-        Operator(each.flops, *(round(times * value) for value in (each.nbytes, *each.weights))): count
+        Operator(
+            each.flops, *(round(times * value) for value in (each.nbytes, *each.weights)), same_input=each.same_input
+        ): count
         for each, count in operators.items()
     }
 
 
-def launches_of(model: Any, tokens: int, past: int) -> int | None:
-    """Kernels of such a pass of any model without experts; see `trace_pass`."""
+def trace_without_weights(model: Any, tokens: int, past: int) -> Pass | None:
+    """Such a pass of any model without experts, whose operators say nothing of weights; see `trace_pass`."""
     counts = watch_pass(model, torch.bfloat16, tokens, past, lambda shapes: _Counting({}))
-    return None if counts is None else sum(counts.operators.values())
+    return None if counts is None else Pass(dict(counts.operators), counts.module_calls)
 
 
 def _kinds_of_weights(shapes: Any, spec: Any) -> dict[int, str]:
@@ -117,6 +128,9 @@ def _kinds_of_weights(shapes: Any, spec: Any) -> dict[int, str]:
     return kinds | {storage_of(parameter): "expert_bytes" for parameter in expert_parameters(shapes, spec)}
 
 
+_Counts = tuple[Counter[Operator], int, int]  # operators that do something, calls of modules, and all operators
+
+
 class _Counting(Watching):
     """Counts the operators that move or compute something."""
 
@@ -124,6 +138,10 @@ class _Counting(Watching):
         super().__init__()
         self.kinds = kinds
         self.operators: Counter[Operator] = Counter()
+        self.module_calls = 0
+        self.multiplied: torch.Tensor | None = (
+            None  # by a weight, last; as long as it is here, no other has its storage
+        )
 
     def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
         """See `Watching`."""
@@ -131,30 +149,38 @@ class _Counting(Watching):
         if function.is_view or name in WITHOUT_WORK:
             return
         read: Counter[str] = Counter()
-        nbytes = 0
+        computed = []  # by operators before it
         for tensor in tensors_in((args, kwargs)):
             kind = self.kinds.get(storage_of(tensor))
             if kind is None:
-                nbytes += tensor.nbytes
+                computed.append(tensor)
             elif name is not aten.embedding:  # which reads a row a token
                 read[kind] += tensor.nbytes
-        nbytes += sum(tensor.nbytes for tensor in tensors_in(out))
-        self.operators[Operator(_flops(name, args, kwargs, out), nbytes, **read)] += 1
+        nbytes = sum(tensor.nbytes for tensor in (*computed, *tensors_in(out)))
+        flops = _flops(name, args, kwargs, out)
+        same = False
+        if flops and read and computed:
+            same = self.multiplied is not None and storage_of(self.multiplied) == storage_of(computed[0])
+            self.multiplied = computed[0]
+        self.operators[Operator(flops, nbytes, **read, same_input=same)] += 1
 
-    def start(self) -> tuple[Counter[Operator], int]:
+    def saw_module(self) -> None:
+        """See `Watching`."""
+        self.module_calls += 1
+
+    def start(self) -> _Counts:
         """See `OfLayers`."""
-        return self.operators.copy(), self.operators_seen
+        return self.operators.copy(), self.module_calls, self.operators_seen
 
-    def seen(
-        self, start: tuple[Counter[Operator], int], position: int, made: set[int]
-    ) -> tuple[Counter[Operator], int]:
+    def seen(self, start: _Counts, position: int, made: set[int]) -> _Counts:
         """See `OfLayers`."""
-        return self.operators - start[0], self.operators_seen - start[1]
+        return self.operators - start[0], self.module_calls - start[1], self.operators_seen - start[2]
 
-    def repeat(self, position: int, seen: tuple[Counter[Operator], int], made: list[torch.Tensor]) -> None:
+    def repeat(self, position: int, seen: _Counts, made: list[torch.Tensor]) -> None:
         """See `OfLayers`."""
         self.operators += seen[0]
-        self.count(seen[1])
+        self.module_calls += seen[1]
+        self.count(seen[2])
 
     def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
         """See `Watching`. Scores and what they weigh; a prompt's tokens look at half of each other."""

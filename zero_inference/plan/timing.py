@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import attending, own_work, restoring
+from zero_inference.machine.rates import attending, copying, own_work, restoring
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
@@ -88,12 +88,13 @@ class HostWork:
     """Of a pass.
 
     Attributes:
-        launches: operators that the host launches; none where the device repeats graphs.
+        launches, module_calls: operators that the host launches, and its calls of modules; none where the device repeats graphs.
         pieces: of weights that it sends for.
         starts: a generation begins with it.
     """
 
     launches: int = 0
+    module_calls: int = 0
     pieces: int = 0
     starts: bool = False
 
@@ -177,7 +178,7 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
             "peers": others_s,
             "disk": _disk_s(plan, description),
         },
-        host=HostWork() if plan.graphs else HostWork(traced.launches, plan.pieces),
+        host=HostWork() if plan.graphs else HostWork(traced.launches, traced.module_calls, plan.pieces),
     )
 
 
@@ -198,7 +199,7 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     link_s = None if fetched_s is None or written_s is None else max(fetched_s + over_link_s, written_s)
     copies = {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
     restored = traced.products_in_layers if job.config.quantized and 0 < plan.fused_rows < tokens else 0
-    host = HostWork(traced.launches + restored, plan.pieces, starts=True)
+    host = HostWork(traced.launches + restored, traced.module_calls, plan.pieces, starts=True)
     return _together(plan, description, traced, weights_s, copies=copies, host=host)
 
 
@@ -214,27 +215,35 @@ def _together(
     """What the parts take beside or behind each other. The device computes while blocks are copied, and waits for the cores."""
     launches, rate = description.launches, description.device_gb_per_s
     # the host of a machine that nobody measured is taken to be never late
-    operator_s, step_s, gap_s = (
-        (launches.operator_s, launches.step_s, launches.graph_operator_s) if launches else (0.0, 0.0, 0.0)
+    operator_s, module_s, step_s = (
+        (launches.operator_s, launches.module_s, launches.step_s) if launches else (0.0, 0.0, 0.0)
     )
     copied = {name: seconds for name, seconds in copies.items() if seconds is not None}
     if rate is None or len(copied) < len(copies):
         return None
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)
 
+    least_s = (
+        (launches and launches.graph_operator_s or 0.0) if plan.job.on_gpu else 0.0
+    )  # of a kernel that waits for the one before
+    attention = None if host.starts or launches is None else launches.attention_gb_per_s
+
     def of_memory(operator: Operator) -> float:
-        return operator.nbytes * plan.job.rank_batch / (rate * 1e9) + weights_s(operator)
+        nbytes = operator.nbytes * plan.job.rank_batch
+        if attention and operator.attends:
+            return least_s + nbytes / (attention * 1e9)
+        return nbytes / (rate * 1e9) + weights_s(operator)
 
     def of_products(operator: Operator) -> float:
         return operator.flops * plan.job.rank_batch / (flop_rate * 1e12) if flop_rate else 0.0
 
-    least_s = gap_s or 0.0 if plan.job.on_gpu else 0.0  # of a kernel that waits for the one before
     work_s = _total(traced, lambda each: max(of_memory(each), of_products(each), least_s))
     memory = "device_memory" if plan.job.on_gpu else "host_memory"
     bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
-    host_s = host.launches * operator_s + host.pieces * _piece_s(own, host)
+    host_s = host.launches * operator_s + host.module_calls * module_s + host.pieces * _piece_s(own, host)
     host_s += plan.attending_layers * _piece_s(attending(description), host)
+    host_s += plan.copied_layers * _piece_s(copying(description), host)
     host_s += 0.0 if plan.graphs and not host.starts else plan.restored_blocks * _piece_s(restoring(description), host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
     waited_s = 0.0 if host.starts else plan.cores_s()  # in a prefill they have nothing to do

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import own_work, product_gb_per_s, restored_gb_per_s
+from zero_inference.machine.rates import own_work, product_time, restored_gb_per_s
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.models.sizes import experts_of
 
@@ -36,27 +36,36 @@ def weights_s_of(
     codes = config.quantized and job.on_gpu
     restored = restored_gb_per_s(own_work(description, config.engine, config.quant_bits), plain)
 
-    def rate(what: str, rows: int) -> float | None:
-        return product_gb_per_s(description, what, rows)
+    def of_plain(rows: int) -> tuple[float, float]:
+        """1e-9 seconds for a byte, and seconds besides, of a weight that `rows` tokens use."""
+        found = product_time(description, plain, rows)
+        return (1 / memory, 0.0) if found is None else (1 / found.gb_per_s, found.call_s)
 
-    def of_byte(rows: int) -> float:
-        """1e-9 seconds for a byte of the dtype that is multiplied, of a weight that `rows` tokens use."""
-        product = 1 / (rate(plain, rows) or memory)
+    def of_weight(rows: int) -> tuple[float, float]:
+        """The same of one that is stored as the engine does, for bytes of the dtype that is multiplied."""
+        product, call_s = of_plain(rows)
         if restored:  # with the product of one token
-            return 1 / restored + max(0.0, product - 1 / (rate(plain, 1) or memory))
-        if (found := rate(kind, rows)) and (plan.fused_rows or not codes):
-            return stored / found
+            return 1 / restored + max(0.0, product - of_plain(1)[0]), 0.0
+        if (found := product_time(description, kind, rows)) and (plan.fused_rows or not codes):
+            return stored / found.gb_per_s, found.call_s
         if not codes or rows <= plan.fused_rows:
-            return stored / memory
-        return (stored + 1) / memory + product
+            return stored / memory, 0.0
+        return (stored + 1) / memory + product, call_s
 
     of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # tokens that one expert gets
-    layer_cost, expert_cost = of_byte(tokens), of_byte(of_expert)
-    outside_cost = layer_cost if plan.quantizes_all else 1 / (rate(plain, tokens) or memory)
+    of_layers, of_experts = of_weight(tokens), of_weight(of_expert)
+    outside = of_layers if plan.quantizes_all else of_plain(tokens)
+    joins = config.quantized and tokens <= plan.fused_rows
 
     def seconds(operator: Operator) -> float:
-        layers = (1 - of_cores[0]) * operator.layer_bytes * layer_cost
-        experts = (1 - of_cores[1]) * read * operator.expert_bytes * expert_cost
-        return (operator.outside_bytes * outside_cost + layers + experts) / 1e9
+        calls = bool(operator.flops) and not (joins and operator.same_input)  # of a kernel of its own
+        parts = (
+            (1.0, operator.outside_bytes, outside),
+            (1 - of_cores[0], operator.layer_bytes, of_layers),
+            (1 - of_cores[1], read * operator.expert_bytes, of_experts),
+        )
+        return sum(
+            share * (nbytes * byte_ns / 1e9 + calls * call_s) for share, nbytes, (byte_ns, call_s) in parts if nbytes
+        )
 
     return seconds

@@ -23,6 +23,7 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step, visible_positions
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import Record, Recording
+from zero_inference.engines.stream.shared_keys import heads_share_keys
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
@@ -158,7 +159,7 @@ class StepGraph:
         fixed = inputs.instead_of(call)
 
         def step() -> torch.Tensor:
-            with self.feeder.timeline.paused(), cache.writing_at(inputs.place):
+            with self.feeder.timeline.paused(), cache.writing_at(inputs.place), heads_share_keys():
                 return self.own(**fixed).logits
 
         self.feeder.fix_places()
