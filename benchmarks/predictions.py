@@ -1,11 +1,12 @@
 """What plans predict of runs that one H200 has done, beside what these measured.
 
-    python benchmarks/predictions.py [PATTERN] [--machine FILE]
+    python benchmarks/predictions.py [PATTERN] [--machine FILE [--cores-of-runs]]
 
 Takes the records of one GPU under benchmarks/results whose path has PATTERN in it; needs no GPU. Each is planned for the machine of FILE,
 as `zero-inference link --save` wrote it there; without FILE for one with the rates that the record itself has: link, device memory,
-products, cores beside the link. No record says what the host takes to launch operators; `LAUNCHES` are those of all. A figure is by how
-much more was measured than predicted.
+products, cores beside the link. With --cores-of-runs the cores have the GB/s that they had in the run itself, where that says how fast
+they multiply: a host that others use has other rates in a run than when it was measured. No record says what the host takes to launch
+operators; `LAUNCHES` are those of all. A figure is by how much more was measured than predicted.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from zero_inference.link.description import (
     read_description,
 )
 from zero_inference.machine.machine import DescribedMachine
+from zero_inference.models.sizes import experts_of
 from zero_inference.models.skeleton import Skeleton, build_skeleton
-from zero_inference.models.spec import resolve_model
+from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.options import run_config
 from zero_inference.plan.plan import Plan, make_plan
 from zero_inference.records.read import read_records
@@ -98,6 +100,23 @@ def machine_of(record: dict[str, Any]) -> Description:
     )
 
 
+def with_cores_of_run(machine: Description, record: dict[str, Any], spec: ModelSpec) -> Description:
+    """`machine`, whose cores are as fast as those of the run. Of mixtures their bytes do not tell: each expert takes time besides."""
+    cores, moved = (record.get("stream") or {}).get("cores") or {}, record.get("transfers") or {}
+    busy_s, planned = moved.get("cores_busy_s_per_step"), cores.get("of_step_gbps")
+    if not busy_s or not planned or machine.cores is None or experts_of(spec)[0]:
+        return machine
+    times = moved["cores_bytes_per_step"] / busy_s / 1e9 / planned
+
+    def scaled(rates: Any, *names: str) -> Any:
+        return rates.model_copy(update={name: times * getattr(rates, name) for name in names})
+
+    products = tuple(scaled(each, "cores_gb_per_s", "cores_alone_gb_per_s") for each in machine.cores.products)
+    attention = tuple(scaled(each, "gb_per_s", "alone_gb_per_s") for each in machine.cores.attention)
+    found = machine.cores.model_copy(update={"products": products, "attention": attention})
+    return machine.model_copy(update={"cores": found})
+
+
 def plan_of(record: dict[str, Any], machine: DescribedMachine, skeletons: dict[Any, Skeleton]) -> Plan:
     """The plan of the record's run for `machine`; models that are in `skeletons` are not built again."""
     config = run_config([*options_of(record), "--dry-run"])
@@ -140,7 +159,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--machine", type=Path, metavar="FILE", help="plan for this machine, and not for the rates of each record"
     )
-    return parser.parse_args()
+    parser.add_argument("--cores-of-runs", action="store_true", help="with the rates that the cores had in each run")
+    asked = parser.parse_args()
+    if asked.cores_of_runs and not asked.machine:
+        parser.error("--cores-of-runs: needs --machine, whose rates it corrects")
+    return asked
 
 
 def main() -> None:
@@ -152,7 +175,11 @@ def main() -> None:
     print(f"{'':48} {'step (ms)':>10} " + " ".join(f"{name:>8}" for name in names) + "  mostly")
     for name, record in records(asked.pattern):
         try:
-            plan = plan_of(record, DescribedMachine(given or machine_of(record)), skeletons)
+            machine = given or machine_of(record)
+            plan = plan_of(record, DescribedMachine(machine), skeletons)
+            if asked.cores_of_runs:
+                machine = with_cores_of_run(machine, record, plan.job.spec)
+                plan = plan_of(record, DescribedMachine(machine), skeletons)
         except UsageError as error:  # the rates of FILE are those of other options
             print(f"{name[-48:]:48} not planned: {error}")
             continue

@@ -5,8 +5,8 @@ that what a decode step appends and what it reads are both contiguous: one copy 
 all layers in turn; while a layer computes, the keys and values of the next two cross the link on a stream of their own, and
 the last layers of a step prefetch the first ones of the next. Without a device the host memory is used where it lies.
 
-A step calls `update` once a layer, and Python is what it may wait for: OPT-30B in int4 took 890 us a layer on an H200's host, where the
-link needed 600. So there is one copy where there were two, and views and events are made once.
+A step calls `update` once a layer, and the link may wait for Python (docs/performance.md): so there is one copy for keys and values, and
+views and events are made once.
 """
 
 from __future__ import annotations

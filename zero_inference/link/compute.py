@@ -22,8 +22,10 @@ WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
 # How long a measurement takes at least. A GPU that rested raises its clocks first: in 0.05 s int4 had 1114 GB/s once, and 1260 else.
 WEIGHTS_S = {"cuda": 0.15, "cpu": 0.05}
 # Rows and columns. A GPU's products take some time besides their bytes, which two sizes show: int4 with one token has 870 GB/s with the
-# first, 2200 with the second and 1390 with 8192 x 8192 (h200-kept/seventh_host/products.txt).
-SHAPES = {"cuda": ((4096, 4096), (32768, 8192)), "cpu": ((2048, 2048),)}
+# first, 2220 with the second and 1390 with 8192 x 8192 (h200-kept/seventh_host/products.txt). With one and eight tokens the line through
+# these two is within 10% of most others there and 24% of all from 5120 x 5120 on; that through 32768 x 8192, which suits the kernel, was
+# 20% too fast for 57344 x 8192.
+SHAPES = {"cuda": ((4096, 4096), (57344, 8192)), "cpu": ((2048, 2048),)}
 
 
 def device_copy_gb_per_s(device: torch.device, seconds: float = SECONDS) -> float:

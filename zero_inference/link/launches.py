@@ -57,8 +57,8 @@ class Launching:
             operator_s=operator_s,
             module_s=module_s,
             step_s=max(0.0, llama.step_s - llama.operators * operator_s - llama.module_calls * module_s),
-            graph_operator_s=self.in_graph and self.in_graph.operator_s,
-            attention_gb_per_s=self.in_graph and self.in_graph.attention_gb_per_s,
+            graph_operator_s=None if self.in_graph is None else self.in_graph.operator_s,
+            attention_gb_per_s=None if self.in_graph is None else self.in_graph.attention_gb_per_s,
         )
 
 

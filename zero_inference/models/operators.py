@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,10 +106,9 @@ def _of_width(operators: Counter[Operator], times: float) -> dict[Operator, int]
     """With bytes of a dtype that is so many times as wide."""
     if times == 1:
         return dict(operators)
+    sizes = ("nbytes", "outside_bytes", "layer_bytes", "expert_bytes")
     return {
-        Operator(
-            each.flops, *(round(times * value) for value in (each.nbytes, *each.weights)), same_input=each.same_input
-        ): count
+        replace(each, **{name: round(times * getattr(each, name)) for name in sizes}): count
         for each, count in operators.items()
     }
 

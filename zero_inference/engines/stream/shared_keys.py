@@ -1,7 +1,7 @@
 """Attention of a decode step with a mask, where several query heads share keys and values: they are rows of one product.
 
 transformers before it had `pack_gqa` (5.17 has none) copies keys and values for each of these heads first. In a step of Llama-3.1-70B,
-batch 8, that took an H200 49 us of the 449 of a layer, and attention over the copies 34 (h200-kept/seventh_host/70b.txt).
+batch 8, that took an H200 49 us of the 449 of a layer, and attention over the copies 34 (h200-kept/eighth_host/70b.txt).
 """
 
 from __future__ import annotations
