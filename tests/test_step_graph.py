@@ -14,10 +14,11 @@ from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cores import chosen_by_plan, feeder_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from zero_inference.engines.stream import core_team, engine, graphs, plan, shared_keys, step_graph
+from zero_inference.engines.stream import core_team, engine, graphs, plan, step_graph
 from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
+from zero_inference.kv_cache import shared_keys
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.measure import finiteness
 from zero_inference.models.prompts import random_ids

@@ -21,7 +21,6 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.engines.use import UseOfMachine
-from zero_inference.errors import UsageError
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.machine.machine import Machine, ThisMachine
@@ -32,7 +31,6 @@ from zero_inference.records.limit import LinkUse
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import CoresUse
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.divisors import nearest_divisor
 from zero_inference.runtime.transfers import Transfers
 
 Progress = Callable[[int], None]
@@ -290,17 +288,3 @@ class LoadedModel:
 
 def no_communicator(ranks: Ranks) -> None:
     """The `connect` of an engine that brings ranks together by the default process group alone."""
-
-
-def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:
-    """What to say where groups of `asked` do not fit the last dimension of weight `name`, of which `packs` elements share a word."""
-    last = shape[-1]
-    fitting = nearest_divisor(asked, last, (256, 128, 64, 32, 16, 8), packs)
-    change = (
-        f"use --quant-group-size {fitting} or another divisor"
-        if fitting
-        else "no group size fits this model, drop --quant-bits"
-    )
-    return UsageError(
-        f"--quant-group-size {asked}: does not divide {name} of shape {list(shape)} along its last dimension; {change}."
-    )

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from zero_inference.engines.stream.shared_keys import heads_share_keys
 from zero_inference.kv_cache.device import DeviceKVCache
+from zero_inference.kv_cache.shared_keys import heads_share_keys
 from zero_inference.link.compute import as_graph
 from zero_inference.link.description import Launches
 from zero_inference.models.greedy import greedy

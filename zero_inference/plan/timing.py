@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import attending, copying, own_work, restoring
+from zero_inference.machine.rates import own_work
 from zero_inference.models.operators import Operator, Pass
+from zero_inference.plan.host_time import HostWork, host_work_s, piece_s
 from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
-    from zero_inference.link.description import Description, OwnWork
+    from zero_inference.link.description import Description
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,6 @@ def why_unknown(plan: EnginePlan, description: Description) -> str:
     if _lacks_dequantizing(plan, description):
         return f"what dequantizing takes {job.config.engine} on a CPU is not measured (zero-inference link --save does)"
     return "the model cannot be traced without its weights"
-
-
-@dataclass(frozen=True)
-class HostWork:
-    """Of a pass.
-
-    Attributes:
-        launches, module_calls: operators that the host launches, and its calls of modules; none where the device repeats graphs.
-        pieces: of weights that it sends for.
-        starts: a generation begins with it.
-    """
-
-    launches: int = 0
-    module_calls: int = 0
-    pieces: int = 0
-    starts: bool = False
 
 
 def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
@@ -214,18 +199,11 @@ def _together(
 ) -> PassTime | None:
     """What the parts take beside or behind each other. The device computes while blocks are copied, and waits for the cores."""
     launches, rate = description.launches, description.device_gb_per_s
-    # the host of a machine that nobody measured is taken to be never late
-    operator_s, module_s, step_s = (
-        (launches.operator_s, launches.module_s, launches.step_s) if launches else (0.0, 0.0, 0.0)
-    )
     copied = {name: seconds for name, seconds in copies.items() if seconds is not None}
     if rate is None or len(copied) < len(copies):
         return None
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)
-
-    least_s = (
-        (launches and launches.graph_operator_s or 0.0) if plan.job.on_gpu else 0.0
-    )  # of a kernel that waits for the one before
+    least_s = (plan.job.on_gpu and launches and launches.graph_operator_s) or 0.0  # of one that moves little
     attention = None if host.starts or launches is None else launches.attention_gb_per_s
 
     def of_memory(operator: Operator) -> float:
@@ -241,18 +219,19 @@ def _together(
     memory = "device_memory" if plan.job.on_gpu else "host_memory"
     bound = "matmul" if _total(traced, of_products) > work_s / 2 else memory
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
-    host_s = host.launches * operator_s + host.module_calls * module_s + host.pieces * _piece_s(own, host)
-    host_s += plan.attending_layers * _piece_s(attending(description), host)
-    host_s += plan.copied_layers * _piece_s(copying(description), host)
-    host_s += 0.0 if plan.graphs and not host.starts else plan.restored_blocks * _piece_s(restoring(description), host)
+    host_s = host_work_s(plan, description, host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
     waited_s = 0.0 if host.starts else plan.cores_s()  # in a prefill they have nothing to do
     # a GPU computes, and waits for the cores, while the host launches what follows
     launched_s = max(0.0, host_s - work_s - waited_s) if plan.job.on_gpu else host_s
-    computing = {bound: work_s, "launches": launched_s + step_s + begin_s, "cores": waited_s}
+    computing = {
+        bound: work_s,
+        "launches": launched_s + (launches.step_s if launches else 0.0) + begin_s,
+        "cores": waited_s,
+    }
     asked_s = begin_s
     if plan.copies_wait_for_host:  # for hooks, without dequantizing
-        asked_s += host.pieces * _piece_s(own_work(description, plan.job.config.engine, 16), host)
+        asked_s += host.pieces * piece_s(own_work(description, plan.job.config.engine, 16), host)
     copied["link"] += asked_s if copied["link"] else 0.0
     if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
         return _longest(computing | copied, sum(computing.values()) + sum(copied.values()))
@@ -263,13 +242,6 @@ def _together(
         return found
     copied["link"], others_s = plan.leveled(copied["link"], others_s)
     return PassTime(max(*copied.values(), plan.paced_s(copied["link"], others_s)), found.bound_by)
-
-
-def _piece_s(own: OwnWork | None, host: HostWork) -> float:
-    """Of the host for a piece of weights, or a layer whose keys and values are in host memory."""
-    if own is None:
-        return 0.0
-    return own.prefill_piece_s if host.starts else own.step_piece_s
 
 
 def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero_inference.engines.base import group_size_refusal
+from zero_inference.engines.group_size import group_size_refusal
 from zero_inference.link.compute import median_s
 from zero_inference.runtime.host_memory import host_empty
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
-from zero_inference.engines.base import EnginePlan, Footprint, Job, group_size_refusal
+from zero_inference.engines.base import EnginePlan, Footprint, Job
+from zero_inference.engines.group_size import group_size_refusal
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, cores_s_of, place_on_cores, why_cores_stay_out

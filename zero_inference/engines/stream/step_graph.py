@@ -23,10 +23,10 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step, visible_positions
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import Record, Recording
-from zero_inference.engines.stream.shared_keys import heads_share_keys
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
+from zero_inference.kv_cache.shared_keys import heads_share_keys
 from zero_inference.records.schema import DecodeGraph
 
 # One behind the other, computed as usual right before: libraries take their memory, and blocks are placed and used as in the step to come.
