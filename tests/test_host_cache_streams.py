@@ -183,6 +183,20 @@ def test_attention_reads_what_was_written_in_any_order_that_streams_allow(layers
         generations_agree(monkeypatch, layers, seed)
 
 
+def test_layers_of_different_sizes_share_the_slots(monkeypatch):
+    """These grow when a larger layer comes, in the first prompt, while smaller ones are on their way out of them."""
+    own = states_of
+
+    def states(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
+        return tuple(
+            torch.cat([each] * (1 + layer % 3), -1).as_subclass(Memory) for each in own(layer, start, end, generation)
+        )
+
+    monkeypatch.setitem(globals(), "states_of", states)
+    for seed in range(30):
+        generations_agree(monkeypatch, 7, seed)
+
+
 def test_layers_that_share_keys_and_values_read_them_before_their_slots_are_filled_again(monkeypatch):
     for seed in range(40):
         generations_agree(monkeypatch, 5, seed, sharing=4)

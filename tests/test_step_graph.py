@@ -104,23 +104,49 @@ def test_heads_that_share_keys_are_rows_of_one_product(family, checkpoints, step
     assert attended and all(attended)
 
 
-@pytest.mark.parametrize("mask", [None, (2, 1, 1, 5), (2, 4, 1, 5)])
+@pytest.mark.parametrize("heads, key_heads", [(4, 2), (6, 3), (8, 2)])
+@pytest.mark.parametrize("kind", ["added", "boolean", "of one sequence", "of each head", "none"])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_attention_with_shared_keys_is_transformers_own(mask, queries):
+def test_attention_with_shared_keys_is_transformers_own(heads, key_heads, kind, queries):
+    """Also where it is left to that: with more queries, a mask for each head, or none."""
     made = torch.Generator().manual_seed(0)
     module = torch.nn.Module()
-    module.num_key_value_groups = 2
+    module.num_key_value_groups = heads // key_heads
     query, key, value = (
-        torch.randn(2, heads, length, width, generator=made)
-        for heads, length, width in ((4, queries, 8), (2, 5, 8), (2, 5, 6))
+        torch.randn(2, number, length, width, generator=made)
+        for number, length, width in ((heads, queries, 8), (key_heads, 5, 8), (key_heads, 5, 6))
     )
-    mask = None if mask is None else torch.randn(mask, generator=made).expand(-1, -1, queries, -1)
-    own = shared_keys.sdpa_attention.sdpa_attention_forward
+    mask = torch.randn(
+        1 if kind == "of one sequence" else 2, heads if kind == "of each head" else 1, 1, 5, generator=made
+    )
+    mask = (mask > -0.5) | (torch.arange(5) == 0) if kind == "boolean" else mask
+    mask = None if kind == "none" else mask.expand(-1, -1, queries, -1)
+    own, asked = shared_keys.sdpa_attention.sdpa_attention_forward, []
+
+    def seen(*args, **more):
+        asked.append(args)
+        return own(*args, **more)
+
     options = {"scaling": 0.3, "is_causal": False}
-    found = shared_keys.attend(own, module, query, key, value, mask, **options)
+    found = shared_keys.attend(seen, module, query, key, value, mask, **options)
     expected = own(module, query, key, value, mask, **options)
     torch.testing.assert_close(found[0], expected[0])
-    assert found[1] is None and found[0].shape == (2, queries, 4, 6)
+    assert found[1] is None and found[0].shape == (2, queries, heads, 6)
+    assert bool(asked) == (queries > 1 or kind in ("of each head", "none"))
+
+
+def test_transformers_own_attention_is_back_whatever_happens(monkeypatch):
+    monkeypatch.setattr(shared_keys, "TRANSFORMERS_DOES", False)
+    functions = shared_keys.ALL_ATTENTION_FUNCTIONS
+    own = functions["sdpa"]
+    with pytest.raises(RuntimeError, match="inside"), shared_keys.heads_share_keys():
+        assert functions["sdpa"] is not own
+        raise RuntimeError("inside")
+    assert functions["sdpa"] is own
+    monkeypatch.setitem(functions, "sdpa", replaced := lambda *args, **more: None)
+    with shared_keys.heads_share_keys():
+        assert functions["sdpa"] is not replaced
+    assert functions["sdpa"] is replaced
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

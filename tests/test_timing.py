@@ -370,6 +370,27 @@ def test_attention_reads_keys_and_values_at_its_own_rate():
     assert after.prefill == before.prefill
 
 
+def test_attention_by_the_cores_takes_the_device_nothing():
+    """Whatever its rate is there: what the cores take for it is counted apart."""
+    products = tuple(each.model_copy(update={"format": "bfloat16"}) for each in MACHINE.cores.products)
+    machine = FAST.model_copy(update={"cores": MACHINE.cores.model_copy(update={"products": products})})
+    launches = LAUNCHES.model_copy(update={"attention_gb_per_s": 42.0})
+    options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
+    plan, before = times_of(options, machine)
+    assert plan.weights.attending_layers == 40
+    assert times_of(options, machine.model_copy(update={"launches": launches}))[1].step == before.step
+
+
+def test_experts_on_the_device_take_one_kernel_whichever_are_chosen():
+    rates = [DeviceRate(format="int4", rows=rows, gb_per_s=1000.0) for rows in (1, 32)]
+    calls = tuple(each.model_copy(update={"call_s": 1e-3}) for each in rates)
+    options = "--model qwen3-30b-a3b --engine stream --quant-bits 4"
+    plan, before = times_of(options, FAST.model_copy(update={"device_products": tuple(rates)}))
+    after = times_of(options, FAST.model_copy(update={"device_products": calls}))[1]
+    of_experts = 2  # gate and up, and down, beside attention's two and the router
+    assert after.step.seconds - before.step.seconds == pytest.approx(48 * (3 + of_experts) * 1e-3, rel=0.01)
+
+
 def test_keys_and_values_in_host_memory_cross_the_link_too():
     plan, times = times_of("--model opt-13b --engine stream --gpu-memory 0 --kv-offload --batch-size 64 --pin-kv-cache")
     moved = plan.weights.moved_per_step().host_to_device_bytes_per_step

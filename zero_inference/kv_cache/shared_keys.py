@@ -31,7 +31,9 @@ def heads_share_keys() -> Iterator[None]:
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # what was set here hid it
+        if ALL_ATTENTION_FUNCTIONS.get("sdpa") is not own:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
 
 
 def attend(

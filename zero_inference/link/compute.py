@@ -23,8 +23,8 @@ WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
 WEIGHTS_S = {"cuda": 0.15, "cpu": 0.05}
 # Rows and columns. A GPU's products take some time besides their bytes, which two sizes show: int4 with one token has 870 GB/s with the
 # first, 2220 with the second and 1390 with 8192 x 8192 (h200-kept/seventh_host/products.txt). With one and eight tokens the line through
-# these two is within 10% of most others there and 24% of all from 5120 x 5120 on; that through 32768 x 8192, which suits the kernel, was
-# 20% too fast for 57344 x 8192.
+# these two is within 10% of most others there and 24% of all from 5120 x 5120 on; that through 32768 x 8192, which suits the kernel, gave
+# 57344 x 8192 up to 20% too little time.
 SHAPES = {"cuda": ((4096, 4096), (57344, 8192)), "cpu": ((2048, 2048),)}
 
 
@@ -94,7 +94,9 @@ class ProductTime:
         """From bytes and seconds of weights of one or two sizes, the smaller one first."""
         (least, least_s), (most, most_s) = points[0], points[-1]
         call_s = (least_s * most - most_s * least) / (most - least) if most > least else 0.0
-        call_s = min(max(0.0, call_s), 0.9 * least_s)  # of many tokens, whose operations count, it may be anything
+        call_s = min(
+            max(0.0, call_s), 0.9 * least_s, 0.9 * most_s
+        )  # of many tokens it may be anything: operations count
         return cls(most / (most_s - call_s) / 1e9, call_s)
 
 
@@ -149,19 +151,22 @@ class DeviceWeights:
 
 def product_times(
     device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, tokens: Sequence[int]
-) -> list[ProductTime]:
-    """Of as many tokens each, with weights as `DeviceWeights` has them.
+) -> dict[int, ProductTime]:
+    """By number of tokens, with weights as `DeviceWeights` has them; without those whose activations do not fit.
 
     Raises:
-        torch.OutOfMemoryError: they do not fit beside what is on the device.
+        torch.OutOfMemoryError: the weights do not fit beside what is on the device.
     """
-    points: list[list[tuple[int, float]]] = [[] for _ in tokens]
+    points: dict[int, list[tuple[int, float]]] = {count: [] for count in tokens}
     for shape in SHAPES[device.type]:
         weights = DeviceWeights(device, dtype, scheme, shape)
-        for each, count in zip(points, tokens):
-            each.append((weights.nbytes, weights.product_s(count)))
+        for count in list(points):
+            try:
+                points[count].append((weights.nbytes, weights.product_s(count)))
+            except torch.OutOfMemoryError:
+                del points[count]
         del weights  # before there are others
-    return [ProductTime.through(each) for each in points]
+    return {count: ProductTime.through(each) for count, each in points.items()}
 
 
 def median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:

@@ -162,9 +162,13 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
         except torch.OutOfMemoryError as error:
             say(f"warning: not measured: {first_line(error)}")
             continue
+        if lost := [count for count in tokens if count not in found]:
+            say(
+                f"warning: {name} products of {', '.join(map(str, lost))} tokens were not measured: too little memory on the device"
+            )
         rates += [
             DeviceRate(format=name, rows=rows, gb_per_s=each.gb_per_s, call_s=each.call_s)
-            for rows, each in zip(tokens, found)
+            for rows, each in found.items()
         ]
     return tuple(rates)
 

@@ -37,8 +37,10 @@ def assumed(text: str, base: Description | None = None) -> Description:
     changes = {_FIELDS[name]: value for name, value in said.items() if name in _FIELDS}
     if "matmul" in said:
         changes["matmul_tflops"] = dict.fromkeys(("float16", "bfloat16"), said["matmul"])
-    if "memory" in said:
-        changes |= {"device_products": (), "own_work": (), "loading": None}  # which were measured with another memory
+    if "memory" in said:  # these were measured with another
+        changes |= {"device_products": (), "own_work": (), "loading": None}
+        if start.launches is not None:
+            changes["launches"] = start.launches.model_copy(update={"attention_gb_per_s": None})
     if "link" in said and "pageable" not in said and start.link_gb_per_s and start.pageable_link_gb_per_s:
         changes["pageable_link_gb_per_s"] = start.pageable_link_gb_per_s * said["link"] / start.link_gb_per_s
     found = start.model_copy(update={**changes, "source": _source(start, said)})

@@ -138,9 +138,8 @@ class _Counting(Watching):
         self.kinds = kinds
         self.operators: Counter[Operator] = Counter()
         self.module_calls = 0
-        self.multiplied: torch.Tensor | None = (
-            None  # by a weight, last; as long as it is here, no other has its storage
-        )
+        # by a weight, last; as long as it is here, no other has its storage
+        self.multiplied: torch.Tensor | None = None
 
     def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
         """See `Watching`."""

@@ -205,10 +205,13 @@ def _together(
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)
     least_s = (plan.job.on_gpu and launches and launches.graph_operator_s) or 0.0  # of one that moves little
     attention = None if host.starts or launches is None else launches.attention_gb_per_s
+    cores_attend = plan.attending_layers > 0 and not host.starts  # which `plan.cores_s` counts
 
     def of_memory(operator: Operator) -> float:
         nbytes = operator.nbytes * plan.job.rank_batch
-        if attention and operator.attends:
+        if operator.attends and cores_attend:
+            return least_s
+        if operator.attends and attention:
             return least_s + nbytes / (attention * 1e9)
         return nbytes / (rate * 1e9) + weights_s(operator)
 

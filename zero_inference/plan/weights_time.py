@@ -60,12 +60,14 @@ def weights_s_of(
     def seconds(operator: Operator) -> float:
         calls = bool(operator.flops) and not (joins and operator.same_input)  # of a kernel of its own
         parts = (
-            (1.0, operator.outside_bytes, outside),
-            (1 - of_cores[0], operator.layer_bytes, of_layers),
-            (1 - of_cores[1], read * operator.expert_bytes, of_experts),
+            (1.0, operator.outside_bytes, 1.0, outside),
+            (1 - of_cores[0], operator.layer_bytes, 1.0, of_layers),
+            (1 - of_cores[1], operator.expert_bytes, read, of_experts),  # by one kernel, whichever are chosen
         )
         return sum(
-            share * (nbytes * byte_ns / 1e9 + calls * call_s) for share, nbytes, (byte_ns, call_s) in parts if nbytes
+            share * (used * nbytes * byte_ns / 1e9 + calls * call_s)
+            for share, nbytes, used, (byte_ns, call_s) in parts
+            if nbytes
         )
 
     return seconds

@@ -1,0 +1,42 @@
+"""Committed runs planned again for the rates that their cores had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.predictions import RESULTS, with_cores_of_run
+from zero_inference.link.description import read_description
+from zero_inference.models.spec import resolve_model
+from zero_inference.options import run_config
+from zero_inference.records.read import read_records
+
+HOST = "h200-kept/ninth_host"
+
+
+def planned_with(run: str, model: str):
+    """The machine of that host, as it was kept and as the run had it, and the record."""
+    kept = read_description(RESULTS / HOST / "machine.json")
+    record = list(read_records(Path(RESULTS / HOST / f"{run}.jsonl")))[-1]
+    spec = resolve_model(run_config(["--model", model, "--dummy"]), "cuda")
+    return kept, with_cores_of_run(kept, record, spec), record
+
+
+def test_cores_are_as_fast_as_in_the_run():
+    kept, found, record = planned_with("llama13b-int4-bs8-auto", "llama-2-13b")
+    moved, planned = record["transfers"], record["stream"]["cores"]["of_step_gbps"]
+    rate = moved["cores_bytes_per_step"] / moved["cores_busy_s_per_step"] / 1e9
+    assert rate == pytest.approx(55.6, abs=0.1) and planned == pytest.approx(69.3, abs=0.1)
+    for before, after in zip(kept.cores.products, found.cores.products):
+        assert after.cores_gb_per_s == pytest.approx(before.cores_gb_per_s * rate / planned)
+        assert (after.link_gb_per_s, after.crossing_s) == (before.link_gb_per_s, before.crossing_s)
+    assert found.link_gb_per_s == kept.link_gb_per_s
+
+
+@pytest.mark.parametrize(
+    "run, model", [("mixtral-int4-auto", "mixtral-8x7b"), ("llama13b-int4-bs1-off", "llama-2-13b")]
+)
+def test_a_mixture_and_a_run_without_cores_keep_what_was_measured(run, model):
+    kept, found, _ = planned_with(run, model)
+    assert found == kept
