@@ -32,11 +32,13 @@ def own_copy_gb_per_s() -> float:
 
 
 def test_the_copy_rate_is_that_of_an_independent_copy():
-    for _ in range(3):  # other processes share this machine's memory
-        measured = copy.host_to_device_gb_per_s(CPU, pinned=True, seconds=0.3)
-        if 0.5 < measured / own_copy_gb_per_s() < 2:
+    measured = own = 0.0
+    for _ in range(15):  # other processes share this machine's memory and cores: the best of each counts
+        measured = max(measured, copy.host_to_device_gb_per_s(CPU, pinned=True, seconds=0.3))
+        own = max(own, own_copy_gb_per_s())
+        if 0.5 < measured / own < 2:
             return
-    pytest.fail(f"{measured:.1f} GB/s by torch, {own_copy_gb_per_s():.1f} GB/s by bytes")
+    pytest.fail(f"{measured:.1f} GB/s by torch, {own:.1f} GB/s by bytes")
 
 
 def test_every_rate_is_one_that_a_machine_can_have(tmp_path):
