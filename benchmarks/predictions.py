@@ -117,6 +117,10 @@ def with_cores_of_run(machine: Description, record: dict[str, Any], spec: ModelS
     return machine.model_copy(update={"cores": found})
 
 
+def spec_of(record: dict[str, Any]) -> ModelSpec:
+    return resolve_model(run_config([*options_of(record), "--dry-run"]), "cuda")
+
+
 def plan_of(record: dict[str, Any], machine: DescribedMachine, skeletons: dict[Any, Skeleton]) -> Plan:
     """The plan of the record's run for `machine`; models that are in `skeletons` are not built again."""
     config = run_config([*options_of(record), "--dry-run"])
@@ -176,10 +180,9 @@ def main() -> None:
     for name, record in records(asked.pattern):
         try:
             machine = given or machine_of(record)
-            plan = plan_of(record, DescribedMachine(machine), skeletons)
             if asked.cores_of_runs:
-                machine = with_cores_of_run(machine, record, plan.job.spec)
-                plan = plan_of(record, DescribedMachine(machine), skeletons)
+                machine = with_cores_of_run(machine, record, spec_of(record))
+            plan = plan_of(record, DescribedMachine(machine), skeletons)
         except UsageError as error:  # the rates of FILE are those of other options
             print(f"{name[-48:]:48} not planned: {error}")
             continue

@@ -5,9 +5,10 @@ import torch
 from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_inference.link import compute, launches
+from zero_inference.link import compute, in_graph
 from zero_inference.link.compute import ProductTime, product_times
-from zero_inference.link.launches import TOKENS, InGraph, Launching, two_costs
+from zero_inference.link.in_graph import InGraph
+from zero_inference.link.launches import TOKENS, Launching, two_costs
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
 from zero_inference.models.sizes import experts_of
@@ -128,7 +129,7 @@ def test_what_more_layers_and_more_sequences_take_in_a_graph(monkeypatch):
         layer_bytes = 2 * 160 * 256 * 2 * batch
         return 1e-3 + ran[-1][0] * (31 * 2e-6 + layer_bytes / 500e9)
 
-    monkeypatch.setattr(launches, "seconds_of", seconds)
+    monkeypatch.setattr(in_graph, "seconds_of", seconds)
     found = InGraph.measured(torch.device("cpu"), 256)
     assert set(ran) == {(1, 1), (16, 1), (16, 16)}
     assert found.attention_gb_per_s == pytest.approx(500.0)

@@ -94,9 +94,8 @@ class ProductTime:
         """From bytes and seconds of weights of one or two sizes, the smaller one first."""
         (least, least_s), (most, most_s) = points[0], points[-1]
         call_s = (least_s * most - most_s * least) / (most - least) if most > least else 0.0
-        call_s = min(
-            max(0.0, call_s), 0.9 * least_s, 0.9 * most_s
-        )  # of many tokens it may be anything: operations count
+        # of many tokens it may be anything: operations count
+        call_s = min(max(0.0, call_s), 0.9 * least_s, 0.9 * most_s)
         return cls(most / (most_s - call_s) / 1e9, call_s)
 
 

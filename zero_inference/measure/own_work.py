@@ -80,9 +80,8 @@ def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> list[OwnW
             return []
         found = [plain.own_work(plain)]
         for engine, bits, options in ENGINES:
-            if (engine in LIBRARIES and engine not in libraries) or (
-                options in (RESIDENT, COPIED) and not plain.on_gpu
-            ):
+            absent = engine in LIBRARIES and engine not in libraries
+            if absent or (options in (RESIDENT, COPIED) and not plain.on_gpu):
                 continue
             with contextlib.ExitStack() as own_stack:
                 beside = _loaded(engine, bits, options, model, ranks, own_stack)
