@@ -35,7 +35,7 @@ class PlayedLink:
         def synchronize(self) -> None:
             pass
 
-    def begin(self):
+    def begin(self, copies=8):
         return self.Event(0), self.Event(6)
 
     def rate(self, start, end) -> float:
@@ -50,7 +50,7 @@ class PlayedBench(cores.Bench):
         self.device, self.columns, self.link = device, columns, PlayedLink()
         self.cores = Cores(cpus, SPIN_US)
 
-    def crossing_s(self, dtype, rows) -> float:
+    def crossing_s(self, dtype, rows, rounds=3) -> float:
         return 1e-5 * rows
 
     def close(self) -> None:

@@ -16,9 +16,11 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, free_port
+from test_machine import CORES, rates
 
+from zero_inference.cores.library import load_library
 from zero_inference.errors import RunError
-from zero_inference.link import command, compute, copy, rooflines, system
+from zero_inference.link import command, compute, copy, cores, rooflines, system
 from zero_inference.link.description import read_description
 from zero_inference.link.system import GpuLink, Host, warnings_for
 from zero_inference.runtime.distributed import Ranks
@@ -253,7 +255,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     monkeypatch.setattr(copy, "several_devices_gb_per_s", lambda devices: 40.0 * len(devices))
     monkeypatch.setattr(compute, "device_copy_gb_per_s", lambda device: 3900.0)
     monkeypatch.setattr(compute, "matmul_tflops", lambda device, dtype: 700.0)
-    monkeypatch.setattr("zero_inference.link.rooflines._of_cores", lambda ranks: [])
+    monkeypatch.setattr("zero_inference.link.rooflines._of_cores", lambda ranks, known: [])
     monkeypatch.setattr("zero_inference.link.report.while_copying", lambda device, read: refused(device))
     uuids = UUID.removeprefix("GPU-"), SECOND_UUID.removeprefix("GPU-")
     properties = [types.SimpleNamespace(uuid=uuid, name="NVIDIA H200") for uuid in uuids]
@@ -344,6 +346,28 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert (
         saved.versions["torch"] == torch.__version__ and 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]
     )
+
+
+@pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
+def test_what_is_known_of_the_cores_is_not_measured_again(monkeypatch):
+    known = CORES.model_copy(update={"products": (rates("bfloat16", 1, 100.0), rates("bfloat16", 8, 90.0))})
+    monkeypatch.setattr(rooflines, "_of_link", lambda ranks: [])
+    monkeypatch.setattr(rooflines, "_of_device", lambda device: [])
+    monkeypatch.setattr(rooflines, "load_extension", lambda: True)
+    monkeypatch.setattr(cores, "cpus_of", lambda ranks: (-1,))
+    monkeypatch.setattr(cores, "read_gb_per_s", lambda cpus: 130.0)
+    monkeypatch.setattr(cores, "measure_beside_link", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(cores, "product_gb_per_s", lambda cpus, dtype, scheme, rows: -rows)
+    found = rooflines.rooflines(Ranks(0, 1, 0, 1, torch.device("cuda", 0)), None, known)
+    assert {each.name: each.measure() for each in found} == {
+        "cores_read_gbps": 130.0,
+        "cores_bfloat16_1_rows_gbps": 110.0,
+        "cores_bfloat16_8_rows_gbps": 100.0,
+        "cores_bfloat16_32_rows_gbps": -32,
+        **{f"cores_int4_{rows}_rows_gbps": -rows for rows in (1, 8, 32)},
+        "cores_beside_link_gbps": 100.0,
+        "link_beside_cores_gbps": 50.0,
+    }
 
 
 def test_without_a_compiler_it_says_why_the_cores_are_missing(monkeypatch):

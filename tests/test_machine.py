@@ -492,18 +492,25 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
     """The measurement itself takes a GPU; tests/test_core_rates.py goes through it without a link."""
     lines = []
 
-    def attending(device, cpus, dtype, heads):
-        if (dtype, heads) == (torch.float16, 8):
-            raise RunError("no host memory is left")
-        return Attended(90.0 / heads, 100.0 / heads)
+    class Attending:
+        def __init__(self, device, cpus):
+            assert cpus == (1, 2, 3)
+
+        def measured(self, dtype, heads):
+            if (dtype, heads) == (torch.float16, 8):
+                raise RunError("no host memory is left")
+            return Attended(90.0 / heads, 100.0 / heads)
+
+        def close(self):
+            lines.append("closed")
 
     found = OfCores(128.0, (rates("int4", 1, 100.0), rates("int4", 8, 80.0)))
     monkeypatch.setattr(saved, "measure_core_rates", lambda device, cpus: found)
-    monkeypatch.setattr(saved, "measure_attention", attending)
+    monkeypatch.setattr(saved, "AttentionBench", Attending)
     monkeypatch.setattr(saved, "cpus_of_host", lambda ranks: (1, 2, 3))
     monkeypatch.setattr(saved, "load_extension", lambda: True)
     ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0))
-    cores = saved._cores(ranks, lines.append)
+    cores = saved.measure_cores(ranks, lines.append)
     assert (cores.threads, cores.read_gb_per_s, cores.products) == (3, 128.0, found.products)
     assert [(each.format, each.heads, each.gb_per_s, each.alone_gb_per_s) for each in cores.attention] == [
         ("bfloat16", 1, 90.0, 100.0),
@@ -512,13 +519,13 @@ def test_what_cores_give_beside_the_link_is_kept(monkeypatch):
         ("float16", 1, 90.0, 100.0),
         ("float16", 4, 22.5, 25.0),
     ]
-    assert "no host memory" in lines[-1]
+    assert lines[-2] == "closed" and "no host memory" in lines[-1]
 
     def refused(device, cpus):
         raise RunError("1.00 GiB of host memory could not be page-locked")
 
     monkeypatch.setattr(saved, "measure_core_rates", refused)
-    assert saved._cores(ranks, lines.append) is None
+    assert saved.measure_cores(ranks, lines.append) is None
     assert any("could not be page-locked" in line for line in lines)
 
 

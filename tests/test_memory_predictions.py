@@ -15,9 +15,12 @@ from zero_inference.runtime.environment import describe_environment, versions_of
 
 MEASURE = """
 import json, sys
+from zero_inference.link.engines import EnginesProcess
 from zero_inference.link.saved import measure_basics
 from zero_inference.runtime.distributed import detect_ranks
-found = measure_basics(detect_ranks(), lambda line: None)
+engines = EnginesProcess()
+found = measure_basics(detect_ranks(), engines, lambda line: None)
+engines.close()
 own_work = [each.model_dump() for each in found.own_work]
 launches = found.launching.found().model_dump()
 print(json.dumps([launches, found.process_bytes, found.measuring_bytes, found.library_bytes, own_work]))

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -380,9 +381,11 @@ def test_a_kept_machine_is_used_until_something_changes(kept_here):
 def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path, capfd):
     path = tmp_path / "new" / "machine.json"
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(path))
-    monkeypatch.setattr("zero_inference.link.rooflines.measure_rooflines", lambda ranks, disk: ([], ["no link"]))
-    monkeypatch.setattr("zero_inference.link.saved.measure_basics", lambda ranks, say: None)
-    monkeypatch.setattr("zero_inference.link.saved.describe_this_machine", lambda *_: MACHINE)
+    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(
+        "zero_inference.link.saved.measure_this_machine",
+        lambda ranks, engines, disk, say: ({"warnings": ["no link"]}, MACHINE),
+    )
     lines: list[str] = []
     kept.measure_and_keep(lines.append)
     assert (

@@ -166,7 +166,7 @@ def test_dequantizing_is_measured_in_both_dtypes_of_a_gpu(compiled, monkeypatch,
     rates = {torch.bfloat16: 141.0, torch.float16: 1300.0}
     built = []
 
-    def build(disk, use_gds, dequantize_on_gpu, speak):
+    def build(disk, use_gds, dequantize_on_gpu, say):
         built.append((disk, dequantize_on_gpu))
         if not compiled:
             raise RuntimeError("no nvcc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from dataclasses import dataclass
@@ -27,13 +28,17 @@ class Attended:
 
 
 class Attention:
-    """Attention of a token of each sequence over layers that the caches do not hold, as a cache in host memory stores them."""
+    """Attention of a token of each sequence over layers that the caches do not hold, as a cache in host memory stores them.
 
-    def __init__(self, cores: Cores, dtype: torch.dtype, heads: int):
+    Args:
+        kept: uint8, where keys and values are to lie; None takes as much as the caches do not hold.
+    """
+
+    def __init__(self, cores: Cores, dtype: torch.dtype, heads: int, kept: torch.Tensor | None = None):
         self.tasks = AttentionTasks(cores)
         shape = BLOCKS, SEQUENCES, KEY_HEADS, BLOCK_POSITIONS, HEAD_DIM
-        self.nbytes = 2 * torch.Size(shape).numel() * dtype.itemsize
-        kept = random_bytes(max(2, -(-2 * block_bytes() // self.nbytes)) * self.nbytes).view(dtype)
+        self.nbytes = layer_bytes(dtype)
+        kept = (_keys_and_values(dtype) if kept is None else kept).view(dtype)
         random = torch.randn(min(kept.numel(), 1 << 20)).to(dtype)
         for part in kept.split(random.numel()):
             part.copy_(random[: part.numel()])
@@ -53,24 +58,54 @@ class Attention:
         return self.nbytes
 
 
-@functools.cache  # a plan is made for many options
-def measure_attention(device: torch.device, cpus: tuple[int, ...], dtype: torch.dtype, heads: int) -> Attended:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about half a second.
+def layer_bytes(dtype: torch.dtype) -> int:
+    """Of a layer's keys and values."""
+    return 2 * BLOCKS * SEQUENCES * KEY_HEADS * BLOCK_POSITIONS * HEAD_DIM * dtype.itemsize
 
-    Args:
-        dtype: of keys and values.
-        heads: query heads that share a key head.
+
+def _keys_and_values(dtype: torch.dtype) -> torch.Tensor:
+    return random_bytes(max(2, -(-2 * block_bytes() // layer_bytes(dtype))) * layer_bytes(dtype))
+
+
+class AttentionBench:
+    """Threads on the CPUs `cpus` and the link of the CUDA device `device`, for one kind of keys and values after the other; all of 16 bits.
 
     Raises:
-        RunError: no host memory.
+        RunError, torch.OutOfMemoryError: no memory.
     """
-    cores = Cores(cpus, SPIN_US)
-    try:
-        attention, link = Attention(cores, dtype, heads), Copies(device)
+
+    def __init__(self, device: torch.device, cpus: tuple[int, ...]):
+        self.device = device
+        self.cores = Cores(cpus, SPIN_US)
+        try:
+            self.link, self.kept = Copies(device), _keys_and_values(torch.bfloat16)
+        except BaseException:
+            self.close()
+            raise
+
+    def measured(self, dtype: torch.dtype, heads: int) -> Attended:
+        """In a third of a second.
+
+        Args:
+            dtype: of keys and values.
+            heads: query heads that share a key head.
+
+        Raises:
+            RunError: no host memory.
+        """
+        attention = Attention(self.cores, dtype, heads, self.kept)
         alone = rate_alone(attention, ALONE_S)
-        beside = statistics.median(rates_together(attention, link)[1] for _ in range(ROUNDS))
+        beside = statistics.median(rates_together(attention, self.link)[1] for _ in range(ROUNDS))
         return Attended(min(alone, beside), alone)  # faster than alone is a host that others used meanwhile
-    finally:
-        torch.cuda.synchronize(device)
-        cores.close()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.cores.close()
         torch.cuda.empty_cache()  # the plan looks at the memory that is free
+
+
+@functools.cache  # a plan is made for many options
+def measure_attention(device: torch.device, cpus: tuple[int, ...], dtype: torch.dtype, heads: int) -> Attended:
+    """As `AttentionBench` measures, in about a second."""
+    with contextlib.closing(AttentionBench(device, cpus)) as bench:
+        return bench.measured(dtype, heads)

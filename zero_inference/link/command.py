@@ -7,13 +7,14 @@ Under a launcher every rank measures its own GPU at the same time, and the first
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zero_inference.link.saved import Basics
-    from zero_inference.runtime.distributed import Ranks
+    from zero_inference.link.description import Description
+    from zero_inference.link.engines import EnginesProcess
 
 
 HERE = Path()  # --save without a name
@@ -45,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measures and prints; 0. Raises UsageError for a folder or a GPU that is not there."""
-    from zero_inference.errors import RunError, UsageError
+    from zero_inference.errors import UsageError
+    from zero_inference.link.engines import EnginesProcess
     from zero_inference.runtime.replace import check_output_file
 
     if args.disk is not None and not args.disk.is_dir():
@@ -57,10 +59,20 @@ def main(args: argparse.Namespace) -> int:
         args.save.parent.mkdir(parents=True, exist_ok=True)
     if args.save is not None:
         check_output_file("--save", str(args.save))
+    with contextlib.ExitStack() as stack:
+        engines = None
+        if args.save is not None:  # it loads libraries while this process does
+            engines = stack.enter_context(contextlib.closing(EnginesProcess()))
+        return _measure(args, engines)
+
+
+def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
+    """`engines` is there where a description is to be saved."""
     import torch
 
+    from zero_inference.errors import RunError, UsageError
     from zero_inference.link.report import as_json, make_report, print_report
-    from zero_inference.link.saved import measure_basics
+    from zero_inference.link.saved import measure_this_machine
     from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
     from zero_inference.runtime.watch import PeerWatch, lost_connection
 
@@ -80,8 +92,11 @@ def main(args: argparse.Namespace) -> int:
             start_process_group(ranks)
         elif ranks.device.type == "cuda":
             torch.cuda.set_device(ranks.device)
-        basics = measure_basics(ranks, _say) if args.save is not None else None
-        report = make_report(ranks, args.disk)
+        report, description = (
+            (make_report(ranks, args.disk), None)
+            if engines is None
+            else measure_this_machine(ranks, engines, args.disk, _say)
+        )
         failed = False
     except RuntimeError as error:
         if lost := lost_connection(error):
@@ -97,22 +112,20 @@ def main(args: argparse.Namespace) -> int:
         print(as_json(report))
     else:
         print_report(report)
-    if basics is not None:
-        _save(args, ranks, basics, report)
+    if description is not None:
+        _save(description, args.save)
     return 0
 
 
-def _save(args: argparse.Namespace, ranks: Ranks, basics: Basics, report: dict[str, Any]) -> None:
+def _save(description: Description, path: Path) -> None:
     from zero_inference.errors import RunError
     from zero_inference.link.description import write_description
-    from zero_inference.link.saved import describe_this_machine
 
-    description = describe_this_machine(ranks, basics, report["rooflines"], args.disk, _say)
     try:
-        write_description(description, args.save)
+        write_description(description, path)
     except OSError as error:
-        raise RunError(f"--save {args.save}: {error.strerror}; what was measured is printed and not kept.") from error
-    _say(f"machine: {args.save}")
+        raise RunError(f"--save {path}: {error.strerror}; what was measured is printed and not kept.") from error
+    _say(f"machine: {path}")
 
 
 def _say(line: str) -> None:

@@ -19,8 +19,9 @@ from zero_inference.quantization.products import linear_groups
 CUDA_BLOCK_BYTES = 1 << 30
 SECONDS = 0.2
 WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
-# How long a measurement takes at least. A GPU that rested raises its clocks first: in 0.05 s int4 had 1114 GB/s once, and 1260 else.
-WEIGHTS_S = {"cuda": 0.15, "cpu": 0.05}
+WEIGHTS_S = 0.05  # of a measurement, at least
+# Before the first one: a GPU that rested raises its clocks, and int4 had 1114 GB/s in 0.05 s once, and 1260 else.
+CLOCKS_S = {"cuda": 0.15, "cpu": 0.0}
 # Rows and columns. A GPU's products take some time besides their bytes, which two sizes show: int4 with one token has 870 GB/s with the
 # first, 2220 with the second and 1390 with 8192 x 8192 (h200-kept/seventh_host/products.txt). With one and eight tokens the line through
 # these two is within 10% of most others there and 24% of all from 5120 x 5120 on; that through 32768 x 8192, which suits the kernel, gave
@@ -128,7 +129,7 @@ class DeviceWeights:
         ]
         self.nbytes = sum(part.nbytes for part in self.packed[0])
 
-    def product_s(self, tokens: int) -> float:
+    def product_s(self, tokens: int, seconds: float = WEIGHTS_S) -> float:
         """Median seconds in which `tokens` tokens are multiplied with one matrix, `nbytes` as it is stored, of several that follow."""
         x = torch.randn(tokens, self.shape[1], device=self.device, dtype=self.dtype)
         count = len(self.plain if self.scheme is None else self.packed)
@@ -136,7 +137,7 @@ class DeviceWeights:
         if self.device.type == "cuda":
             # launched one by one, int4 took 30 us a matrix from one host, and 38 from a slower one
             action = as_graph(self.device, action)
-        return median_s(self.device, action, WEIGHTS_S[self.device.type]) / count
+        return median_s(self.device, action, seconds) / count
 
     def _multiply(self, x: torch.Tensor) -> None:
         if self.scheme is None:
@@ -159,6 +160,8 @@ def product_times(
     points: dict[int, list[tuple[int, float]]] = {count: [] for count in tokens}
     for shape in SHAPES[device.type]:
         weights = DeviceWeights(device, dtype, scheme, shape)
+        if CLOCKS_S[device.type]:
+            weights.product_s(1, CLOCKS_S[device.type])
         for count in list(points):
             try:
                 points[count].append((weights.nbytes, weights.product_s(count)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Protocol
 
@@ -24,12 +25,12 @@ class Copies:
         self.target = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.Stream(device)
 
-    def begin(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Ask for a round; events at its ends."""
+    def begin(self, copies: int = COPIES) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Ask for a round, or one of so many copies; events at its ends."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
             start.record()
-            for block in self.source.split(BLOCK_BYTES) * (COPIES // SOURCES):
+            for block in itertools.islice(itertools.cycle(self.source.split(BLOCK_BYTES)), copies):
                 self.target.copy_(block, non_blocking=True)
             end.record()
         return start, end

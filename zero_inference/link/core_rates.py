@@ -28,7 +28,7 @@ FORMATS: dict[Format, tuple[torch.dtype, GroupQuantization | None]] = {
 MEASURED: tuple[Format, ...] = ("bfloat16", "float16", "int8", "int4")  # a GPU would be given float32 weights by nobody
 COLUMNS = 8192
 VISITS = 3
-ROUNDS, ALONE_S = 2, 0.1  # of a visit
+ROUNDS, ALONE_S = 2, 0.05  # of a visit
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Seen:
 
 
 def measure_core_rates(device: torch.device, cpus: tuple[int, ...]) -> OfCores:
-    """Measure on the CUDA device `device` and the CPUs `cpus`, in about 25 seconds.
+    """Measure on the CUDA device `device` and the CPUs `cpus`, in about ten seconds.
 
     All formats and numbers of tokens are gone through `VISITS` times, and the median of each counts: what a host gives that others use
     changes from second to second. Measured in one go, int4 products of one token had 109 GB/s, and those of runs 88 and 92 behind it.
@@ -70,7 +70,7 @@ def measure_core_rates(device: torch.device, cpus: tuple[int, ...]) -> OfCores:
         for _ in range(VISITS):
             read.append(read_beside(cpus, bench.link, weights[MEASURED[0]].kept))
             for rows in ROWS:
-                crossings[rows].append(bench.crossing_s(torch.bfloat16, rows))
+                crossings[rows].append(bench.crossing_s(torch.bfloat16, rows, rounds=1))
                 for name, products in weights.items():
                     _visit(bench, products, rows, seen[name, rows])
     found = (

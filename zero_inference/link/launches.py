@@ -14,8 +14,8 @@ from zero_inference.models.operators import trace_without_weights
 from zero_inference.runtime.garbage import short_collections
 
 LAYERS = 1, 16  # of two models of a kind: what these differ by are operators and modules
-TOKENS = 32
-ROUNDS = {"cuda": 5, "cpu": 3}  # of a visit
+TOKENS = 16
+ROUNDS = {"cuda": 2, "cpu": 3}  # of a visit
 
 
 class Launching:
@@ -33,7 +33,7 @@ class Launching:
 
     @short_collections()
     def visit(self) -> None:
-        """Some seconds."""
+        """A second or two."""
         for _ in range(ROUNDS[self.device.type]):
             for model in self.models:
                 model.measure()

@@ -35,7 +35,7 @@ class Meeting:
     rank: int = 0
 
 
-def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int) -> float:
+def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int, rounds: int = MEETING_ROUNDS) -> float:
     """Seconds of a meeting with `rows` rows of each rank, as `BesideLink` says; all ranks call it together."""
     cores, link = meeting.cores, meeting.link
     task, weights = narrow_feed_forward(cores, dtype, columns)
@@ -43,7 +43,7 @@ def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int) ->
     crossing = Crossing(cores, StreamSide(link.device), meeting.place, Transfers(), meeting.rank)
     x = torch.zeros(rows, columns, dtype=dtype, device=link.device)
     times = []
-    for _ in range(MEETING_ROUNDS):
+    for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         copies = [link.begin() for _ in range(MEETING_COPIES)]
         torch.cuda._sleep(AHEAD_CYCLES)  # until Python has asked for all of them: its time is not what is measured

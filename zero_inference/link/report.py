@@ -15,6 +15,7 @@ import torch
 from zero_inference.errors import RunError
 from zero_inference.link import system
 from zero_inference.link.copy import while_copying
+from zero_inference.link.description import Cores
 from zero_inference.link.rooflines import measure_rooflines
 from zero_inference.link.system import GpuLink
 from zero_inference.runtime.distributed import Ranks
@@ -23,9 +24,10 @@ from zero_inference.runtime.tables import Column, print_rows
 PIPED_WIDTH = 160  # of the table where stdout is no terminal; its texts are sentences
 
 
-def make_report(ranks: Ranks, disk: Path | None) -> dict[str, Any]:
-    """Measures; facts and warnings are those of all ranks, on each of them. `rooflines` holds `Result`s, the rest is plain."""
-    results, warnings = measure_rooflines(ranks, disk)
+def make_report(ranks: Ranks, disk: Path | None, cores: Cores | None = None) -> dict[str, Any]:
+    """Measures, but not what `cores` say; facts and warnings are those of all ranks, on each of them. `rooflines` holds `Result`s, the rest
+    is plain."""
+    results, warnings = measure_rooflines(ranks, disk, cores)
     host, gpus = system.read_host(), _gpu_links(ranks)
     pinned = next((each.value for each in results if each.roofline.name == "host_to_device_pinned_gbps"), None)
     for index, gpu in enumerate(gpus or [None]):

@@ -16,14 +16,18 @@ import torch
 from zero_inference.cores.library import load_library, why_unavailable
 from zero_inference.errors import RunError
 from zero_inference.link import compute, copy, cores
+from zero_inference.link.description import CoreRates, Cores, Products
 from zero_inference.link.disk import disk_read_gb_per_s
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.text import first_line
 
-INT4 = GroupQuantization(4, 64)
 PRODUCT_ROWS = (1, 8, 32)
+MULTIPLIED: tuple[tuple[Products, GroupQuantization | None], ...] = (
+    ("bfloat16", None),
+    ("int4", GroupQuantization(4, 64)),
+)  # by the cores
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,14 @@ class Result:
         }
 
 
-def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[list[Result], list[str]]:
-    """All of them, on all ranks at the same time, and a line for each that this rank could not measure."""
+def measure_rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = None) -> tuple[list[Result], list[str]]:
+    """All of them, on all ranks at the same time, and a line for each that this rank could not measure.
+
+    Args:
+        known: rates of this machine's cores that were just measured, so that they are not measured again.
+    """
     results, failures = [], []
-    for roofline in rooflines(ranks, disk):
+    for roofline in rooflines(ranks, disk, known):
         value, failure = _measured(roofline, ranks)
         failures += [failure] if failure else []
         summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
@@ -74,11 +82,11 @@ def measure_rooflines(ranks: Ranks, disk: Path | None) -> tuple[list[Result], li
     return results, failures
 
 
-def rooflines(ranks: Ranks, disk: Path | None) -> list[Roofline]:
+def rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = None) -> list[Roofline]:
     """Those of this machine: of the link or, without a GPU, of host memory, then of the cores, the device, and `disk`."""
     on_gpu = ranks.device.type == "cuda"
     of_link = _of_link(ranks) if on_gpu else _of_host_memory(ranks.device)
-    return of_link + _of_cores(ranks) + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
+    return of_link + _of_cores(ranks, known) + _of_device(ranks.device) + ([] if disk is None else [_of_disk(disk)])
 
 
 def _of_link(ranks: Ranks) -> list[Roofline]:
@@ -149,7 +157,7 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
     ]
 
 
-def _of_cores(ranks: Ranks) -> list[Roofline]:
+def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
     """What the host's cores read and multiply where it lies; those of the link beside them where there is one."""
     if load_library() is None:
         return []
@@ -164,24 +172,30 @@ def _of_cores(ranks: Ranks) -> list[Roofline]:
             lambda: cores.read_gb_per_s(cpus),
         )
     ]
-    for name, scheme in (("bfloat16", None), ("int4", INT4)):
+    rates = {} if known is None else {(each.format, each.rows): each for each in known.products}
+    for name, scheme in MULTIPLIED:
         for rows in PRODUCT_ROWS:
+            measure = functools.partial(cores.product_gb_per_s, cpus, torch.bfloat16, scheme, rows)
+            if (rate := rates.get((name, rows))) is not None:
+                measure = functools.partial(float, rate.cores_alone_gb_per_s)
             found.append(
                 Roofline(
                     f"cores_{name}_{rows}_rows_gbps",
                     "GB/s",
                     f"{name} weights multiplied by {many}, {rows} token{'s' if rows > 1 else ''}",
                     f"bounds decode of batch {rows} with weights that they multiply",
-                    functools.partial(cores.product_gb_per_s, cpus, torch.bfloat16, scheme, rows),
+                    measure,
                 )
             )
     meets = ranks.device.type == "cuda" and load_extension()  # which has the kernels that meet the cores
-    return found + (_of_cores_beside_link(ranks.device, cpus, many) if meets else [])
+    return found + (_of_cores_beside_link(ranks.device, cpus, many, rates.get(("bfloat16", 1))) if meets else [])
 
 
-def _of_cores_beside_link(device: torch.device, cpus: tuple[int, ...], many: str) -> list[Roofline]:
-    def measured() -> cores.BesideLink:
-        return cores.measure_beside_link(device, cpus, torch.bfloat16, None, 1, 8192)
+def _of_cores_beside_link(
+    device: torch.device, cpus: tuple[int, ...], many: str, known: CoreRates | None
+) -> list[Roofline]:
+    def measured() -> CoreRates | cores.BesideLink:
+        return known or cores.measure_beside_link(device, cpus, torch.bfloat16, None, 1, 8192)
 
     return [
         Roofline(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
-import os
+import itertools
 import platform
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from zero_inference.config.choices import ENGINES
 from zero_inference.cores.library import best_instructions, load_library
 from zero_inference.errors import RunError
-from zero_inference.link.attention import HEADS, measure_attention
+from zero_inference.link.attention import HEADS, AttentionBench
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import product_times
 from zero_inference.link.core_rates import FORMATS, ROWS, measure_core_rates
@@ -33,8 +31,10 @@ from zero_inference.link.description import (
     Loading,
     OwnWork,
 )
+from zero_inference.link.engines import EnginesProcess
 from zero_inference.link.launches import Launching
 from zero_inference.link.loading import measure_loading
+from zero_inference.link.report import make_report
 from zero_inference.link.rooflines import Result
 from zero_inference.quantization.products import FUSED_ROWS
 from zero_inference.runtime import extension
@@ -46,14 +46,12 @@ from zero_inference.runtime.environment import (
     versions_of,
 )
 from zero_inference.runtime.extension import load_extension
-from zero_inference.runtime.processes import isolated_module
 from zero_inference.runtime.text import first_line
 
 DEVICE_ROWS = (*ROWS, 128)
 # With one token more than codes are multiplied as they are, these are restored first; from some hundred on operations bind.
 GPU_ROWS = (*ROWS, FUSED_ROWS + 1, 128, 512, 2048, 8192)
 MATMUL = "matmul_{}_tflops"  # names of rooflines
-MOST_ENGINES_S = 600  # for what takes 20 to 50 s where nothing has to be compiled
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,24 @@ class Basics:
     own_work: tuple[OwnWork, ...]
 
 
-def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
+def measure_this_machine(
+    ranks: Ranks, engines: EnginesProcess, disk: Path | None, say: Callable[[str], None]
+) -> tuple[dict[str, Any], Description]:
+    """What `link.report` tells, and what a file keeps.
+
+    Args:
+        engines: started before, so that it is ready.
+        disk: a folder whose disk is measured.
+        say: told what is being measured, and what could not be.
+    """
+    basics = measure_basics(ranks, engines, say)
+    cores = measure_cores(ranks, say)
+    say("measuring the rooflines ...")
+    report = make_report(ranks, disk, cores)
+    return report, _description(ranks, basics, cores, report["rooflines"], disk, say)
+
+
+def measure_basics(ranks: Ranks, engines: EnginesProcess, say: Callable[[str], None]) -> Basics:
     """To be called before anything else is measured: what that takes would stay with the process."""
     say("measuring how long the host takes to launch operators ...")
     launching = Launching(ranks.device)
@@ -76,42 +91,25 @@ def measure_basics(ranks: Ranks, say: Callable[[str], None]) -> Basics:
     measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
     say("measuring what engines take besides the model's work ...")
-    found = _of_engines(ranks, say)
+    found = engines.measured(say)
+    if ranks.device.type == "cuda":  # seconds later; without one a host is as fast as it was
+        launching.visit()
     own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
     return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)
 
 
-def _of_engines(ranks: Ranks, say: Callable[[str], None]) -> dict[str, Any]:
-    """What `link --engines` prints, a process of its own, with which engines' libraries stay; nothing where it failed, which is told."""
-    environment = os.environ | {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
-    command = isolated_module("zero_inference", "link", "--engines")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=MOST_ENGINES_S)
-    except subprocess.TimeoutExpired:
-        say(f"warning: engines were not measured: it took longer than {MOST_ENGINES_S} s")
-        return {}
-    for line in done.stderr.splitlines():
-        if line.startswith(ENGINES):
-            say(f"warning: not measured: {line}")
-    last = (done.stdout.splitlines() or [""])[-1]
-    if done.returncode or not last.startswith("{"):
-        say(f"warning: engines were not measured: {(done.stderr.strip().splitlines() or ['they said nothing'])[-1]}")
-        return {}
-    return json.loads(last)
-
-
-def describe_this_machine(
-    ranks: Ranks, basics: Basics, results: Sequence[Result], disk: Path | None, say: Callable[[str], None]
+def _description(
+    ranks: Ranks,
+    basics: Basics,
+    cores: Cores | None,
+    results: Sequence[Result],
+    disk: Path | None,
+    say: Callable[[str], None],
 ) -> Description:
-    """What `results` found, and with a GPU the rates of cores and link beside each other.
-
-    Args:
-        disk: the folder whose disk was measured.
-        say: told what is being measured, and what could not be.
-    """
+    """What was found, with products on the device and loading, which are measured here."""
     on_gpu = ranks.device.type == "cuda"
     found = {each.roofline.name: each.value for each in results if each.value is not None}
-    if on_gpu:  # a minute later; without one a host is as fast as it was
+    if on_gpu:
         basics.launching.visit()
     environment = describe_environment()
     dtypes = {name: found.get(MATMUL.format(name)) for name in ("bfloat16", "float16", "float32")}
@@ -130,7 +128,7 @@ def describe_this_machine(
         device_products=_device_products(ranks, say),
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
         disk_gb_per_s=found.get("disk_read_gbps"),
-        cores=_cores(ranks, say) if on_gpu and load_library() is not None else None,
+        cores=cores,
         launches=basics.launching.found(),
         own_work=basics.own_work,
         loading=_loading(ranks, say),
@@ -181,7 +179,10 @@ def _loading(ranks: Ranks, say: Callable[[str], None]) -> Loading | None:
         return None
 
 
-def _cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
+def measure_cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
+    """The rates of cores and link beside each other; None without a GPU, and where they cannot be measured, which is told."""
+    if ranks.device.type != "cuda" or load_library() is None:  # which the rooflines tell
+        return None
     if not load_extension():  # it has the kernels that meet the cores
         say(f"warning: cores beside the link were not measured: {extension.why_unavailable()}")
         return None
@@ -205,13 +206,12 @@ def _attention(ranks: Ranks, cpus: tuple[int, ...], say: Callable[[str], None]) 
     say(f"measuring attention by {len(cpus)} cores beside the link ...")
     rates = []
     names: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
-    for name in names:
-        for heads in HEADS:
-            try:
-                found = measure_attention(ranks.device, cpus, FORMATS[name][0], heads)
-            except (RunError, torch.OutOfMemoryError) as error:
-                say(f"warning: not measured: {first_line(error)}")
-                continue
-            beside, alone = found.beside_link_gb_per_s, found.alone_gb_per_s
-            rates.append(AttentionRate(format=name, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
+    try:
+        with contextlib.closing(AttentionBench(ranks.device, cpus)) as bench:
+            for name, heads in itertools.product(names, HEADS):
+                found = bench.measured(FORMATS[name][0], heads)
+                beside, alone = found.beside_link_gb_per_s, found.alone_gb_per_s
+                rates.append(AttentionRate(format=name, heads=heads, gb_per_s=beside, alone_gb_per_s=alone))
+    except (RunError, torch.OutOfMemoryError) as error:
+        say(f"warning: not measured: {first_line(error)}")
     return tuple(rates)

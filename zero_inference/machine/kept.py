@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -59,8 +60,8 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
         UsageError: there is a file in its place that describes no machine.
     """
     from zero_inference.link.description import read_description, write_description
-    from zero_inference.link.rooflines import measure_rooflines
-    from zero_inference.link.saved import describe_this_machine, measure_basics
+    from zero_inference.link.engines import EnginesProcess
+    from zero_inference.link.saved import measure_this_machine
     from zero_inference.runtime.distributed import detect_ranks
 
     path = machine_path()
@@ -74,10 +75,9 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
                 "another file."
             ) from error
     say(f"measuring this machine{again}; what is found is kept until a version, the CPU or a GPU changes ...")
-    ranks = detect_ranks()
-    basics = measure_basics(ranks, say)
-    results, warnings = measure_rooflines(ranks, None)
-    for line in warnings:
+    with contextlib.closing(EnginesProcess()) as engines:
+        report, description = measure_this_machine(detect_ranks(), engines, None, say)
+    for line in report["warnings"]:
         say(f"warning: {line}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_description(describe_this_machine(ranks, basics, results, None, say), path)
+    write_description(description, path)

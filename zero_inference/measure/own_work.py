@@ -1,6 +1,7 @@
 """What engines take besides the model's work, found with a model so thin that nothing else counts.
 
-`zero-inference link --save` runs it in a process of its own: an engine's library stays in the process that has imported it.
+`zero-inference link --save` runs it in a process of its own (`link.engines`), for an engine's library stays where it was
+imported.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -22,6 +24,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.link.description import OwnWork
+from zero_inference.link.engines import say_ready
 from zero_inference.measure import generation
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
@@ -40,7 +43,7 @@ PROMPT_TOKENS = {"cuda": 2 * FUSED_ROWS, "cpu": 4}
 # Of a loop: with a GPU short ones, so that prefills are seen as often as their times need, of which the fastest counts.
 TOKENS, WARMUP = {"cuda": 4, "cpu": 12}, 1
 # Of a model and the plain one, beside which it is measured: a GPU's host that others use changes within seconds.
-TURNS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 4, "cpu": 2}
+TURNS, LOOPS = {"cuda": 4, "cpu": 1}, {"cuda": 2, "cpu": 2}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 # By engine and bits of the weights: what it fetches, and restores, is different code.
 LAUNCHED: dict[str, object] = {"gpu_memory": 0.0, "cpu_compute": "off", "decode_graph": "off"}
@@ -61,12 +64,18 @@ ENGINES = (
 
 
 def print_own_work() -> None:
-    """Prints one JSON object: `library_bytes` by engine, `own_work` as `Description` has it."""
-    library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
+    """Loads libraries, waits until it is to measure, and prints one JSON object: `library_bytes` by engine, and `own_work` as `Description`
+    has it."""
     ranks = detect_ranks()
+    os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
+    library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
     start_process_group(ranks)  # DeepSpeed wants one
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
         _write_thin_model(Path(folder))
+        if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
+            _compile(ranks)
+        if not say_ready():
+            return
         found = _own_work(folder, ranks, library_bytes)
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
@@ -186,11 +195,20 @@ def _import(library: str) -> int | None:
     return max(0, resident_host_bytes() - before)
 
 
+def _compile(ranks: Ranks) -> None:
+    """What DeepSpeed dequantizes float16 with. Where that cannot be, the measuring says so."""
+    from zero_inference.engines.deepspeed.engine import compile_dequantization
+
+    with contextlib.suppress(Exception):
+        compile_dequantization(ranks, lambda line: print(line, flush=True))
+
+
 def _write_thin_model(folder: Path) -> None:
-    from transformers import LlamaConfig
+    """Loads what its engines load, too: the model's classes take transformers some seconds."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaConfig(
-        architectures=["LlamaForCausalLM"],
+        architectures=[LlamaForCausalLM.__name__],
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
         num_attention_heads=4,

@@ -8,15 +8,17 @@ memory holds the stored weights and one layer; `deepspeed.initialize` then finds
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zero_inference.config import RunConfig
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress, no_communicator
 from zero_inference.engines.deepspeed.config import (
     LayerSizes,
@@ -92,7 +94,7 @@ class DeepSpeedPlan(EnginePlan):
         if self.quantization is None:
             return None
         if _dequantizes_by_kernel(self.job, dtype):
-            build_modules(False, False, dequantize_on_gpu=True, speak=False)
+            build_modules(False, False, dequantize_on_gpu=True, say=None)
         return dequantized_gb_per_s(self.quantization.settings, dtype, self.job.ranks.device)
 
 
@@ -103,7 +105,7 @@ def plan(job: Job) -> DeepSpeedPlan:
         UsageError: see the message.
     """
     config, spec = job.config, job.spec
-    _prepare_environment(config, job.ranks if job.machine.is_here else None)
+    _prepare_environment(config.verbose, job.ranks if job.machine.is_here else None)
     quantization = None
     if config.quantized:
         settings = quantization_settings(config)
@@ -144,12 +146,12 @@ def check(plan: DeepSpeedPlan) -> None:
 def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedModel:
     """Fill and partition the model; see `zero_inference.engines.base`."""
     config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
-    _prepare_environment(config, ranks)
+    _prepare_environment(config.verbose, ranks)
     build_modules(
         config.disk_offload,
         config.use_gds,
         dequantize_on_gpu=config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype),
-        speak=ranks.is_first and config.verbose > 0,
+        say=functools.partial(print, file=sys.stderr, flush=True) if ranks.is_first and config.verbose > 0 else None,
     )
     init_distributed(ranks)
     releases = ExitStack()
@@ -246,7 +248,17 @@ def _check_by_deepspeed(merged: dict[str, Any], path: str | None) -> None:
         raise UsageError(f"{what}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
 
 
-def _prepare_environment(config: RunConfig, ranks: Ranks | None) -> None:
+def compile_dequantization(ranks: Ranks, say: Callable[[str], None]) -> None:
+    """Compile what dequantizes float16 on a GPU, unless that was done here before; `say` is told.
+
+    Raises:
+        Exception: whatever the compiler, or its absence, leads to.
+    """
+    _prepare_environment(0, ranks)
+    build_modules(False, False, dequantize_on_gpu=True, say=say)
+
+
+def _prepare_environment(verbose: int, ranks: Ranks | None) -> None:
     """Quiet DeepSpeed, and keep its builds apart and off architecture names it cannot parse (such as 9.0a).
 
     Args:
@@ -261,4 +273,4 @@ def _prepare_environment(config: RunConfig, ranks: Ranks | None) -> None:
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
     from deepspeed.utils import logger
 
-    logger.setLevel(logging.ERROR if config.verbose < 2 else logging.INFO)
+    logger.setLevel(logging.ERROR if verbose < 2 else logging.INFO)

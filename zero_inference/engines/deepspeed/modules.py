@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -53,13 +53,13 @@ def check_aio(use_gds: bool) -> None:
         raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
 
 
-def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, speak: bool) -> None:
+def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Callable[[str], None] | None) -> None:
     """Load what this run will need, compiling it if this is the first time here.
 
     Args:
         disk: libaio reads, or GPUDirect Storage with `use_gds`.
         dequantize_on_gpu: the float16 dequantization kernel.
-        speak: say on stderr what takes a minute.
+        say: told what takes a minute, where it does; None is not told.
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, QuantizerBuilder
@@ -77,12 +77,8 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, speak: boo
     for builder in builders:
         if builder is None or not builder.is_compatible(verbose=False):
             continue
-        if speak and not list(folder.glob(f"{builder.name}/*.so")):
-            print(
-                f"compiling DeepSpeed's {builder.name} module (once on this machine, some minutes) ...",
-                file=sys.stderr,
-                flush=True,
-            )
+        if say is not None and not list(folder.glob(f"{builder.name}/*.so")):
+            say(f"compiling DeepSpeed's {builder.name} module (once on this machine, some minutes) ...")
         with held_lock(folder / f"{builder.name}.lock"), redirect_stdout(sys.stderr), _own_programs_first():
             if OURS in str(folder):
                 (folder / builder.name / "lock").unlink(missing_ok=True)
