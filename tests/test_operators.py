@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_inference.link import compute, in_graph
 from zero_inference.link.compute import ProductTime, product_times
 from zero_inference.link.in_graph import InGraph
-from zero_inference.link.launches import TOKENS, Launching, two_costs
+from zero_inference.link.launches import ROUNDS, Launching, two_costs
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
 from zero_inference.models.sizes import experts_of
@@ -95,14 +95,13 @@ def test_the_skeleton_asks_once_and_only_while_it_is_empty():
 def test_what_the_host_takes_is_measured():
     launching = Launching(torch.device("cpu"))
     launching.visit()
-    times = [dict(model.times_s) for model in launching.models]
     launching.visit()
-    assert all(model.times_s[key] <= before[key] for model, before in zip(launching.models, times) for key in before)
+    assert {len(model.rounds_s) for model in launching.models} == {2 * ROUNDS}
     found = launching.found()
     assert 0 < found.operator_s + found.module_s < 1e-2 and 0 <= found.step_s < 1 and found.graph_operator_s is None
     for model in launching.models:  # a generation of one step more takes a step longer
         step_s = 5e-4 + model.operators * 3e-6 + model.module_calls * 11e-6
-        model.times_s = {2: 1.0, 2 + TOKENS: 1.0 + TOKENS * step_s}
+        model.rounds_s = [step_s, 1.0, 0.5 * step_s]
     found = launching.found()
     assert (found.operator_s, found.module_s, found.step_s) == pytest.approx((3e-6, 11e-6, 5e-4))
 
@@ -111,7 +110,11 @@ def test_two_kinds_of_models_tell_operators_and_modules_apart():
     assert two_costs((570, 195, 570 * 2e-6 + 195 * 9e-6), (195, 165, 195 * 2e-6 + 165 * 9e-6)) == pytest.approx(
         (2e-6, 9e-6)
     )
-    assert two_costs((570, 195, 3e-3), (195, 165, 1e-4)) == (3e-3 / 570, 0.0), "calls would take less than nothing"
+    calls_less = two_costs((570, 195, 3e-3), (195, 165, 1e-4))
+    assert calls_less == pytest.approx(((570 * 3e-3 + 195 * 1e-4) / (570**2 + 195**2), 0.0)), "calls less than nothing"
+    operators_less = two_costs((570, 195, 1e-3), (195, 165, 1e-3))
+    assert operators_less == pytest.approx((0.0, 1e-3 * (195 + 165) / (195**2 + 165**2)))
+    assert two_costs((570, 195, -1e-3), (195, 165, -1e-3)) == (0.0, 0.0), "a host that others used"
 
 
 def test_an_operator_in_a_graph_is_that_of_a_layer_without_products():

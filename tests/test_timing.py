@@ -295,7 +295,8 @@ def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     work = OwnWork(
         engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.01, prefill_piece_s=0.02
     )
-    late = times_of(options, machine.model_copy(update={"own_work": (work,)}))[1]
+    copies = work.model_copy(update={"engine": "resident", "step_piece_s": 0.02})  # what the alternative takes
+    late = times_of(options, machine.model_copy(update={"own_work": (work, copies)}))[1]
     assert late.step.bound_by == late.prefill.bound_by == "launches"
     traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
     assert late.step.seconds == pytest.approx(traced.launches * 12e-6 + 40 * 0.01 + 1e-3, rel=1e-3), (
@@ -305,6 +306,25 @@ def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     on_device = "--model opt-13b --engine stream --batch-size 64"
     others = times_of(on_device, machine), times_of(on_device, machine.model_copy(update={"own_work": (work,)}))
     assert others[0][1] == others[1][1], "it is not a block's"
+
+
+def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
+    """By rates alone they would be faster than the link; the host asks for each layer's attention."""
+    options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
+    products = tuple(each.model_copy(update={"format": "bfloat16"}) for each in MACHINE.cores.products)
+    machine = FAST.model_copy(update={"cores": MACHINE.cores.model_copy(update={"products": products})})
+    attending, sooner = times_of(options, machine)
+    work = OwnWork(
+        engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.03, prefill_piece_s=0.0
+    )
+    slow = machine.model_copy(update={"own_work": (work,)})
+    copying, later = times_of(options, slow)
+    assert attending.weights.attending_layers == 40 and copying.weights.attending_layers == 0
+    assert sooner.step.seconds < later.step.seconds < 40 * 0.03
+    assert "predicted to take longer" in copying.weights.cores_stay_out
+    assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.attending_layers == 40, "as it was asked for"
+    weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights
+    assert weights.attending_layers == 0 and weights.cores_bytes > 0, "they multiply all the same"
 
 
 def test_many_tokens_take_what_products_of_as_many_took():

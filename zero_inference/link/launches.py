@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,19 +14,22 @@ from zero_inference.link.in_graph import InGraph
 from zero_inference.link.small_models import seconds_of, small_llama, small_opt
 from zero_inference.models.greedy import greedy
 from zero_inference.models.operators import trace_without_weights
+from zero_inference.norms.patch import patch_norms
+from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.garbage import short_collections
 
 LAYERS = 1, 16  # of two models of a kind: what these differ by are operators and modules
 TOKENS = 16
-ROUNDS = {"cuda": 2, "cpu": 3}  # of a visit
+ROUNDS = 3  # of a visit
 
 
 class Launching:
     """Small Llamas and OPTs of two sizes, of which a step takes `step_s`, `operator_s` for each operator and `module_s` for each call of a
     module: in a Llama's layer three of the one come with one of the other, in OPT's about as many.
 
-    They take turns, and the fastest round of each counts: a host that others use may be half as fast for a second, and for a minute, so
-    they are visited more than once. Measured one behind the other, they gave 3.7 ms a step on an H200's host, and a run took less than one.
+    They take turns, and the median round of each counts, as that of a run's steps does: a host that others use may be half as fast for a
+    second, and for a minute, so they are visited more than once. Measured one behind the other, they gave 3.7 ms a step on an H200's host,
+    and a run took less than one.
     """
 
     def __init__(self, device: torch.device):
@@ -34,7 +40,7 @@ class Launching:
     @short_collections()
     def visit(self) -> None:
         """A second or two."""
-        for _ in range(ROUNDS[self.device.type]):
+        for _ in range(ROUNDS):
             for model in self.models:
                 model.measure()
 
@@ -52,26 +58,30 @@ class Launching:
 
 
 def two_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tuple[float, float]:
-    """What an operator and a call of a module take, from numbers of both and seconds in `one` kind of model and in `other`; all of it is
-    of operators where the two would not explain it."""
-    operators, calls, seconds = one
-    determinant = operators * other[1] - other[0] * calls
+    """What an operator and a call of a module take, from numbers of both and seconds in `one` kind of model and in `other`; by least
+    squares all of it is of the ones or of the others where one would take less than nothing."""
+    operators, calls, seconds = zip(one, other)
+    determinant = operators[0] * calls[1] - operators[1] * calls[0]
     if determinant:
-        found = (
-            (seconds * other[1] - other[2] * calls) / determinant,
-            (operators * other[2] - other[0] * seconds) / determinant,
-        )
-        if min(found) >= 0:
-            return found
-    return max(0.0, seconds) / operators, 0.0
+        operator_s = (seconds[0] * calls[1] - seconds[1] * calls[0]) / determinant
+        module_s = (operators[0] * seconds[1] - operators[1] * seconds[0]) / determinant
+        if min(operator_s, module_s) >= 0:
+            return operator_s, module_s
+        if operator_s < 0:
+            return 0.0, _of_each(calls, seconds)
+    return _of_each(operators, seconds), 0.0
+
+
+def _of_each(counts: Sequence[float], seconds: Sequence[float]) -> float:
+    return max(0.0, sum(map(operator.mul, counts, seconds)) / sum(count * count for count in counts))
 
 
 class _Steps:
-    """Decode steps of a small model.
+    """Decode steps of a small model, with our norm kernels where a run has them.
 
     Attributes:
-        operators, module_calls: of a step.
-        times_s: of generations, the fastest of each number of tokens.
+        operators, module_calls: of a step with transformers' own norms, as a plan counts them.
+        rounds_s: of a step, what a long generation takes more than a short one for each token, in each round.
     """
 
     def __init__(self, model: Any, device: torch.device):
@@ -81,18 +91,18 @@ class _Steps:
         self.operators, self.module_calls = counted.launches, counted.module_calls
         self.model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         self.ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
+        if device.type == "cuda" and load_extension():
+            patch_norms(self.model)
         self._generation_s(2)  # loads kernels
-        self.times_s = dict.fromkeys((2, 2 + TOKENS), float("inf"))
+        self.rounds_s: list[float] = []
 
     def measure(self) -> None:
-        for tokens, fastest_s in self.times_s.items():
-            self.times_s[tokens] = min(fastest_s, self._generation_s(tokens))
+        few_s, many_s = self._generation_s(2), self._generation_s(2 + TOKENS)
+        self.rounds_s.append((many_s - few_s) / TOKENS)
 
     @property
     def step_s(self) -> float:
-        """What a long generation takes more than a short one, for each token."""
-        few_s, many_s = self.times_s.values()
-        return (many_s - few_s) / TOKENS
+        return statistics.median(self.rounds_s)
 
     def more_than(self, other: _Steps) -> tuple[int, int, float]:
         """Operators, calls of modules and seconds of a step that `other` has not."""

@@ -77,6 +77,8 @@ def measure_this_machine(
     """
     basics = measure_basics(ranks, engines, say)
     cores = measure_cores(ranks, say)
+    if ranks.device.type == "cuda":  # ten seconds later; without one a host is as fast as it was
+        basics.launching.visit()
     say("measuring the rooflines ...")
     report = make_report(ranks, disk, cores)
     return report, _description(ranks, basics, cores, report["rooflines"], disk, say)
@@ -86,13 +88,14 @@ def measure_basics(ranks: Ranks, engines: EnginesProcess, say: Callable[[str], N
     """To be called before anything else is measured: what that takes would stay with the process."""
     say("measuring how long the host takes to launch operators ...")
     launching = Launching(ranks.device)
-    launching.visit()
+    if ranks.device.type != "cuda":  # beside a GPU the engines' libraries are being loaded, and a kernel compiled
+        launching.visit()
     # a run without a GPU measures its memory by copies of such blocks
     measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
     say("measuring what engines take besides the model's work ...")
     found = engines.measured(say)
-    if ranks.device.type == "cuda":  # seconds later; without one a host is as fast as it was
+    if ranks.device.type == "cuda":
         launching.visit()
     own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
     return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)

@@ -153,22 +153,24 @@ def why_cores_stay_out(job: Job) -> str | None:
 
 
 def place_on_cores(
-    job: Job, residency: Residency, scheme: GroupQuantization | None, graphs: bool
+    job: Job, residency: Residency, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
 ) -> tuple[Residency, CoresPlan | str]:
     """The blocks of `residency` with those that the cores multiply, and how they do; or why they had better not.
 
     Args:
         graphs: decode steps are CUDA graphs, whose blocks come into the same slots in every step.
+        may_attend: over keys and values in host memory.
 
     Raises:
         UsageError: a share was asked for of a model that has nothing for them, or more threads than cores.
     """
     config, ranks = job.config, job.ranks.world_size
     cpus, instructions = job.machine.cpus(job.ranks, config.cpu_threads), job.machine.instructions()
-    can_attend = config.kv_offload and ranks == 1 and why_not_attended(job.skeleton.model) is None
+    can_attend = may_attend and config.kv_offload and ranks == 1 and why_not_attended(job.skeleton.model) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
-            return residency, "no block in host memory is work for them"
+            nothing = "no block in host memory is work for them"
+            return residency, nothing if may_attend else "a step in which they attend is predicted to take longer"
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the cores can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."

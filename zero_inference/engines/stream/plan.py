@@ -71,6 +71,11 @@ class StreamPlan(EnginePlan):
         several = job.ranks.world_size > 1 and job.ranks.num_nodes == 1
         return several or (elsewhere is not None and elsewhere.cores is None)
 
+    def alternative(self) -> StreamPlan | None:
+        """See `EnginePlan`. Rates alone had the cores attend, for which the host has to do something in every layer."""
+        chosen = self.cores is not None and self.cores.attends and self.cores.automatic
+        return plan(self.job, may_attend=False) if chosen else None
+
     def least_cores_s(self) -> float:
         """See `EnginePlan`."""
         if self.cores is None or self.cores.rates is None:
@@ -191,8 +196,11 @@ class StreamPlan(EnginePlan):
         return lines
 
 
-def plan(job: Job) -> StreamPlan:
+def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     """Decide what stays on the device, and what the cores multiply of the rest.
+
+    Args:
+        may_attend: whether the cores may attend over keys and values in host memory.
 
     Raises:
         UsageError: no decoder layers to stream, a group size that does not divide, a device too small (DoesNotFit), or cores that
@@ -207,7 +215,7 @@ def plan(job: Job) -> StreamPlan:
     residency: Residency | None = None
     cores: CoresPlan | None = None
     if reason is None:
-        residency, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph)
+        residency, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph, may_attend)
     if residency is None:
         residency = _residency(job, scheme, divided=False)
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
@@ -231,7 +239,7 @@ def plan(job: Job) -> StreamPlan:
 
 
 def _with_cores(
-    job: Job, scheme: GroupQuantization | None, graphs: bool
+    job: Job, scheme: GroupQuantization | None, graphs: bool, may_attend: bool
 ) -> tuple[Residency | None, CoresPlan | None, str | None]:
     """Layers divided into blocks, and what the cores do with them; or why they stay out, if there is something for them at all.
 
@@ -246,7 +254,7 @@ def _with_cores(
                 "--gpu-memory, or drop --cpu-compute."
             )
         return None, None, None
-    placed, cores = place_on_cores(job, divided, scheme, graphs)
+    placed, cores = place_on_cores(job, divided, scheme, graphs, may_attend)
     if isinstance(cores, str):
         return None, None, cores
     placed = without_spare_slots(job, placed, scheme)
