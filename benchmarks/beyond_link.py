@@ -97,6 +97,12 @@ def all_cases() -> dict[str, Case]:
     options = f"{thirteen} --quant-bits 4"
     cases |= with_and_without("llama13b-int4-half", f"{options} --gpu-memory 3.4", 2, 0.07)
     cases |= with_and_without_graph("llama13b-int4-resident", f"{options} --gpu-memory 16", 4, 0.02)
+    for name, model in (
+        ("llama13b", "llama-2-13b"),
+        ("llama8b", "llama-3.1-8b"),
+    ):  # long prompts, keys of one head and of four
+        long = f"--engine stream --model {model} --quant-bits 4 --gpu-memory 16 --batch-size 8 --prompt-len 2048"
+        cases[f"{name}-int4-resident-2k"] = Case(long, 4, 0.1)
     cases["llamacpp-llama13b"] = Case("--model llama-2-13b", 120, 0.3, 3 * 32, peer=True)  # the first one is built
     cases["deepspeed13b-int4"] = Case(f"--engine deepspeed --cpu-offload {options}", 4, 0.2)
     for batch in (1, 8, 32):

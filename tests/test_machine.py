@@ -27,6 +27,7 @@ from zero_inference.link.description import (
     CoreRates,
     Cores,
     Description,
+    DeviceAttention,
     DeviceRate,
     Gpu,
     Launches,
@@ -165,7 +166,8 @@ def test_what_is_assumed():
 def test_what_was_measured_of_another_device_is_not_kept():
     """Neither its products nor its launches, where a GPU is said of a machine without one."""
     rates = (DeviceRate(format="bfloat16", rows=1, gb_per_s=15.0),)
-    launches = Launches(operator_s=1e-5, step_s=1e-3, attention_gb_per_s=1700.0)
+    attention = (DeviceAttention(heads=1, key_heads=32, positions=160, seconds=8e-6),)
+    launches = Launches(operator_s=1e-5, step_s=1e-3, attention=attention, attention_gb_per_s=1700.0)
     known = {"device_products": rates, "launches": launches, "pageable_link_gb_per_s": 10.0}
     without = MACHINE.model_copy(update=known | {"gpus": (), "cores": None})
     found = assumed("gpus=1x24GiB,link=25GB/s,memory=1000GB/s", without)

@@ -5,9 +5,10 @@ import torch
 from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_inference.link import compute, in_graph
+from zero_inference.kv_cache import shared_keys
+from zero_inference.link import compute, device_attention, in_graph
 from zero_inference.link.compute import ProductTime, product_times
-from zero_inference.link.in_graph import InGraph
+from zero_inference.link.in_graph import measure_graph_operator
 from zero_inference.link.launches import ROUNDS, Launching, two_costs
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
@@ -118,25 +119,55 @@ def test_two_kinds_of_models_tell_operators_and_modules_apart():
 
 
 def test_an_operator_in_a_graph_is_that_of_a_layer_without_products():
-    assert 0 < InGraph.measured(torch.device("cpu"), 256).operator_s < 1e-3
+    assert 0 < measure_graph_operator(torch.device("cpu"), 256) < 1e-3
 
 
-def test_what_more_layers_and_more_sequences_take_in_a_graph(monkeypatch):
-    """Layers of 31 operators; keys and values of two heads of 128 in float32 or bfloat16, for 160 positions."""
-    ran = []
+def test_attention_is_not_among_the_small_operators_of_a_graph(monkeypatch):
+    """Layers of 31 operators, of which attention takes 10 us and each other one 2."""
+    layers = []
 
     def seconds(device, step):
         step()
-        model, batch = step.__self__.model, len(step.__self__.ids)
-        ran.append((len(model.model.layers), batch))
-        layer_bytes = 2 * 160 * 256 * 2 * batch
-        return 1e-3 + ran[-1][0] * (31 * 2e-6 + layer_bytes / 500e9)
+        layers.append(len(step.__self__.model.model.layers))
+        return 1e-3 + layers[-1] * (30 * 2e-6 + 1e-5)
 
     monkeypatch.setattr(in_graph, "seconds_of", seconds)
-    found = InGraph.measured(torch.device("cpu"), 256)
-    assert set(ran) == {(1, 1), (16, 1), (16, 16)}
-    assert found.attention_gb_per_s == pytest.approx(500.0)
-    assert found.operator_s == pytest.approx(2e-6 + 2 * 160 * 256 * 2 / 500e9 / 31)
+    monkeypatch.setattr(in_graph, "attention_s", lambda device, heads, key_heads, positions, in_sequence: 1e-5)
+    assert measure_graph_operator(torch.device("cpu"), 256) == pytest.approx(2e-6) and set(layers) == {1, 16}
+    monkeypatch.setattr(in_graph, "attention_s", lambda *_, **__: 1.0)
+    assert measure_graph_operator(torch.device("cpu"), 256) == 0.0, "attention alone took longer"
+
+
+def test_attention_is_measured_for_few_and_many_heads_and_positions(monkeypatch):
+    asked = []
+
+    def seconds(device, heads, key_heads, positions):
+        asked.append((heads, key_heads, positions))
+        if asked[-1] == (8, 512, 2048):
+            raise torch.OutOfMemoryError("no memory")
+        return 1e-6 * len(asked)
+
+    monkeypatch.setattr(device_attention, "attention_s", seconds)
+    found = device_attention.measure_device_attention(torch.device("cpu"))
+    assert len(set(asked)) == 8 and len(found) == 7, "the others are known all the same"
+    assert [(each.heads, each.key_heads, each.positions) for each in found] == asked[:-1]
+    assert [each.seconds for each in found] == [1e-6 * (1 + number) for number in range(7)]
+
+
+@pytest.mark.parametrize("heads, key_heads, positions", [(1, 8, 16), (4, 16, 24)])
+def test_what_is_measured_of_attention_is_real(heads, key_heads, positions, monkeypatch):
+    monkeypatch.setattr(device_attention, "CACHES_BYTES", 1 << 16)
+    shapes = []
+    own = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **more: shapes.append((q.shape, k.shape)) or own(q, k, v, **more),
+    )
+    monkeypatch.setattr(shared_keys, "scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention)
+    assert 0 < device_attention.attention_s(torch.device("cpu"), heads, key_heads, positions) < 1.0
+    sequences = key_heads // 8
+    assert set(shapes) == {((sequences, 8, heads, 128), (sequences, 8, positions, 128))}, "heads that share are rows"
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral", "bloom"])

@@ -11,8 +11,9 @@ from test_machine import MACHINE, planned
 from benchmarks.predictions import machine_of, plan_of
 from zero_inference.engines.stream import cores
 from zero_inference.link.cores import BLOCK_BYTES
-from zero_inference.link.description import DeviceRate, Launches, Loading, OwnWork
+from zero_inference.link.description import DeviceAttention, DeviceRate, Launches, Loading, OwnWork
 from zero_inference.machine.machine import DescribedMachine
+from zero_inference.machine.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
 from zero_inference.plan.timing import why_unknown
 from zero_inference.records.read import read_records
@@ -314,9 +315,7 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     products = tuple(each.model_copy(update={"format": "bfloat16"}) for each in MACHINE.cores.products)
     machine = FAST.model_copy(update={"cores": MACHINE.cores.model_copy(update={"products": products})})
     attending, sooner = times_of(options, machine)
-    work = OwnWork(
-        engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.03, prefill_piece_s=0.0
-    )
+    work = OwnWork(engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.03, prefill_piece_s=0.0)
     slow = machine.model_copy(update={"own_work": (work,)})
     copying, later = times_of(options, slow)
     assert attending.weights.attending_layers == 40 and copying.weights.attending_layers == 0
@@ -374,27 +373,79 @@ def test_calls_of_modules_take_the_host_time():
     assert times_of(graph)[1].step == times_of(graph, FAST.model_copy(update={"launches": launches}))[1].step
 
 
+def attention_of(plan) -> list[tuple]:
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    return [(each, count) for each, count in traced.operators.items() if each.attends]
+
+
 def test_attention_reads_keys_and_values_at_its_own_rate():
+    """As files from before say it."""
     launches = LAUNCHES.model_copy(update={"attention_gb_per_s": 420.0})
     options = "--model llama-2-13b --engine stream --batch-size 64"
     plan, before = times_of(options)
     after = times_of(options, FAST.model_copy(update={"launches": launches}))[1]
-    attended = [
-        (each, count)
-        for each, count in plan.job.skeleton.traced_pass(plan.job.spec, 1, 144).operators.items()
-        if each.attends
-    ]
+    attended = attention_of(plan)
     assert sum(count for _, count in attended) == 40
     longer_s = sum(count * (2e-6 + 64 * each.nbytes * (1 / 420e9 - 1 / 4200e9)) for each, count in attended)
     assert after.step.seconds - before.step.seconds == pytest.approx(longer_s, rel=1e-6)
     assert after.prefill == before.prefill
 
 
+GRID = {  # of heads that share keys, key heads of all sequences, and positions
+    (1, 32, 160): 8e-6,
+    (1, 32, 2048): 20e-6,
+    (1, 512, 160): 24e-6,
+    (1, 512, 2048): 160e-6,
+    (8, 32, 160): 10e-6,
+    (8, 32, 2048): 30e-6,
+    (8, 512, 160): 30e-6,
+    (8, 512, 2048): 200e-6,
+}
+
+
+def with_grid(grid: dict) -> Launches:
+    points = (
+        DeviceAttention(heads=heads, key_heads=key_heads, positions=positions, seconds=seconds)
+        for (heads, key_heads, positions), seconds in grid.items()
+    )
+    return LAUNCHES.model_copy(update={"attention": tuple(points)})
+
+
+def test_attention_takes_what_as_many_heads_and_positions_took():
+    machine = FAST.model_copy(update={"launches": with_grid(GRID)})
+    for place, seconds in GRID.items():
+        assert device_attention_s(machine, *place) == pytest.approx(seconds)
+    assert device_attention_s(machine, 1, 8, 100) == 8e-6, "no kernel takes less than that of the fewest"
+    assert device_attention_s(machine, 1, 272, 1104) == pytest.approx((8 + 20 + 24 + 160) / 4 * 1e-6)
+    assert device_attention_s(machine, 1, 992, 160) == pytest.approx(40e-6)
+    assert device_attention_s(machine, 1, 512, 3936) == pytest.approx(296e-6)
+    between_s = device_attention_s(machine, 4, 32, 160)
+    assert between_s == pytest.approx((8 + 2 * 3 / 7) * 1e-6)
+    assert device_attention_s(FAST, 1, 32, 160) is None
+    of_one = FAST.model_copy(update={"launches": with_grid({(1, 32, 160): 8e-6})})
+    assert device_attention_s(of_one, 8, 512, 2048) == 8e-6
+
+
+def test_a_step_has_the_attention_of_each_layer():
+    machine = FAST.model_copy(update={"launches": with_grid(GRID)})
+    for model, heads, key_heads, layers in (("llama-2-13b", 1, 40, 40), ("llama-3.1-70b", 8, 8, 80)):
+        options = f"--model {model} --engine stream --quant-bits 4 --batch-size 16"
+        plan, before = times_of(options)
+        after = times_of(options, machine)[1]
+        assert plan.weights.graphs and sum(count for _, count in attention_of(plan)) == layers
+        each_s = [max(2e-6, 16 * each.nbytes / 4200e9) for each, _ in attention_of(plan)]
+        # the memory of all 160 positions is read in each step; queries and outputs are read and written, too
+        wanted_s = device_attention_s(machine, heads, 16 * key_heads * 1.02, 160)
+        longer_s = after.step.seconds - before.step.seconds
+        assert longer_s == pytest.approx(layers * (wanted_s - each_s[0]), rel=0.03)
+        assert after.prefill == before.prefill
+
+
 def test_attention_by_the_cores_takes_the_device_nothing():
     """Whatever its rate is there: what the cores take for it is counted apart."""
     products = tuple(each.model_copy(update={"format": "bfloat16"}) for each in MACHINE.cores.products)
     machine = FAST.model_copy(update={"cores": MACHINE.cores.model_copy(update={"products": products})})
-    launches = LAUNCHES.model_copy(update={"attention_gb_per_s": 42.0})
+    launches = with_grid({place: 100 * seconds for place, seconds in GRID.items()})
     options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
     plan, before = times_of(options, machine)
     assert plan.weights.attending_layers == 40

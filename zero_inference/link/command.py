@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=HERE,
         help="write memory and rates to a file, for --machine FILE, or without a name for runs and plans on this machine, which "
-        "use them until a version or a GPU changes; half a minute, and with a GPU two minutes, the first time with some more to compile",
+        "use them until a version or a GPU changes; about a minute, with DeepSpeed installed another one the first time, to compile",
     )
     parser.add_argument(
         "--engines", action="store_true", help=argparse.SUPPRESS

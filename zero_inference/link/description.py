@@ -16,7 +16,7 @@ from zero_inference.runtime.tables import one_line
 MOST = 1e18  # of anything here; a number above it is a mistake
 LONGEST_NAME = 200  # characters that are shown
 
-MEASURED_WITH = 3  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
+MEASURED_WITH = 4  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
@@ -125,6 +125,22 @@ class DeviceRate(_Part):
     call_s: Seconds = 0.0
 
 
+class DeviceAttention(_Part):
+    """A token's attention in device memory: kernels of a CUDA graph, over keys and values of 16 bits with heads of 128 columns.
+
+    Attributes:
+        heads: query heads that share a key head.
+        key_heads: of all sequences.
+        positions: that each of them attends to.
+        seconds: of a layer.
+    """
+
+    heads: Count
+    key_heads: Count
+    positions: Count
+    seconds: Seconds
+
+
 class Launches(_Part):
     """What running a model takes, whatever it computes.
 
@@ -133,14 +149,16 @@ class Launches(_Part):
             from before the two were told apart, all of it was of operators.
         step_s: of a step of generation besides the model: selecting a token and preparing the next step.
         graph_operator_s: of the device for an operator that moves little, of a decoder layer in a CUDA graph; None without a GPU.
-        attention_gb_per_s: of keys and values in device memory that attention of a decode step reads, besides an operator's time: of 16
-            sequences of 160 positions, where longer ones are read faster. None without a GPU, and in files from before it was measured.
+        attention: of a decode step in device memory, for few and many heads and positions; none without a GPU, and in files from before it
+            was measured.
+        attention_gb_per_s: what these had instead: of keys and values of 16 sequences of 160 positions, besides an operator's time.
     """
 
     operator_s: Seconds
     module_s: Seconds = 0.0
     step_s: Seconds
     graph_operator_s: Seconds | None = None
+    attention: tuple[DeviceAttention, ...] = Field(default=(), strict=False)
     attention_gb_per_s: Rate | None = None
 
 

@@ -3,65 +3,50 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 
 import torch
 
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.shared_keys import heads_share_keys
 from zero_inference.link.compute import as_graph
+from zero_inference.link.device_attention import HEAD_DIM, attention_s
 from zero_inference.link.small_models import POSITIONS, seconds_of, small_llama
 from zero_inference.models.operators import trace_without_weights
 from zero_inference.norms.patch import patch_norms
 from zero_inference.runtime.extension import load_extension
 
 LAYERS = 1, 16  # of two models: what they differ by are operators
-WIDTH, HEAD_DIM = 4096, 128  # whose kernels take as long as those of models
-MANY = 16  # sequences whose keys and values count beside what an operator takes
+WIDTH = 4096  # whose kernels take as long as those of models
 REPLAYS = 10
 
 
 class _WithoutProduct(torch.nn.Module):
-    """A linear module that returns the same memory each time, for one token of each sequence."""
+    """A linear module that returns the same memory each time, for one token."""
 
-    def __init__(self, like: torch.nn.Linear, batch: int):
+    def __init__(self, like: torch.nn.Linear):
         super().__init__()
-        self.register_buffer("out", torch.zeros(batch, 1, like.out_features, device=like.weight.device))
+        self.register_buffer("out", torch.zeros(1, 1, like.out_features, device=like.weight.device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, 1, columns] -> [batch, 1, rows]."""
+        """[1, 1, columns] -> [1, 1, rows]."""
         return self.out
 
 
-@dataclass(frozen=True)
-class InGraph:
-    """Of a decoder layer without its products, whose operators wait for each other, in a CUDA graph.
+def measure_graph_operator(device: torch.device, width: int = WIDTH) -> float:
+    """Seconds of the device for an operator of a decoder layer without its products, in a CUDA graph, where operators wait for each other;
+    attention is measured by itself.
 
-    A Llama's layer with 40 heads took 43 us on an H200 besides its products, 1.4 us an operator, attention among them; a chain of sums of
-    4096 elements, which had been measured instead, 0.96 each (h200-kept/seventh_host: resident.txt, machine.json).
-
-    Attributes:
-        operator_s: of the device. A norm that a kernel of ours computes counts as many as transformers' own.
-        attention_gb_per_s: what more sequences take longer, for their keys and values.
+    A Llama's layer with 40 heads took 43 us on an H200 besides its products; a chain of sums of 4096 elements, which had been measured
+    instead, 0.96 us an operator (h200-kept/seventh_host: resident.txt, machine.json). A norm that a kernel of ours computes counts as many
+    operators as transformers' own.
     """
-
-    operator_s: float
-    attention_gb_per_s: float | None
-
-    @classmethod
-    def measured(cls, device: torch.device, width: int = WIDTH) -> InGraph:
-        few, many, several = (
-            _StepWithoutProducts(layers, device, width, batch)
-            for layers, batch in ((LAYERS[0], 1), (LAYERS[1], 1), (LAYERS[1], MANY))
-        )
-        few_s, many_s, several_s = (
-            statistics.median(seconds_of(device, each.step) for _ in range(REPLAYS)) for each in (few, many, several)
-        )
-        longer_s, nbytes = several_s - many_s, several.cache.nbytes() - many.cache.nbytes()
-        return cls(
-            operator_s=max(0.0, many_s - few_s) / (many.operators - few.operators),
-            attention_gb_per_s=nbytes / longer_s / 1e9 if longer_s > 0 else None,
-        )
+    few, many = (_StepWithoutProducts(layers, device, width) for layers in LAYERS)
+    few_s, many_s = (statistics.median(seconds_of(device, each.step) for _ in range(REPLAYS)) for each in (few, many))
+    more_layers = LAYERS[1] - LAYERS[0]
+    layer_s = max(0.0, many_s - few_s) / more_layers
+    operators = (many.operators - few.operators) / more_layers
+    attending_s = attention_s(device, 1, width // HEAD_DIM, POSITIONS, in_sequence=width // HEAD_DIM)
+    return max(0.0, layer_s - attending_s) / (operators - 1)
 
 
 class _StepWithoutProducts:
@@ -71,10 +56,10 @@ class _StepWithoutProducts:
         step: repeats it; on CUDA as a graph.
     """
 
-    def __init__(self, layers: int, device: torch.device, width: int, batch: int):
+    def __init__(self, layers: int, device: torch.device, width: int):
         with torch.device("meta"):
             model = small_llama(layers, width, width // HEAD_DIM).eval()
-        _without_products(model, batch)
+        _without_products(model)
         counted = trace_without_weights(model, 1, POSITIONS - 1)
         assert counted is not None, "a Llama runs on the meta device"
         self.operators = counted.launches
@@ -86,9 +71,9 @@ class _StepWithoutProducts:
         if load_extension():
             patch_norms(model)
         self.model, self.cache = model, DeviceKVCache(model.config, POSITIONS)
-        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.place = self.ids.new_zeros(1)
-        self.mask = torch.zeros(batch, 1, 1, POSITIONS, dtype=torch.bfloat16, device=device)
+        self.mask = torch.zeros(1, 1, 1, POSITIONS, dtype=torch.bfloat16, device=device)
         with torch.no_grad():
             self.model(input_ids=self.ids, past_key_values=self.cache)  # which allocates it
             self.step = as_graph(device, self._step) if device.type == "cuda" else self._step
@@ -104,8 +89,8 @@ class _StepWithoutProducts:
             )
 
 
-def _without_products(model: torch.nn.Module, batch: int) -> None:
+def _without_products(model: torch.nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear):
-                setattr(module, name, _WithoutProduct(child, batch))
+                setattr(module, name, _WithoutProduct(child))

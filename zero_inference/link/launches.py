@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from zero_inference.link.description import Launches
-from zero_inference.link.in_graph import InGraph
+from zero_inference.link.device_attention import measure_device_attention
+from zero_inference.link.in_graph import measure_graph_operator
 from zero_inference.link.small_models import seconds_of, small_llama, small_opt
 from zero_inference.models.greedy import greedy
 from zero_inference.models.operators import trace_without_weights
@@ -35,7 +36,8 @@ class Launching:
     def __init__(self, device: torch.device):
         self.device = device
         self.models = [_Steps(make(layers), device) for make in (small_llama, small_opt) for layers in LAYERS]
-        self.in_graph = InGraph.measured(device) if device.type == "cuda" else None
+        self.attention = measure_device_attention(device) if device.type == "cuda" else ()
+        self.graph_operator_s = measure_graph_operator(device) if device.type == "cuda" else None
 
     @short_collections()
     def visit(self) -> None:
@@ -52,8 +54,8 @@ class Launching:
             operator_s=operator_s,
             module_s=module_s,
             step_s=max(0.0, llama.step_s - llama.operators * operator_s - llama.module_calls * module_s),
-            graph_operator_s=None if self.in_graph is None else self.in_graph.operator_s,
-            attention_gb_per_s=None if self.in_graph is None else self.in_graph.attention_gb_per_s,
+            graph_operator_s=self.graph_operator_s,
+            attention=self.attention,
         )
 
 

@@ -16,7 +16,9 @@ from zero_inference.runtime.transfers import Transfers
 
 MEETINGS, MEETING_WIDTH = 200, 16  # of a feed-forward so narrow that it costs little but the meeting
 MEETING_ROUNDS = 3
-MEETING_COPIES = 4  # rounds of copies beside each, 156 ms at 55 GB/s; half of them before it begins: half a millisecond a meeting
+MEETING_COPIES = (
+    4  # rounds of copies beside each, 156 ms at 55 GB/s; half of them before it begins: half a millisecond a meeting
+)
 
 
 def crossed_bytes(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int]:

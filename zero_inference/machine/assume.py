@@ -40,7 +40,7 @@ def assumed(text: str, base: Description | None = None) -> Description:
     if "memory" in said:  # these were measured with another
         changes |= {"device_products": (), "own_work": (), "loading": None}
         if start.launches is not None:
-            changes["launches"] = start.launches.model_copy(update={"attention_gb_per_s": None})
+            changes["launches"] = start.launches.model_copy(update={"attention": (), "attention_gb_per_s": None})
     if "link" in said and "pageable" not in said and start.link_gb_per_s and start.pageable_link_gb_per_s:
         changes["pageable_link_gb_per_s"] = start.pageable_link_gb_per_s * said["link"] / start.link_gb_per_s
     found = start.model_copy(update={**changes, "source": _source(start, said)})

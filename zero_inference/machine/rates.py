@@ -69,6 +69,28 @@ def attended_gb_per_s(description: Description, dtype: str, heads: int) -> Atten
     )
 
 
+def device_attention_s(description: Description, heads: int, key_heads: float, positions: int) -> float | None:
+    """Seconds of a layer's attention for one token of each sequence in device memory; None where that was not measured.
+
+    Args:
+        heads: query heads that share a key head.
+        key_heads: of all sequences, with as many bytes for each position as heads of 128 columns have in 16 bits.
+        positions: that each attends to.
+    """
+    found = description.launches.attention if description.launches else ()
+
+    def along_positions(shared: int, many: int) -> float:
+        points = [each for each in found if (each.heads, each.key_heads) == (shared, many)]
+        return between([each.positions for each in points], [each.seconds for each in points], positions)
+
+    def along_key_heads(shared: int) -> float:
+        places = sorted({each.key_heads for each in found if each.heads == shared})
+        return between(places, [along_positions(shared, many) for many in places], key_heads)
+
+    places = sorted({each.heads for each in found})
+    return between(places, [along_key_heads(shared) for shared in places], heads) if places else None
+
+
 def _crossing_s(cores: Cores, rows: int) -> float:
     """The same whatever the weights' format is: so the median of what was measured beside all of them."""
     return statistics.median(each.crossing_s for each in cores.products if each.rows == rows)
@@ -124,7 +146,7 @@ def restoring(description: Description) -> OwnWork | None:
     return next((each for each in description.own_work if each.resident), None)
 
 
-def between(places: Sequence[int], values: Sequence[float], place: int) -> float:
+def between(places: Sequence[int], values: Sequence[float], place: float) -> float:
     """The value at `place` on straight lines through the points, whose `places` ascend: of times, which grow in steps that products add.
     Before the first as at the first; behind the last along the last line where that rises."""
     if place <= places[0] or len(places) == 1:

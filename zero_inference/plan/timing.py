@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
-from zero_inference.machine.rates import own_work
+from zero_inference.machine.rates import device_attention_s, own_work
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.plan.host_time import HostWork, host_work_s, piece_s
 from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.tables import significant
+from zero_inference.utils import heads_of_key
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
+
+HEAD_BYTES = 2 * 128  # of a position of a key head as attention was measured
 
 
 @dataclass(frozen=True)
@@ -204,15 +207,14 @@ def _together(
         return None
     flop_rate = description.matmul_tflops.get(plan.job.spec.dtype_name)
     least_s = (plan.job.on_gpu and launches and launches.graph_operator_s) or 0.0  # of one that moves little
-    attention = None if host.starts or launches is None else launches.attention_gb_per_s
-    cores_attend = plan.attending_layers > 0 and not host.starts  # which `plan.cores_s` counts
+    cores_attend = plan.attending_layers > 0  # which `plan.cores_s` counts
 
     def of_memory(operator: Operator) -> float:
         nbytes = operator.nbytes * plan.job.rank_batch
-        if operator.attends and cores_attend:
-            return least_s
-        if operator.attends and attention:
-            return least_s + nbytes / (attention * 1e9)
+        if operator.attends and not host.starts:
+            attending_s = least_s if cores_attend else _attention_s(plan, description, nbytes)
+            if attending_s is not None:
+                return attending_s
         return nbytes / (rate * 1e9) + weights_s(operator)
 
     def of_products(operator: Operator) -> float:
@@ -245,6 +247,20 @@ def _together(
         return found
     copied["link"], others_s = plan.leveled(copied["link"], others_s)
     return PassTime(max(*copied.values(), plan.paced_s(copied["link"], others_s)), found.bound_by)
+
+
+def _attention_s(plan: EnginePlan, description: Description, nbytes: float) -> float | None:
+    """Seconds of a layer's attention in a decode step of mean length, with so many bytes of keys and values in device memory; None where
+    that was not measured."""
+    job, launches = plan.job, description.launches
+    mean = job.config.prompt_len + job.config.gen_len // 2
+    key_heads = nbytes / (2 * mean * HEAD_BYTES)
+    # the memory of a graph's keys and values is all of it in every step
+    positions = job.length if plan.graphs else mean
+    found = device_attention_s(description, heads_of_key(job.spec.text_config), key_heads, positions)
+    if found is None and launches is not None and launches.attention_gb_per_s:
+        return (launches.graph_operator_s or 0.0) + nbytes / (launches.attention_gb_per_s * 1e9)
+    return found
 
 
 def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:
