@@ -30,6 +30,8 @@ def main() -> None:
     )
     parser.add_argument("--positions", type=int, nargs="+", default=(160, 640, 4096))
     asked = parser.parse_args()
+    if any(count % 8 for count in asked.key_heads):
+        parser.error("--key-heads: a sequence has eight of them, so it takes multiples of 8")
     import torch
 
     from zero_inference.link.compute import DeviceWeights, product_times

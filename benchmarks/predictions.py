@@ -26,8 +26,8 @@ from zero_inference.link.description import (
     Description,
     Gpu,
     Launches,
-    read_description,
 )
+from zero_inference.link.description_file import read_description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.models.sizes import experts_of
 from zero_inference.models.skeleton import Skeleton, build_skeleton

@@ -11,7 +11,7 @@ import torch
 from zero_inference.cores.cores import SPIN_US, Cores
 from zero_inference.cores.library import load_library
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.link import core_rates, cores, products
+from zero_inference.link import attention, core_rates, cores, products
 from zero_inference.link.cores import BLOCK_BYTES, BesideLink, Besides
 from zero_inference.link.products import Products
 from zero_inference.quantization.groups import GroupQuantization
@@ -90,6 +90,23 @@ def test_every_format_is_visited_with_every_number_of_tokens(monkeypatch):
         assert each.link_gb_per_s == 50.0 and each.crossing_s == pytest.approx(1e-5 * each.rows)
         assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and min(each.call_s, each.expert_s) >= 0
     assert found.read_gb_per_s > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_attention_is_measured_in_the_memory_of_whole_layers(dtype, monkeypatch):
+    """One kind after the other, in the same memory."""
+    monkeypatch.setattr(attention, "Copies", lambda device: PlayedLink())
+    monkeypatch.setattr(attention, "block_bytes", lambda: 40 << 20)
+    monkeypatch.setattr(attention, "ALONE_S", 0.01)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    bench = attention.AttentionBench(torch.device("cpu"), (-1, -1), dtype)
+    layers = bench.kept.numel() / attention.layer_bytes(dtype)
+    assert layers == int(layers) and bench.kept.numel() >= 80 << 20
+    for heads in (1, 4):
+        found = bench.measured(dtype, heads)
+        assert 0 < found.beside_link_gb_per_s <= found.alone_gb_per_s
+    bench.close()
 
 
 def test_the_median_of_the_visits_counts():

@@ -21,7 +21,7 @@ from test_machine import CORES, rates
 from zero_inference.cores.library import load_library
 from zero_inference.errors import RunError
 from zero_inference.link import command, compute, copy, cores, rooflines, system
-from zero_inference.link.description import read_description
+from zero_inference.link.description_file import read_description
 from zero_inference.link.system import GpuLink, Host, warnings_for
 from zero_inference.runtime.distributed import Ranks
 

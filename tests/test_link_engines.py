@@ -1,12 +1,15 @@
 """The process that `link --save` asks what engines take: what it says, how it fails, and that it never stays behind."""
 
 import contextlib
+import os
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
+from zero_inference.cli import console_main
 from zero_inference.link import engines
 from zero_inference.link.engines import EnginesProcess
 from zero_inference.runtime.processes import isolated_module
@@ -17,8 +20,8 @@ def asked(monkeypatch, code: str, **options) -> tuple[dict, list[str]]:
     monkeypatch.setattr(engines, "isolated_module", lambda *_: [sys.executable, "-c", code])
     said: list[str] = []
     with contextlib.closing(EnginesProcess(**options)) as process:
-        found = process.measured(said.append)
-    return found, said
+        process.wait_until_ready(said.append)
+        return process.measured(said.append), said
 
 
 def test_it_measures_when_it_is_told_to(monkeypatch):
@@ -52,11 +55,11 @@ def test_what_fails_is_told_and_nothing_is_measured(code, why, monkeypatch):
     "code", ["import time; time.sleep(60)", "import time; print('ready', flush=True); input(); time.sleep(60)"]
 )
 def test_what_takes_too_long_is_ended(code, monkeypatch):
-    found, said = asked(monkeypatch, code, most_s=0.5)
+    found, said = asked(monkeypatch, code, timeout_s=0.5)
     assert (found, said) == ({}, ["warning: engines were not measured: it took longer than 0.5 s"])
 
 
-def test_it_ends_with_the_process_that_asked():
+def test_it_ends_with_the_process_that_asked(tmp_path):
     """Nobody tells it to go, so it measures nothing."""
     process = subprocess.Popen(
         isolated_module("zero_inference", "link", "--engines"),
@@ -64,14 +67,35 @@ def test_it_ends_with_the_process_that_asked():
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     last, _ = process.communicate(timeout=120)  # which closes its stdin at once
     assert process.returncode == 0 and last.splitlines()[-1] == "ready"
+    assert not list(tmp_path.glob("zero-inference-thin-*"))
 
 
-def test_closing_ends_it_however_far_it_is(monkeypatch):
-    monkeypatch.setattr(engines, "isolated_module", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
-    process = EnginesProcess()
-    child = psutil.Process(process._process.pid)
+@pytest.mark.parametrize("ends", [EnginesProcess.close, lambda process: process.measured(lambda line: None)])
+def test_it_ends_with_all_that_it_started_however_far_it_is(ends, monkeypatch):
+    """Such as a compiler, which would go on writing."""
+    code = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    monkeypatch.setattr(engines, "isolated_module", lambda *_: [sys.executable, "-c", code])
+    process, said = EnginesProcess(timeout_s=3.0), []
+    process.wait_until_ready(said.append)
+    both = [psutil.Process(process._process.pid), psutil.Process(int(said[0]))]
+    start = time.monotonic()
+    ends(process)
+    assert psutil.wait_procs(both, timeout=5)[1] == [] and time.monotonic() - start < 10
     process.close()
-    assert not child.is_running()
+    process.close()
+
+
+def test_nothing_is_started_under_a_launcher_of_several(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: pytest.fail("started"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert console_main(["zero-inference", "link", "--save", str(tmp_path / "machine.json")]) == 2
+    assert "start it without a launcher" in capfd.readouterr().err

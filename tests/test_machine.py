@@ -33,9 +33,8 @@ from zero_inference.link.description import (
     Launches,
     Loading,
     OwnWork,
-    read_description,
-    write_description,
 )
+from zero_inference.link.description_file import read_description, write_description
 from zero_inference.machine.assume import CONTEXT_BYTES, assumed
 from zero_inference.machine.cards import card_of
 from zero_inference.machine.choose import machine_of

@@ -10,7 +10,8 @@ from forks import PROGRAM
 from test_machine import MACHINE
 
 from zero_inference.cli import console_main, main
-from zero_inference.link.description import Launches, OwnWork, write_description
+from zero_inference.link.description import Launches, OwnWork
+from zero_inference.link.description_file import write_description
 from zero_inference.runtime.environment import describe_environment, versions_of
 
 MEASURE = """

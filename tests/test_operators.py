@@ -124,16 +124,21 @@ def test_an_operator_in_a_graph_is_that_of_a_layer_without_products():
 
 def test_attention_is_not_among_the_small_operators_of_a_graph(monkeypatch):
     """Layers of 31 operators, of which attention takes 10 us and each other one 2."""
-    layers = []
+    layers, asked = [], []
 
-    def seconds(device, step):
+    def seconds(device, step, at_least_s):
         step()
         layers.append(len(step.__self__.model.model.layers))
         return 1e-3 + layers[-1] * (30 * 2e-6 + 1e-5)
 
-    monkeypatch.setattr(in_graph, "seconds_of", seconds)
-    monkeypatch.setattr(in_graph, "attention_s", lambda device, heads, key_heads, positions, in_sequence: 1e-5)
+    def attention_s(device, *what, **more):
+        asked.append((what, more))
+        return 1e-5
+
+    monkeypatch.setattr(in_graph, "median_s", seconds)
+    monkeypatch.setattr(in_graph, "attention_s", attention_s)
     assert measure_graph_operator(torch.device("cpu"), 256) == pytest.approx(2e-6) and set(layers) == {1, 16}
+    assert asked == [((1, 2, 160), {"key_heads_per_sequence": 2, "layers": 16})], "what a layer of that width has"
     monkeypatch.setattr(in_graph, "attention_s", lambda *_, **__: 1.0)
     assert measure_graph_operator(torch.device("cpu"), 256) == 0.0, "attention alone took longer"
 
@@ -141,7 +146,10 @@ def test_attention_is_not_among_the_small_operators_of_a_graph(monkeypatch):
 def test_attention_is_measured_for_few_and_many_heads_and_positions(monkeypatch):
     asked = []
 
-    def seconds(device, heads, key_heads, positions):
+    def seconds(device, heads, key_heads, positions, seconds=None):
+        if seconds is not None:  # so that a GPU raises its clocks
+            assert not asked
+            return 1.0
         asked.append((heads, key_heads, positions))
         if asked[-1] == (8, 512, 2048):
             raise torch.OutOfMemoryError("no memory")
@@ -155,19 +163,28 @@ def test_attention_is_measured_for_few_and_many_heads_and_positions(monkeypatch)
 
 
 @pytest.mark.parametrize("heads, key_heads, positions", [(1, 8, 16), (4, 16, 24)])
-def test_what_is_measured_of_attention_is_real(heads, key_heads, positions, monkeypatch):
-    monkeypatch.setattr(device_attention, "CACHES_BYTES", 1 << 16)
+@pytest.mark.parametrize("layers", [None, 3])
+def test_what_is_measured_of_attention_is_that_of_a_layer(heads, key_heads, positions, layers, monkeypatch):
     shapes = []
-    own = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "scaled_dot_product_attention",
-        lambda q, k, v, **more: shapes.append((q.shape, k.shape)) or own(q, k, v, **more),
-    )
-    monkeypatch.setattr(shared_keys, "scaled_dot_product_attention", torch.nn.functional.scaled_dot_product_attention)
-    assert 0 < device_attention.attention_s(torch.device("cpu"), heads, key_heads, positions) < 1.0
-    sequences = key_heads // 8
-    assert set(shapes) == {((sequences, 8, heads, 128), (sequences, 8, positions, 128))}, "heads that share are rows"
+
+    def seconds(device, step, at_least_s):
+        step()
+        return 1e-3 * len(shapes)
+
+    def attention(query, keys, values, attn_mask, **_):
+        shapes.append((query.shape, keys.shape, values.shape, attn_mask.shape))
+        return query
+
+    monkeypatch.setattr(device_attention, "CACHES_BYTES", 1 << 18)
+    monkeypatch.setattr(device_attention, "median_s", seconds)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(shared_keys, "scaled_dot_product_attention", attention)
+    found = device_attention.attention_s(torch.device("cpu"), heads, key_heads, positions, layers=layers)
+    assert found == pytest.approx(1e-3), "a layer's part of a step"
+    layer_bytes = 2 * key_heads * positions * 128 * 2
+    assert len(shapes) == (layers or 1 + (1 << 18) // layer_bytes)
+    sequences, one = key_heads // 8, (key_heads // 8, 8, positions, 128)
+    assert set(shapes) == {((sequences, 8, heads, 128), one, one, (sequences, 1, 1, positions))}, "as rows"
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral", "bloom"])

@@ -269,7 +269,7 @@ def a_mixture_on_a_gpu_of_16_gib(**options) -> Job:
 def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monkeypatch):
     """Without them those on the device are not in host memory too."""
 
-    def chosen(job, residency, scheme, graphs):
+    def chosen(job, residency, scheme, graphs, may_attend):
         return residency.with_shares_computed(1.0, 1.0).with_budget_used(), CoresPlan(
             (-1,), 1.0, 1, None, automatic=True
         )

@@ -10,7 +10,7 @@ from test_timing import FAST
 
 from benchmarks import plan_candidates
 from benchmarks.plan_candidates import Candidate, Trials
-from zero_inference.link.description import write_description
+from zero_inference.link.description_file import write_description
 from zero_inference.records.read import read_records
 from zero_inference.runtime.environment import describe_environment, versions_of
 

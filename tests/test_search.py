@@ -18,7 +18,7 @@ from test_timing import FAST
 from zero_inference.cli import console_main, main
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.link.description import write_description
+from zero_inference.link.description_file import write_description
 from zero_inference.machine import kept
 from zero_inference.machine.choose import machine_of
 from zero_inference.machine.kept import kept_description, why_outdated

@@ -27,7 +27,11 @@ SIZES = "--dummy --dtype bfloat16 --prompt-len 128 --gen-len 32"
 
 
 def times_of(options: str, machine=FAST):
-    plan = planned(f"{options} {SIZES}", DescribedMachine(machine))
+    return planned_times(f"{options} {SIZES}", machine)
+
+
+def planned_times(options: str, machine):
+    plan = planned(options, DescribedMachine(machine))
     return plan, plan.times
 
 
@@ -309,21 +313,70 @@ def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     assert others[0][1] == others[1][1], "it is not a block's"
 
 
+def of_attending(seconds: float, copying: float) -> tuple[OwnWork, OwnWork]:
+    """A layer's, of the host."""
+    work = OwnWork(
+        engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=seconds, prefill_piece_s=0.0
+    )
+    return work, work.model_copy(update={"engine": "resident", "step_piece_s": copying})
+
+
+def with_bfloat16_cores(**changes):
+    products = tuple(each.model_copy(update={"format": "bfloat16", **changes}) for each in MACHINE.cores.products)
+    return FAST.model_copy(update={"cores": MACHINE.cores.model_copy(update={"products": products})})
+
+
 def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
-    """By rates alone they would be faster than the link; the host asks for each layer's attention."""
-    options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
-    products = tuple(each.model_copy(update={"format": "bfloat16"}) for each in MACHINE.cores.products)
-    machine = FAST.model_copy(update={"cores": MACHINE.cores.model_copy(update={"products": products})})
+    """By bandwidth alone they would be faster than the link; the host asks for each layer's attention."""
+    options = "--model opt-13b --engine stream --kv-offload --pin-kv-cache --async-kv-offload --batch-size 64"
+    machine = with_bfloat16_cores()
     attending, sooner = times_of(options, machine)
-    work = OwnWork(engine="stream", quant_bits=16, kv_offload=True, start_s=0.0, step_piece_s=0.03, prefill_piece_s=0.0)
-    slow = machine.model_copy(update={"own_work": (work,)})
+    slow = machine.model_copy(update={"own_work": of_attending(0.03, 0.001)})
     copying, later = times_of(options, slow)
     assert attending.weights.attending_layers == 40 and copying.weights.attending_layers == 0
     assert sooner.step.seconds < later.step.seconds < 40 * 0.03
-    assert "predicted to take longer" in copying.weights.cores_stay_out
+    assert copying.weights.in_words() == [
+        "the host's cores stay out: a step in which they attend is predicted to take longer"
+    ]
     assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.attending_layers == 40, "as it was asked for"
     weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights
     assert weights.attending_layers == 0 and weights.cores_bytes > 0, "they multiply all the same"
+    both = machine.model_copy(update={"own_work": of_attending(0.03, 0.03)})
+    assert times_of(options, both)[0].weights.attending_layers == 40, "copying costs as much"
+
+
+def test_the_cores_attend_where_all_else_would_not_fit():
+    """Without them layers are not divided, and two slots of whole ones take more of the device."""
+    options = "--model opt-13b --engine stream --kv-offload --pin-kv-cache --batch-size 64"
+    machine = with_bfloat16_cores(cores_gb_per_s=1.0, cores_alone_gb_per_s=1.0).model_copy(
+        update={"own_work": of_attending(0.5, 0.0)}
+    )
+    whole = machine.gpus[0]
+    fits = 0
+    for gib in (4, 4.25, 4.5, 40):
+        free = int(gib * 2**30)
+        gpu = whole.model_copy(update={"free_bytes": free})
+        plan = times_of(options, machine.model_copy(update={"gpus": (gpu,)}))[0]
+        fits += plan.weights.attending_layers == 40
+        assert plan.fits and plan.weights.attending_layers == (40 if gib < 40 else 0)
+    assert fits == 3
+
+
+@pytest.mark.parametrize("options", ["--gpu-memory 0", ""])
+def test_keys_and_values_that_are_not_page_locked_cross_the_link_more_slowly(options):
+    """Whether weights cross it, too, or not."""
+    options = f"--model opt-13b --engine stream --kv-offload --batch-size 64 {options}"
+    locked, without = times_of(f"{options} --pin-kv-cache"), times_of(options)
+    kv_bytes = without[0].weights.carried_kv_bytes
+    assert kv_bytes == 64 * 144 * 2 * 40 * 5120 * 2
+    longer_s = kv_bytes / 10e9 - kv_bytes / 55e9
+    assert without[1].step.seconds - locked[1].step.seconds == pytest.approx(longer_s, rel=0.02)
+    no_rate = FAST.model_copy(update={"pageable_link_gb_per_s": None})
+    plan, times = times_of(options, no_rate)
+    assert (
+        times is None and why_unknown(plan.weights, no_rate) == "the machine has no rate of pageable copies (pageable=)"
+    )
+    assert times_of(f"{options} --pin-kv-cache", no_rate)[1] == locked[1]
 
 
 def test_many_tokens_take_what_products_of_as_many_took():
@@ -413,32 +466,58 @@ def with_grid(grid: dict) -> Launches:
 
 def test_attention_takes_what_as_many_heads_and_positions_took():
     machine = FAST.model_copy(update={"launches": with_grid(GRID)})
-    for place, seconds in GRID.items():
-        assert device_attention_s(machine, *place) == pytest.approx(seconds)
-    assert device_attention_s(machine, 1, 8, 100) == 8e-6, "no kernel takes less than that of the fewest"
-    assert device_attention_s(machine, 1, 272, 1104) == pytest.approx((8 + 20 + 24 + 160) / 4 * 1e-6)
-    assert device_attention_s(machine, 1, 992, 160) == pytest.approx(40e-6)
-    assert device_attention_s(machine, 1, 512, 3936) == pytest.approx(296e-6)
-    between_s = device_attention_s(machine, 4, 32, 160)
-    assert between_s == pytest.approx((8 + 2 * 3 / 7) * 1e-6)
-    assert device_attention_s(FAST, 1, 32, 160) is None
+
+    def seconds(heads, key_heads, positions, row_bytes=256, machine=machine):
+        return device_attention_s(machine, heads, key_heads, positions, row_bytes)
+
+    for place, expected in GRID.items():
+        assert seconds(*place) == pytest.approx(expected)
+    assert seconds(1, 8, 100) == 8e-6, "no kernel takes less than that of the fewest"
+    assert seconds(1, 272, 1104) == pytest.approx((8 + 20 + 24 + 160) / 4 * 1e-6)
+    assert seconds(1, 544, 1104, 128) == seconds(1, 272, 1104), "twice as many of half the width"
+    assert seconds(1, 992, 160) == pytest.approx(40e-6)
+    assert seconds(1, 512, 3936) == pytest.approx(296e-6)
+    assert seconds(4, 32, 160) == pytest.approx((8 + 2 * 3 / 7) * 1e-6)
+    assert seconds(1, 32, 160, machine=FAST) is None
     of_one = FAST.model_copy(update={"launches": with_grid({(1, 32, 160): 8e-6})})
-    assert device_attention_s(of_one, 8, 512, 2048) == 8e-6
+    assert seconds(8, 512, 2048, machine=of_one) == 8e-6
+    lacking = FAST.model_copy(update={"launches": with_grid({k: v for k, v in GRID.items() if k != (8, 512, 2048)})})
+    assert seconds(8, 512, 2048, machine=lacking) == pytest.approx(160e-6), "those that share are as others then"
 
 
-def test_a_step_has_the_attention_of_each_layer():
-    machine = FAST.model_copy(update={"launches": with_grid(GRID)})
-    for model, heads, key_heads, layers in (("llama-2-13b", 1, 40, 40), ("llama-3.1-70b", 8, 8, 80)):
-        options = f"--model {model} --engine stream --quant-bits 4 --batch-size 16"
-        plan, before = times_of(options)
-        after = times_of(options, machine)[1]
-        assert plan.weights.graphs and sum(count for _, count in attention_of(plan)) == layers
-        each_s = [max(2e-6, 16 * each.nbytes / 4200e9) for each, _ in attention_of(plan)]
-        # the memory of all 160 positions is read in each step; queries and outputs are read and written, too
-        wanted_s = device_attention_s(machine, heads, 16 * key_heads * 1.02, 160)
-        longer_s = after.step.seconds - before.step.seconds
-        assert longer_s == pytest.approx(layers * (wanted_s - each_s[0]), rel=0.03)
-        assert after.prefill == before.prefill
+@pytest.mark.parametrize(
+    "options, heads, key_heads, layers, positions",
+    [
+        ("--model llama-2-13b --engine stream --quant-bits 4", 1, 40, 40, 1032),
+        ("--model llama-2-13b --engine stream --quant-bits 4 --decode-graph off", 1, 40, 40, 1017),
+        ("--model llama-3.1-70b --engine stream --quant-bits 4", 8, 8, 80, 1032),
+        ("--model opt-13b --engine resident", 1, 40, 40, 1017),
+    ],
+)
+def test_a_step_has_the_attention_of_each_layer(options, heads, key_heads, layers, positions):
+    """A graph goes through the memory of all positions, other steps through those that are filled."""
+    options += " --dummy --dtype bfloat16 --prompt-len 1000 --gen-len 32 --batch-size 16"
+    launches = with_grid(GRID).model_copy(update={"operator_s": 0.0})
+    machine = FAST.model_copy(update={"launches": launches})
+    before_too = FAST.model_copy(update={"launches": LAUNCHES.model_copy(update={"operator_s": 0.0})})
+    plan, before = planned_times(options, before_too)
+    after = planned_times(options, machine)[1]
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 1016)
+    [(operator, count)] = [(each, count) for each, count in traced.operators.items() if each.attends]
+    assert count == layers and operator.attention == (heads * key_heads, key_heads, 128, 1017)
+    wanted_s = device_attention_s(machine, heads, 16 * key_heads, positions, 256)
+    was_s = max(2e-6, 16 * operator.nbytes / 4200e9)
+    assert after.step.seconds - before.step.seconds == pytest.approx(layers * (wanted_s - was_s), rel=1e-6)
+    assert after.prefill == before.prefill
+
+
+def test_what_is_no_attention_of_pytorchs_goes_by_its_bytes():
+    """BLOOM's is two products and a softmax."""
+    options = "--model bloom-7b1 --engine resident --batch-size 16"
+    plan, before = times_of(options)
+    traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+    assert any(each.attends for each in traced.operators) and not any(each.attention for each in traced.operators)
+    assert times_of(options, FAST.model_copy(update={"launches": with_grid(GRID)}))[1] == before
 
 
 def test_attention_by_the_cores_takes_the_device_nothing():

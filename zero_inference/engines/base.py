@@ -202,6 +202,10 @@ class EnginePlan(UseOfMachine):
         generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
         return max(weights.loading, weights.host + on_device + measuring_bytes, generating)
 
+    def alternative(self) -> EnginePlan | None:
+        """The same run planned otherwise, to be preferred where it is predicted to decode faster; None where there is nothing to choose."""
+        return None
+
     def exchanged_bytes(self, fetched_bytes: int) -> float:
         """Of weights, that each of several GPUs gets from the others in a pass that fetches `fetched_bytes` over all links."""
         ranks = self.job.ranks.world_size
@@ -218,13 +222,17 @@ class EnginePlan(UseOfMachine):
         crosses = self.job.on_gpu and self.job.config.kv_offload and self.carries_kv
         return len(self.job.sizes.kv_widths) if crosses else 0
 
+    @property
+    def carried_kv_bytes(self) -> int:
+        """Of keys and values, over all ranks, that cross the link in a decode step of mean length."""
+        return self.job.ranks.world_size * self.job.mean_kv_bytes if self.copied_layers else 0
+
     def moved_per_step(self) -> MovedPerStep:
         """What a decode step of mean length moves, over all ranks."""
         job, ranks = self.job, self.job.ranks.world_size
-        crosses = self.copied_layers > 0
         return MovedPerStep(
-            host_to_device_bytes_per_step=self.fetched_bytes + (ranks * job.mean_kv_bytes if crosses else 0),
-            device_to_host_bytes_per_step=ranks * job.kv_bytes(1) if crosses else 0,
+            host_to_device_bytes_per_step=self.fetched_bytes + self.carried_kv_bytes,
+            device_to_host_bytes_per_step=ranks * job.kv_bytes(1) if self.copied_layers else 0,
             disk_read_bytes_per_step=self.disk_bytes,
             cores_bytes_per_step=self.cores_bytes or None,
         )

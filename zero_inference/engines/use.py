@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from zero_inference.engines.base import EnginePlan
 
 
 class UseOfMachine:
@@ -77,10 +72,6 @@ class UseOfMachine:
     def restored_blocks(self) -> int:
         """Quantized ones that stay on the device, whose weights a launched pass restores or multiplies as they are."""
         return 0
-
-    def alternative(self) -> EnginePlan | None:
-        """The same run planned otherwise, to be preferred where it is predicted to decode faster; None where nothing is open."""
-        return None
 
     @property
     def attending_layers(self) -> int:

@@ -68,17 +68,20 @@ def _keys_and_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 class AttentionBench:
-    """Threads on the CPUs `cpus` and the link of the CUDA device `device`, for one kind of keys and values after the other; all of 16 bits.
+    """Threads on the CPUs `cpus` and the link of the CUDA device `device`: measures one kind of keys and values at a time.
+
+    Args:
+        dtype: of keys and values, or another one of the same size.
 
     Raises:
         RunError, torch.OutOfMemoryError: no memory.
     """
 
-    def __init__(self, device: torch.device, cpus: tuple[int, ...]):
+    def __init__(self, device: torch.device, cpus: tuple[int, ...], dtype: torch.dtype = torch.bfloat16):
         self.device = device
         self.cores = Cores(cpus, SPIN_US)
         try:
-            self.link, self.kept = Copies(device), _keys_and_values(torch.bfloat16)
+            self.link, self.kept = Copies(device), _keys_and_values(dtype)
         except BaseException:
             self.close()
             raise
@@ -107,5 +110,5 @@ class AttentionBench:
 @functools.cache  # a plan is made for many options
 def measure_attention(device: torch.device, cpus: tuple[int, ...], dtype: torch.dtype, heads: int) -> Attended:
     """As `AttentionBench` measures, in about a second."""
-    with contextlib.closing(AttentionBench(device, cpus)) as bench:
+    with contextlib.closing(AttentionBench(device, cpus, dtype)) as bench:
         return bench.measured(dtype, heads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=HERE,
         help="write memory and rates to a file, for --machine FILE, or without a name for runs and plans on this machine, which "
-        "use them until a version or a GPU changes; about a minute, with DeepSpeed installed another one the first time, to compile",
+        "use them until a version or a GPU changes; about a minute, with a GPU and DeepSpeed another one the first time, to compile",
     )
     parser.add_argument(
         "--engines", action="store_true", help=argparse.SUPPRESS
@@ -59,6 +60,8 @@ def main(args: argparse.Namespace) -> int:
         args.save.parent.mkdir(parents=True, exist_ok=True)
     if args.save is not None:
         check_output_file("--save", str(args.save))
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UsageError("--save describes what one process finds: start it without a launcher.")
     with contextlib.ExitStack() as stack:
         engines = None
         if args.save is not None:  # it loads libraries while this process does
@@ -82,8 +85,6 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
             f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
             "start one rank a GPU."
         )
-    if args.save is not None and ranks.world_size > 1:
-        raise UsageError("--save describes what one process finds: start it without a launcher.")
     watch = PeerWatch(ranks, lambda reason: reason)  # a rank that is lost ends the others
     watch.start()
     failed = True
@@ -119,7 +120,7 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
 
 def _save(description: Description, path: Path) -> None:
     from zero_inference.errors import RunError
-    from zero_inference.link.description import write_description
+    from zero_inference.link.description_file import write_description
 
     try:
         write_description(description, path)

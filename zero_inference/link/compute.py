@@ -21,7 +21,7 @@ SECONDS = 0.2
 WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
 WEIGHTS_S = 0.05  # of a measurement, at least
 # Before the first one: a GPU that rested raises its clocks, and int4 had 1114 GB/s in 0.05 s once, and 1260 else.
-CLOCKS_S = {"cuda": 0.15, "cpu": 0.0}
+CLOCKS_S = 0.15
 # Rows and columns. A GPU's products take some time besides their bytes, which two sizes show: int4 with one token has 870 GB/s with the
 # first, 2220 with the second and 1390 with 8192 x 8192 (h200-kept/seventh_host/products.txt). With one and eight tokens the line through
 # these two is within 10% of most others there and 24% of all from 5120 x 5120 on; that through 32768 x 8192, which suits the kernel, gave
@@ -160,8 +160,8 @@ def product_times(
     points: dict[int, list[tuple[int, float]]] = {count: [] for count in tokens}
     for shape in SHAPES[device.type]:
         weights = DeviceWeights(device, dtype, scheme, shape)
-        if CLOCKS_S[device.type]:
-            weights.product_s(1, CLOCKS_S[device.type])
+        if device.type == "cuda":
+            weights.product_s(1, CLOCKS_S)
         for count in list(points):
             try:
                 points[count].append((weights.nbytes, weights.product_s(count)))

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from zero_inference.kv_cache.shared_keys import attend
-from zero_inference.link.compute import as_graph, median_s
+from zero_inference.link.compute import CLOCKS_S, as_graph, median_s
 from zero_inference.link.description import DeviceAttention
 
 HEAD_DIM, DTYPE = 128, torch.bfloat16
@@ -21,6 +21,7 @@ SECONDS = 0.05
 def measure_device_attention(device: torch.device) -> tuple[DeviceAttention, ...]:
     """Without those whose keys and values do not fit in the device's memory."""
     found = []
+    attention_s(device, HEADS[0], KEY_HEADS[0], POSITIONS[0], seconds=CLOCKS_S)
     for heads, key_heads, positions in itertools.product(HEADS, KEY_HEADS, POSITIONS):
         try:
             seconds = attention_s(device, heads, key_heads, positions)
@@ -30,30 +31,37 @@ def measure_device_attention(device: torch.device) -> tuple[DeviceAttention, ...
     return tuple(found)
 
 
-def attention_s(device: torch.device, heads: int, key_heads: int, positions: int, in_sequence: int = 8) -> float:
+def attention_s(
+    device: torch.device,
+    heads: int,
+    key_heads: int,
+    positions: int,
+    key_heads_per_sequence: int = 8,
+    layers: int | None = None,
+    seconds: float = SECONDS,
+) -> float:
     """Median seconds of a layer's attention.
 
     Args:
         heads: query heads that share a key head.
         key_heads: of all sequences.
         positions: of keys and values.
-        in_sequence: key heads of a sequence.
+        layers: that a graph has; None for as many as caches do not hold.
+        seconds: to measure for.
     """
-    shape = key_heads // in_sequence, in_sequence, positions, HEAD_DIM
+    shape = key_heads // key_heads_per_sequence, key_heads_per_sequence, positions, HEAD_DIM
     layer_bytes = 2 * torch.Size(shape).numel() * DTYPE.itemsize
-    layers = [
-        torch.randn(2, *shape, device=device, dtype=DTYPE)
-        for _ in range(min(MOST_LAYERS, 1 + CACHES_BYTES // layer_bytes))
-    ]
-    query = torch.randn(shape[0], heads * in_sequence, 1, HEAD_DIM, device=device, dtype=DTYPE)
+    count = layers or min(MOST_LAYERS, 1 + CACHES_BYTES // layer_bytes)
+    kept = [torch.randn(2, *shape, device=device, dtype=DTYPE) for _ in range(count)]
+    query = torch.randn(shape[0], heads * key_heads_per_sequence, 1, HEAD_DIM, device=device, dtype=DTYPE)
     mask = torch.zeros(shape[0], 1, 1, positions, device=device, dtype=DTYPE)
 
     def step() -> None:
-        for keys, values in layers:
+        for keys, values in kept:
             attend(_plain, torch.nn.Identity(), query, keys, values, mask)
 
     action = as_graph(device, step) if device.type == "cuda" else step
-    return median_s(device, action, SECONDS) / len(layers)
+    return median_s(device, action, seconds) / count
 
 
 def _plain(module, query, key, value, mask, **_) -> tuple[torch.Tensor, None]:

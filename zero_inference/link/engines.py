@@ -6,7 +6,10 @@ measured meanwhile; it measures when it is told to, and nothing else happens the
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,18 +20,18 @@ from typing import Any
 from zero_inference.config.choices import ENGINES
 from zero_inference.runtime.processes import isolated_module
 
-MOST_S = 600  # for what takes 15 s where nothing has to be compiled
+TIMEOUT_S = 600  # for what takes 20 s where nothing has to be compiled
 READY = "ready"
 
 
 class EnginesProcess:
-    """`zero-inference link --engines`, from its start on; `close` ends it, however far it is.
+    """`zero-inference link --engines`, from its start on; `close` ends it with all that it has started, however far it is.
 
     Args:
-        most_s: that it may take from its start on; it is ended then.
+        timeout_s: that it may take from its start on; it is ended then.
     """
 
-    def __init__(self, most_s: float = MOST_S):
+    def __init__(self, timeout_s: float = TIMEOUT_S):
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             isolated_module("zero_inference", "link", "--engines"),
@@ -36,50 +39,54 @@ class EnginesProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=True,  # a group of its own, with its compilers
         )
-        self._most_s, self._late = most_s, False
-        self._timer = threading.Timer(most_s, self._end_late)
+        self._timeout_s, self._timed_out = timeout_s, False
+        self._timer = threading.Timer(timeout_s, self._end_late)
         self._timer.daemon = True
         self._timer.start()
 
+    def wait_until_ready(self, say: Callable[[str], None]) -> None:
+        """Until it has loaded its libraries, or has ended; `say` is told what takes longer."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == READY:
+                return
+            say(line.strip())
+
     def measured(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Has it measure; `library_bytes` and `own_work` as `print_own_work` has them. Nothing where it failed, which is told."""
-        last = self._wait(say)
-        for line in self._told():
+        """Has it measure, when it is ready; `library_bytes` and `own_work` as `print_own_work` has them. Nothing where it failed, which is
+        told."""
+        last = (self._process.communicate("go\n")[0].splitlines() or [""])[-1]
+        for line in self._stderr_lines():
             if line.startswith(ENGINES):
                 say(f"warning: not measured: {line}")
         if not self._process.returncode and last.startswith("{"):
             return json.loads(last)
-        why = f"it took longer than {self._most_s:g} s" if self._late else (self._told() or ["they said nothing"])[-1]
+        silent = ["they said nothing"]
+        why = f"it took longer than {self._timeout_s:g} s" if self._timed_out else (self._stderr_lines() or silent)[-1]
         say(f"warning: engines were not measured: {why}")
         return {}
 
     def close(self) -> None:
         self._timer.cancel()
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        self._end_group()
+        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait()
 
-    def _wait(self, say: Callable[[str], None]) -> str:
-        """The last line that it prints."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.strip() == READY:
-                break
-            say(line.strip())
-        try:
-            return (self._process.communicate("go\n")[0].splitlines() or [""])[-1]
-        except BrokenPipeError:  # it is gone, and its exit code says how
-            self._process.wait()
-            return ""
-
-    def _told(self) -> list[str]:
+    def _stderr_lines(self) -> list[str]:
         self._errors.seek(0)
         return self._errors.read().strip().splitlines()
 
     def _end_late(self) -> None:
-        self._late = True
-        self._process.kill()
+        self._timed_out = True
+        self._end_group()
+
+    def _end_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def say_ready() -> bool:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.shared_keys import heads_share_keys
-from zero_inference.link.compute import as_graph
+from zero_inference.link.compute import as_graph, median_s
 from zero_inference.link.device_attention import HEAD_DIM, attention_s
-from zero_inference.link.small_models import POSITIONS, seconds_of, small_llama
+from zero_inference.link.small_models import POSITIONS, small_llama
 from zero_inference.models.operators import trace_without_weights
 from zero_inference.norms.patch import patch_norms
 from zero_inference.runtime.extension import load_extension
 
 LAYERS = 1, 16  # of two models: what they differ by are operators
 WIDTH = 4096  # whose kernels take as long as those of models
-REPLAYS = 10
+SECONDS = 0.05
 
 
 class _WithoutProduct(torch.nn.Module):
@@ -41,11 +39,12 @@ def measure_graph_operator(device: torch.device, width: int = WIDTH) -> float:
     operators as transformers' own.
     """
     few, many = (_StepWithoutProducts(layers, device, width) for layers in LAYERS)
-    few_s, many_s = (statistics.median(seconds_of(device, each.step) for _ in range(REPLAYS)) for each in (few, many))
+    few_s, many_s = (median_s(device, each.step, SECONDS) for each in (few, many))
     more_layers = LAYERS[1] - LAYERS[0]
     layer_s = max(0.0, many_s - few_s) / more_layers
     operators = (many.operators - few.operators) / more_layers
-    attending_s = attention_s(device, 1, width // HEAD_DIM, POSITIONS, in_sequence=width // HEAD_DIM)
+    heads = width // HEAD_DIM
+    attending_s = attention_s(device, 1, heads, POSITIONS, key_heads_per_sequence=heads, layers=LAYERS[1])
     return max(0.0, layer_s - attending_s) / (operators - 1)
 
 

@@ -60,8 +60,8 @@ class Launching:
 
 
 def two_costs(one: tuple[int, int, float], other: tuple[int, int, float]) -> tuple[float, float]:
-    """What an operator and a call of a module take, from numbers of both and seconds in `one` kind of model and in `other`; by least
-    squares all of it is of the ones or of the others where one would take less than nothing."""
+    """What an operator and a call of a module take, from numbers of both and seconds in `one` kind of model and in `other`; where
+    one cost would be negative it is zero, and the other is fitted by least squares."""
     operators, calls, seconds = zip(one, other)
     determinant = operators[0] * calls[1] - operators[1] * calls[0]
     if determinant:

@@ -177,7 +177,7 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
         for rows in PRODUCT_ROWS:
             measure = functools.partial(cores.product_gb_per_s, cpus, torch.bfloat16, scheme, rows)
             if (rate := rates.get((name, rows))) is not None:
-                measure = functools.partial(float, rate.cores_alone_gb_per_s)
+                measure = functools.partial(getattr, rate, "cores_alone_gb_per_s")
             found.append(
                 Roofline(
                     f"cores_{name}_{rows}_rows_gbps",

@@ -88,11 +88,11 @@ def measure_basics(ranks: Ranks, engines: EnginesProcess, say: Callable[[str], N
     """To be called before anything else is measured: what that takes would stay with the process."""
     say("measuring how long the host takes to launch operators ...")
     launching = Launching(ranks.device)
-    if ranks.device.type != "cuda":  # beside a GPU the engines' libraries are being loaded, and a kernel compiled
-        launching.visit()
     # a run without a GPU measures its memory by copies of such blocks
     measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
+    engines.wait_until_ready(say)  # a host that loads or compiles something is slower
+    launching.visit()
     say("measuring what engines take besides the model's work ...")
     found = engines.measured(say)
     if ranks.device.type == "cuda":

@@ -35,7 +35,7 @@ def machine_of(name: str | None, assume: str | None) -> Machine:
 
 def _named(name: str) -> Description:
     """A file that is there is taken first; then a typical machine of that name."""
-    from zero_inference.link.description import read_description
+    from zero_inference.link.description_file import read_description
     from zero_inference.machine.typical import NAMES, find_typical, near_names
 
     path = Path(os.path.expanduser(name))

@@ -28,7 +28,7 @@ def kept_description() -> Description | None:
 
 @functools.lru_cache(maxsize=1)
 def _read(path: Path, changed: int) -> Description | None:
-    from zero_inference.link.description import read_description
+    from zero_inference.link.description_file import read_description
 
     try:
         found = read_description(path)
@@ -59,7 +59,7 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
     Raises:
         UsageError: there is a file in its place that describes no machine.
     """
-    from zero_inference.link.description import read_description, write_description
+    from zero_inference.link.description_file import read_description, write_description
     from zero_inference.link.engines import EnginesProcess
     from zero_inference.link.saved import measure_this_machine
     from zero_inference.runtime.distributed import detect_ranks

@@ -11,6 +11,7 @@ import torch
 from zero_inference.link.attention import Attended
 from zero_inference.link.compute import ProductTime
 from zero_inference.link.cores import BesideLink
+from zero_inference.link.device_attention import DTYPE, HEAD_DIM
 from zero_inference.quantization.groups import GroupQuantization
 
 if TYPE_CHECKING:
@@ -69,26 +70,35 @@ def attended_gb_per_s(description: Description, dtype: str, heads: int) -> Atten
     )
 
 
-def device_attention_s(description: Description, heads: int, key_heads: float, positions: int) -> float | None:
+def device_attention_s(
+    description: Description, heads: int, key_heads: int, positions: int, row_bytes: float
+) -> float | None:
     """Seconds of a layer's attention for one token of each sequence in device memory; None where that was not measured.
 
     Args:
         heads: query heads that share a key head.
-        key_heads: of all sequences, with as many bytes for each position as heads of 128 columns have in 16 bits.
+        key_heads: of all sequences.
         positions: that each attends to.
+        row_bytes: of a position of a key head; a head with more of them counts as more heads.
     """
-    found = description.launches.attention if description.launches else ()
+    found = {
+        (each.heads, each.key_heads, each.positions): each.seconds
+        for each in (description.launches.attention if description.launches else ())
+    }
+    columns, rows = (sorted({place[axis] for place in found}) for axis in (1, 2))
+    shared = [
+        number
+        for number in sorted({place[0] for place in found})
+        if all((number, column, row) in found for column in columns for row in rows)
+    ]
+    if not shared:
+        return None
 
-    def along_positions(shared: int, many: int) -> float:
-        points = [each for each in found if (each.heads, each.key_heads) == (shared, many)]
-        return between([each.positions for each in points], [each.seconds for each in points], positions)
+    def of_shared(number: int) -> float:
+        along = [between(rows, [found[number, column, row] for row in rows], positions) for column in columns]
+        return between(columns, along, key_heads * row_bytes / (HEAD_DIM * DTYPE.itemsize))
 
-    def along_key_heads(shared: int) -> float:
-        places = sorted({each.key_heads for each in found if each.heads == shared})
-        return between(places, [along_positions(shared, many) for many in places], key_heads)
-
-    places = sorted({each.heads for each in found})
-    return between(places, [along_key_heads(shared) for shared in places], heads) if places else None
+    return between(shared, [of_shared(number) for number in shared], heads)
 
 
 def _crossing_s(cores: Cores, rows: int) -> float:

@@ -70,12 +70,14 @@ def print_own_work() -> None:
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
     start_process_group(ranks)  # DeepSpeed wants one
+    from transformers import LlamaForCausalLM  # noqa: F401 - it takes some seconds
+
+    if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
+        _compile(ranks)
+    if not say_ready():
+        return
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
         _write_thin_model(Path(folder))
-        if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
-            _compile(ranks)
-        if not say_ready():
-            return
         found = _own_work(folder, ranks, library_bytes)
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
@@ -204,11 +206,10 @@ def _compile(ranks: Ranks) -> None:
 
 
 def _write_thin_model(folder: Path) -> None:
-    """Loads what its engines load, too: the model's classes take transformers some seconds."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
     LlamaConfig(
-        architectures=[LlamaForCausalLM.__name__],
+        architectures=["LlamaForCausalLM"],
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
         num_attention_heads=4,

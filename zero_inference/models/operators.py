@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -29,6 +29,16 @@ WITHOUT_WORK = {
 }
 
 
+class AttentionShape(NamedTuple):
+    """Of one sequence: query heads, heads of keys and values, columns of one of these (the mean of keys and values), and the positions of
+    these."""
+
+    heads: int
+    key_heads: int
+    head_dim: float
+    positions: int
+
+
 @dataclass(frozen=True)
 class Operator:
     """One kernel of a pass.
@@ -39,6 +49,7 @@ class Operator:
         outside_bytes, layer_bytes, expert_bytes: of the weights that it reads, in the dtype that it computes in: of modules outside
             the decoder layers, of these, and of their experts, all of which count.
         same_input: the product before it has the same input, as keys and values have that of the queries.
+        attention: of PyTorch's attention; None of other operators.
     """
 
     flops: int
@@ -47,6 +58,7 @@ class Operator:
     layer_bytes: int = 0
     expert_bytes: int = 0
     same_input: bool = False
+    attention: AttentionShape | None = None
 
     @property
     def weights(self) -> tuple[int, int, int]:
@@ -160,7 +172,8 @@ class _Counting(Watching):
         if flops and read and computed:
             same = self.multiplied is not None and storage_of(self.multiplied) == storage_of(computed[0])
             self.multiplied = computed[0]
-        self.operators[Operator(flops, nbytes, **read, same_input=same)] += 1
+        weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
+        self.operators[Operator(flops, nbytes, *weights, same_input=same)] += 1
 
     def saw_module(self) -> None:
         """See `Watching`."""
@@ -185,7 +198,9 @@ class _Counting(Watching):
         batch, heads, length, width = query.shape
         pairs = length * key.shape[2] - length * (length - 1) // 2
         flops = 2 * batch * heads * pairs * (width + value.shape[-1])
-        self.operators[Operator(flops, sum(each.nbytes for each in (query, key, value, out)))] += 1
+        nbytes = sum(each.nbytes for each in (query, key, value, out))
+        shape = AttentionShape(heads, key.shape[1], (width + value.shape[-1]) / 2, key.shape[2])
+        self.operators[Operator(flops, nbytes, attention=shape)] += 1
 
 
 def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:

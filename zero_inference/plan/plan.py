@@ -128,13 +128,12 @@ def describe_job(
 def make_plan(job: Job) -> Plan:
     """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's `plan`."""
     found = Plan(job, engine_module(job.config.engine).plan(job))
-    other = found.weights.alternative()
-    if other is None or job.machine.described() is None:
+    other = None if job.machine.described() is None else found.weights.alternative()
+    if other is None or found.times is None:
         return found
     instead = Plan(job, other)
-    if found.times and instead.times and instead.times.step.seconds < found.times.step.seconds:
-        return instead
-    return found
+    shorter = instead.times is not None and instead.times.step.seconds < found.times.step.seconds
+    return instead if shorter and (instead.fits or not found.fits) else found
 
 
 def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.rates import device_attention_s, own_work
 from zero_inference.models.operators import Operator, Pass
+from zero_inference.plan.copies_time import copies_of_prefill, copies_of_step, lacks_peers, weights_locked
 from zero_inference.plan.host_time import HostWork, host_work_s, piece_s
 from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.tables import significant
-from zero_inference.utils import heads_of_key
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
-
-HEAD_BYTES = 2 * 128  # of a position of a key head as attention was measured
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,16 @@ class Times:
 
 def why_unknown(plan: EnginePlan, description: Description) -> str:
     """Why `predicted_times` gives none, in a few words."""
-    job, fetched = plan.job, plan.prefill_fetched_bytes or (plan.job.on_gpu and plan.job.config.kv_offload)
+    job = plan.job
+    pinned = []  # what crosses the link
+    if plan.prefill_fetched_bytes and (job.on_gpu or plan.copies_on_cpu):
+        pinned.append(weights_locked(plan))
+    if job.on_gpu and job.config.kv_offload:
+        pinned.append(job.config.pin_kv_cache)
     missing = {
         "device memory (memory=)": description.device_gb_per_s is None,
-        "the link (link=)": bool(fetched) and _link_gb_per_s(plan, description) is None and _copies_locked(plan),
-        "pageable copies (pageable=)": bool(fetched)
-        and _link_gb_per_s(plan, description) is None
-        and not _copies_locked(plan),
+        "the link (link=)": any(pinned) and description.link_gb_per_s is None,
+        "pageable copies (pageable=)": not all(pinned) and description.pageable_link_gb_per_s is None,
         "the disk (disk=)": bool(plan.disk_bytes) and description.disk_gb_per_s is None,
     }
     if names := [name for name, lacks in missing.items() if lacks]:
@@ -119,22 +120,6 @@ def _at_least(plan: EnginePlan, description: Description) -> bool:
     return no_own or no_products or no_peers or links or description.source == "datasheet"
 
 
-def lacks_peers(plan: EnginePlan, description: Description) -> bool:
-    """Whether GPUs send each other weights, and it is not known how fast."""
-    return bool(plan.exchanged_bytes(plan.fetched_bytes)) and description.peers_gb_per_s is None
-
-
-def peers_s(plan: EnginePlan, description: Description, fetched_bytes: int) -> tuple[float, float]:
-    """Seconds in which each GPU gets its weights from the others, in a pass that fetches so many bytes over all links: over its link, and
-    by ways of their own. Nothing where the rate is not known."""
-    peers, exchanged = description.peers_gb_per_s, plan.exchanged_bytes(fetched_bytes)
-    if not plan.job.on_gpu or peers is None:
-        return 0.0, 0.0
-    if peers == "link":
-        return _seconds(exchanged, description.link_gb_per_s) or 0.0, 0.0
-    return 0.0, exchanged / (peers * 1e9)
-
-
 def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:
     config = plan.job.config
     if not config.quantized or plan.job.on_gpu or plan.own_work_known:
@@ -148,24 +133,14 @@ def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> Pas
     Args:
         traced: of one token behind as many others as a step has on average.
     """
-    moved = plan.moved_per_step()
     tokens = plan.job.rank_batch
     weights_s = weights_s_of(plan, description, traced, tokens, plan.share_on_cores())
-    link_rate = plan.beside_link()
-    link = link_rate[0] if link_rate else _link_gb_per_s(plan, description)
-    of_links = 1 if link_rate else plan.job.ranks.world_size  # beside the cores the rate is that of all links
-    link_s = _seconds((moved.host_to_device_bytes_per_step or 0) / of_links, link)
-    over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
     return _together(
         plan,
         description,
         traced,
         weights_s,
-        copies={
-            "link": None if link_s is None else link_s + over_link_s,
-            "peers": others_s,
-            "disk": _disk_s(plan, description),
-        },
+        copies=copies_of_step(plan, description),
         host=HostWork() if plan.graphs else HostWork(traced.launches, traced.module_calls, plan.pieces),
     )
 
@@ -179,16 +154,9 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     job = plan.job
     tokens = job.rank_batch * job.config.prompt_len
     weights_s = weights_s_of(plan, description, traced, tokens, (0.0, 0.0))
-    link = _link_gb_per_s(plan, description)
-    written = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
-    fetched_s = _seconds(plan.prefill_fetched_bytes / job.ranks.world_size, link)
-    written_s = _seconds(written, description.link_gb_per_s)
-    over_link_s, others_s = peers_s(plan, description, plan.prefill_fetched_bytes)
-    link_s = None if fetched_s is None or written_s is None else max(fetched_s + over_link_s, written_s)
-    copies = {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
     restored = traced.products_in_layers if job.config.quantized and 0 < plan.fused_rows < tokens else 0
     host = HostWork(traced.launches + restored, traced.module_calls, plan.pieces, starts=True)
-    return _together(plan, description, traced, weights_s, copies=copies, host=host)
+    return _together(plan, description, traced, weights_s, copies=copies_of_prefill(plan, description), host=host)
 
 
 def _together(
@@ -212,9 +180,7 @@ def _together(
     def of_memory(operator: Operator) -> float:
         nbytes = operator.nbytes * plan.job.rank_batch
         if operator.attends and not host.starts:
-            attending_s = least_s if cores_attend else _attention_s(plan, description, nbytes)
-            if attending_s is not None:
-                return attending_s
+            return least_s if cores_attend else _attention_s(plan, description, operator, least_s)
         return nbytes / (rate * 1e9) + weights_s(operator)
 
     def of_products(operator: Operator) -> float:
@@ -249,18 +215,23 @@ def _together(
     return PassTime(max(*copied.values(), plan.paced_s(copied["link"], others_s)), found.bound_by)
 
 
-def _attention_s(plan: EnginePlan, description: Description, nbytes: float) -> float | None:
-    """Seconds of a layer's attention in a decode step of mean length, with so many bytes of keys and values in device memory; None where
-    that was not measured."""
-    job, launches = plan.job, description.launches
-    mean = job.config.prompt_len + job.config.gen_len // 2
-    key_heads = nbytes / (2 * mean * HEAD_BYTES)
-    # the memory of a graph's keys and values is all of it in every step
-    positions = job.length if plan.graphs else mean
-    found = device_attention_s(description, heads_of_key(job.spec.text_config), key_heads, positions)
-    if found is None and launches is not None and launches.attention_gb_per_s:
-        return (launches.graph_operator_s or 0.0) + nbytes / (launches.attention_gb_per_s * 1e9)
-    return found
+def _attention_s(plan: EnginePlan, description: Description, operator: Operator, least_s: float) -> float:
+    """Seconds of an operator of attention in a decode step of mean length, over keys and values in device memory; by its bytes where that
+    was not measured."""
+    job, launches, shape = plan.job, description.launches, operator.attention
+    nbytes = operator.nbytes * job.rank_batch
+    found = None
+    if shape is not None:
+        # a graph reads all the memory of keys and values in every step, but for windows
+        whole = plan.graphs and shape.positions > job.config.prompt_len
+        positions = job.length if whole else shape.positions
+        key_heads, row_bytes = job.rank_batch * shape.key_heads, shape.head_dim * job.spec.dtype.itemsize
+        found = device_attention_s(description, shape.heads // shape.key_heads, key_heads, positions, row_bytes)
+    if found is not None:
+        return found
+    if launches is not None and launches.attention_gb_per_s:
+        return least_s + nbytes / (launches.attention_gb_per_s * 1e9)
+    return nbytes / ((description.device_gb_per_s or float("inf")) * 1e9)
 
 
 def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:
@@ -270,28 +241,3 @@ def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:
 
 def _total(traced: Pass, seconds: Callable[[Operator], float]) -> float:
     return sum(seconds(operator) * count for operator, count in traced.operators.items())
-
-
-def _link_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
-    if not plan.job.on_gpu and not plan.copies_on_cpu:
-        return float("inf")
-    if not _copies_locked(plan):
-        return description.pageable_link_gb_per_s
-    return description.link_gb_per_s
-
-
-def _copies_locked(plan: EnginePlan) -> bool:
-    """Whether what is copied lies in page-locked memory, or there is no GPU for which that matters."""
-    return not plan.job.on_gpu or (plan.pinned if plan.prefill_fetched_bytes else plan.job.config.pin_kv_cache)
-
-
-def _disk_s(plan: EnginePlan, description: Description) -> float | None:
-    rate = description.disk_gb_per_s
-    return _seconds(plan.disk_bytes, rate * plan.job.ranks.num_nodes if rate else None)
-
-
-def _seconds(nbytes: float, gb_per_s: float | None) -> float | None:
-    """None where there is something to move, and no rate."""
-    if not nbytes:
-        return 0.0
-    return nbytes / (gb_per_s * 1e9) if gb_per_s else None

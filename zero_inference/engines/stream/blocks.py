@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zero_inference.engines.group_size import group_size_refusal
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
@@ -129,6 +130,16 @@ def names_of(blocks: Sequence[Block]) -> list[str]:
 def is_wide(parameter: nn.Parameter) -> bool:
     """Whether it is a matrix with rows long enough for a projection, or several such."""
     return parameter.dim() > 1 and parameter.shape[-1] >= LEAST_COLUMNS
+
+
+def check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
+    """Raises UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
+    prefix, layers = decoder_layers(model)
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            wide = is_wide(parameter)  # others may stay as they are
+            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
+                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
 
 def _experts_in(layer: nn.Module, config: object, known: dict) -> Iterator[tuple[str, FusedExperts]]:

@@ -169,8 +169,7 @@ def place_on_cores(
     can_attend = may_attend and config.kv_offload and ranks == 1 and why_not_attended(job.skeleton.model) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
-            nothing = "no block in host memory is work for them"
-            return residency, nothing if may_attend else "a step in which they attend is predicted to take longer"
+            return residency, "no block in host memory is work for them"
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the cores can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."

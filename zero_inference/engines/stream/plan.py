@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from zero_inference.config.choices import LEAST_RING_DEPTH
 from zero_inference.engines.base import EnginePlan, Footprint, Job
-from zero_inference.engines.group_size import group_size_refusal
 from zero_inference.engines.stream.balance import Step, bytes_for_link
-from zero_inference.engines.stream.blocks import is_wide, lay_out_blocks
+from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, cores_s_of, place_on_cores, why_cores_stay_out
 from zero_inference.engines.stream.pace import paced_s, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
 from zero_inference.engines.stream.step_graph import why_no_graph
-from zero_inference.errors import UsageError
-from zero_inference.models.layers import decoder_layers
+from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 
@@ -26,6 +22,7 @@ RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's roundin
 # those of hidden states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and
 # not with 2.15 (docs/performance.md); this makes 2.77.
 UNUSABLE_SHARE = 0.5
+SLOWER_ATTENTION = "a step in which they attend is predicted to take longer"  # why they stay out
 
 
 @dataclass(frozen=True)
@@ -72,9 +69,15 @@ class StreamPlan(EnginePlan):
         return several or (elsewhere is not None and elsewhere.cores is None)
 
     def alternative(self) -> StreamPlan | None:
-        """See `EnginePlan`. Rates alone had the cores attend, for which the host has to do something in every layer."""
-        chosen = self.cores is not None and self.cores.attends and self.cores.automatic
-        return plan(self.job, may_attend=False) if chosen else None
+        """See `EnginePlan`. The cores were chosen to attend by bandwidth alone; this plan leaves attention on the device, in case what the
+        host does for each layer costs more."""
+        if self.cores is None or not (self.cores.attends and self.cores.automatic):
+            return None
+        try:
+            found = plan(self.job, may_attend=False)
+        except DoesNotFit:  # layers that are not divided need more memory
+            return None
+        return found if found.cores else replace(found, cores_stay_out=SLOWER_ATTENTION)
 
     def least_cores_s(self) -> float:
         """See `EnginePlan`."""
@@ -180,7 +183,8 @@ class StreamPlan(EnginePlan):
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
         if not self.residency.in_host_memory:
-            return []
+            kept_out = self.cores is None and self.cores_stay_out and self.job.config.kv_offload
+            return [f"the host's cores stay out: {self.cores_stay_out}"] if kept_out else []
         line = f"a decode step fetches {self.fetched_bytes / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}"
         if self.cores is None:
             return [line + (f" (the host's cores stay out: {self.cores_stay_out})" if self.cores_stay_out else "")]
@@ -210,7 +214,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     scheme = None
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.quant_group_size, job.spec.dtype)
-        job.skeleton.once(("groups", scheme), lambda: _check_groups(model, scheme))
+        job.skeleton.once(("groups", scheme), lambda: check_groups(model, scheme))
     no_graph, reason = why_no_graph(job), why_cores_stay_out(job)
     residency: Residency | None = None
     cores: CoresPlan | None = None
@@ -284,13 +288,3 @@ def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth:
         activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
         budget = job.free_device_bytes - outside - job.kv_device_bytes - activations - RESERVE_BYTES
     return decide_residency(layouts, outside, budget, config.gpu_memory, depth or config.ring_depth, ranks, blocks)
-
-
-def _check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
-    """Raises UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
-    prefix, layers = decoder_layers(model)
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            wide = is_wide(parameter)  # others may stay as they are
-            if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
-                raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))

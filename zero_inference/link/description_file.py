@@ -1,0 +1,55 @@
+"""A machine in a file, written by `zero-inference link --save` and read by `--machine`."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zero_inference.errors import UsageError
+from zero_inference.link.description import Description
+from zero_inference.runtime.replace import replacing
+
+
+def read_description(path: Path) -> Description:
+    """The machine that a file describes.
+
+    Raises:
+        UsageError: there is no such file, or it says something that cannot be; names the first such key.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "not a regular file")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UsageError(f"--machine {path}: {reason}; zero-inference link --save FILE writes such a file.") from error
+    try:
+        return Description.model_validate_json(text)
+    except ValidationError as error:
+        raise UsageError(
+            f"--machine {path}: {_first(error)}; zero-inference link --save FILE writes such a file."
+        ) from error
+
+
+def write_description(description: Description, path: Path) -> None:
+    """Replace the file at once, so that nobody finds half of it. Raises OSError."""
+    with replacing(path) as part:
+        part.write_text(description.model_dump_json(by_alias=True, indent=1) + "\n", encoding="utf-8")
+
+
+def _first(error: ValidationError) -> str:
+    """The first of what is wrong: where, what was found and what it has to be."""
+    found: Any = error.errors()[0]
+    place = ".".join(str(part) for part in found["loc"]) or "all of it"
+    if found["type"] == "json_invalid":
+        return f"not JSON ({found['msg'].removeprefix('Invalid JSON: ')})"
+    if found["type"] == "missing":
+        return f"{place} is missing"
+    if found["type"] == "extra_forbidden":
+        return f"{place} is no key of a machine"
+    message = found["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(found["input"], (dict, list)) else f" {str(found['input'])[:60]}"
+    return f"{place}{shown}: {message[:1].lower()}{message[1:]}"
