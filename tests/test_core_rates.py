@@ -50,7 +50,7 @@ class PlayedBench(cores.Bench):
         self.device, self.columns, self.link = device, columns, PlayedLink()
         self.cores = Cores(cpus, SPIN_US)
 
-    def crossing_s(self, dtype, rows, rounds=3) -> float:
+    def crossing_s(self, dtype, rows) -> float:
         return 1e-5 * rows
 
     def close(self) -> None:

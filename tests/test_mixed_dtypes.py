@@ -16,8 +16,7 @@ from zero_inference.engines.deepspeed.quantization import plan_quantization
 from zero_inference.engines.stream.layout import lay_out
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.errors import RunError
-from zero_inference.measure.generation import use_repeatable_attention
-from zero_inference.models.greedy import drop_own_settings, greedy
+from zero_inference.models.greedy import drop_own_settings, greedy, use_repeatable_attention
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.skeleton import build_skeleton, empty_model

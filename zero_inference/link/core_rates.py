@@ -70,7 +70,7 @@ def measure_core_rates(device: torch.device, cpus: tuple[int, ...]) -> OfCores:
         for _ in range(VISITS):
             read.append(read_beside(cpus, bench.link, weights[MEASURED[0]].kept))
             for rows in ROWS:
-                crossings[rows].append(bench.crossing_s(torch.bfloat16, rows, rounds=1))
+                crossings[rows].append(bench.crossing_s(torch.bfloat16, rows))
                 for name, products in weights.items():
                     _visit(bench, products, rows, seen[name, rows])
     found = (

@@ -22,7 +22,7 @@ from zero_inference.link.attention import Attended
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import device_copy_gb_per_s
 from zero_inference.link.copies import Copies, random_bytes, rate_alone, rates_together
-from zero_inference.link.meeting import MEETING_ROUNDS, Meeting, crossed_bytes, crossing_s, narrow_feed_forward
+from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s, narrow_feed_forward
 from zero_inference.link.products import BLOCK_BYTES, CHOSEN, Calls, Products
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
@@ -31,7 +31,7 @@ GROUP_SIZE = 64  # of quantized weights whose rates are kept: the default of run
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
 PRODUCTS_S, DEVICE_S = 0.3, 0.02
-BESIDES_COPIES = 6  # beside each kind of call, 29 ms at 55 GB/s: twenty of the longest
+BESIDES_COPIES = 8  # beside each kind of call, 39 ms at 55 GB/s: thirty of the longest
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ class Bench:
             self.cores.close()
             raise
 
-    def crossing_s(self, dtype: torch.dtype, rows: int, rounds: int = MEETING_ROUNDS) -> float:
-        """See `BesideLink`; the median of so many rounds."""
-        return crossing_s(Meeting(self.cores, self.place, self.link), dtype, rows, self.columns, rounds)
+    def crossing_s(self, dtype: torch.dtype, rows: int) -> float:
+        """See `BesideLink`."""
+        return crossing_s(Meeting(self.cores, self.place, self.link), dtype, rows, self.columns)
 
     def besides(self, products: Products, rows: int) -> Besides:
         """The time of a call grows by a line from that of hardly any width on, but for a step behind its beginning; one that reads experts

@@ -1,4 +1,8 @@
-"""How long the device attends over keys and values in its own memory, for a token of each sequence: kernels of a decode step's graph."""
+"""How long the device attends over keys and values in its own memory, for a token of each sequence: kernels of a decode step's graph.
+
+They are those of runs, without cuDNN's, which go through 2048 positions of 512 heads at 4.1 TB/s on an H200 and are not repeatable
+(h200-kept/eleventh_host: machine.json).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from zero_inference.kv_cache.shared_keys import attend
 from zero_inference.link.compute import CLOCKS_S, as_graph, median_s
 from zero_inference.link.description import DeviceAttention
+from zero_inference.models.greedy import use_repeatable_attention
 
 HEAD_DIM, DTYPE = 128, torch.bfloat16
 # Query heads that share a key head; key heads of all sequences; positions. Others lie between them, and time grows by lines beyond: few
@@ -49,6 +54,7 @@ def attention_s(
         layers: that a graph has; None for as many as caches do not hold.
         seconds: to measure for.
     """
+    use_repeatable_attention()
     shape = key_heads // key_heads_per_sequence, key_heads_per_sequence, positions, HEAD_DIM
     layer_bytes = 2 * torch.Size(shape).numel() * DTYPE.itemsize
     count = layers or min(MOST_LAYERS, 1 + CACHES_BYTES // layer_bytes)

@@ -9,6 +9,7 @@ from zero_inference.kv_cache.shared_keys import heads_share_keys
 from zero_inference.link.compute import as_graph, median_s
 from zero_inference.link.device_attention import HEAD_DIM, attention_s
 from zero_inference.link.small_models import POSITIONS, small_llama
+from zero_inference.models.greedy import use_repeatable_attention
 from zero_inference.models.operators import trace_without_weights
 from zero_inference.norms.patch import patch_norms
 from zero_inference.runtime.extension import load_extension
@@ -56,6 +57,7 @@ class _StepWithoutProducts:
     """
 
     def __init__(self, layers: int, device: torch.device, width: int):
+        use_repeatable_attention()
         with torch.device("meta"):
             model = small_llama(layers, width, width // HEAD_DIM).eval()
         _without_products(model)

@@ -13,7 +13,7 @@ from zero_inference.link.description import Launches
 from zero_inference.link.device_attention import measure_device_attention
 from zero_inference.link.in_graph import measure_graph_operator
 from zero_inference.link.small_models import seconds_of, small_llama, small_opt
-from zero_inference.models.greedy import greedy
+from zero_inference.models.greedy import greedy, use_repeatable_attention
 from zero_inference.models.operators import trace_without_weights
 from zero_inference.norms.patch import patch_norms
 from zero_inference.runtime.extension import load_extension
@@ -34,6 +34,7 @@ class Launching:
     """
 
     def __init__(self, device: torch.device):
+        use_repeatable_attention()
         self.device = device
         self.models = [_Steps(make(layers), device) for make in (small_llama, small_opt) for layers in LAYERS]
         self.attention = measure_device_attention(device) if device.type == "cuda" else ()

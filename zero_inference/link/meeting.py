@@ -34,7 +34,7 @@ class Meeting:
     rank: int = 0
 
 
-def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int, rounds: int = MEETING_ROUNDS) -> float:
+def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int) -> float:
     """Seconds of a meeting with `rows` rows of each rank, as `BesideLink` says; all ranks call it together.
 
     The meetings begin behind half of the copies, when Python has asked for all of them: its time is not what is measured. A kernel that
@@ -46,7 +46,7 @@ def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int, ro
     crossing = Crossing(cores, StreamSide(link.device), meeting.place, Transfers(), meeting.rank)
     x = torch.zeros(rows, columns, dtype=dtype, device=link.device)
     times = []
-    for _ in range(rounds):
+    for _ in range(MEETING_ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         copies = [link.begin() for _ in range(MEETING_COPIES)]
         torch.cuda.current_stream(link.device).wait_event(copies[MEETING_COPIES // 2 - 1][1])

@@ -18,7 +18,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.finiteness import FirstLogits
 from zero_inference.measure.steadiness import relative_range
-from zero_inference.models.greedy import greedy
+from zero_inference.models.greedy import greedy, use_repeatable_attention
 from zero_inference.records.loops import ExpertUse, Loop, MovedPerStep
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.garbage import short_collections
@@ -118,15 +118,6 @@ def settled(times_s: list[float], share: float) -> bool:
     """Whether the latest `SETTLED_LOOPS` times lie within `share` of their median."""
     latest = times_s[-SETTLED_LOOPS:]
     return len(latest) == SETTLED_LOOPS and relative_range(latest) <= share
-
-
-def use_repeatable_attention() -> None:
-    """Take cuDNN's attention out of PyTorch's choice.
-
-    Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
-    (docs/performance.md).
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _one_loop(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
@@ -24,3 +26,14 @@ def drop_own_settings(model) -> None:
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig()
+
+
+def use_repeatable_attention() -> None:
+    """Take cuDNN's attention out of PyTorch's choice.
+
+    Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
+    (docs/performance.md).
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
