@@ -50,7 +50,7 @@ class PlayedBench(cores.Bench):
         self.device, self.columns, self.link = device, columns, PlayedLink()
         self.cores = Cores(cpus, SPIN_US)
 
-    def crossing_s(self, dtype, rows) -> float:
+    def crossing_s(self, dtype, rows, rounds=3) -> float:
         return 1e-5 * rows
 
     def close(self) -> None:
@@ -168,14 +168,15 @@ def test_the_time_of_a_call_besides_its_bytes():
         short, long = weights.calls(1, short=True).nbytes, weights.calls(1).nbytes
         experts = weights.expert_calls(1).nbytes
         assert len({0, short, long, experts}) == 4
-        times = {0: 1.0, short: 3.0, long: 9.0, experts: 12.0}
+        times = {0: 1.0, short: 3.0, experts: 12.0}
         bench._seconds_of_call = lambda calls: times[calls.nbytes]
-        found = bench.besides(weights, 1)
+        rate = long / 9.0 / 1e9
+        found = bench.besides(weights, 1, rate)
         assert found.call_s == pytest.approx(2.0 - 6.0 * short / (long - short))
         line = 3.0 + (experts - short) * 6.0 / (long - short)
         assert found.expert_s == pytest.approx((12.0 - line) / 8)
         times |= {short: 1.5, experts: 0.5}
-        found = bench.besides(weights, 1)
+        found = bench.besides(weights, 1, rate)
         assert found.call_s < 0 and found.expert_s < 0
         seen = core_rates._Seen([50.0], [90.0], [95.0], [found])
         rates = core_rates._rates("int4", 1, seen, 6e-5)

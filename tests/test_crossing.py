@@ -18,7 +18,7 @@ from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
 from zero_inference.cores.crossing import Crossing, HostSide
 from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Expert, add_experts, elsewhere
-from zero_inference.cores.meeting_place import Agreement, own_place
+from zero_inference.cores.meeting_place import Agreement, MeetingPlace, own_place
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.attended import AttendedCache
 from zero_inference.kv_cache.diverted import divert_attention
@@ -72,6 +72,17 @@ def meet(request):
     yield make
     for cores in made:
         cores.close()
+
+
+def test_a_place_serves_one_crossing(meet):
+    """Its flags would tell another that calls have been made which have not."""
+    calls, _ = meet(1 << 12, 1 << 12)
+    place = MeetingPlace(calls.cores.flags, calls.cores.flags[:0], calls.input, calls.output)
+    task = calls.cores.add_block([Stage([plain(random(ROWS, COLUMNS))])], torch.float32)
+    Crossing(calls.cores, HostSide(), place, Transfers())
+    calls(task, random(1, COLUMNS))
+    with pytest.raises(ValueError, match="has been used"):
+        Crossing(calls.cores, HostSide(), place, Transfers())
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 19])

@@ -137,12 +137,17 @@ class Crossing:
     cores had read its input.
 
     Args:
-        place: where they meet.
+        place: where they meet; one that no other has used, for its flags count the calls.
         rank: this one's number among the `cores.ranks` of the host; the first one has the threads, and counts what they read.
+
+    Raises:
+        ValueError: another has used the place.
     """
 
     def __init__(self, cores: Cores, side: DeviceSide, place: MeetingPlace, transfers: Transfers, rank: int = 0):
         self.cores, self.side, self.transfers, self.rank = cores, side, transfers, rank
+        if place.flags[FLAG_BYTES * (ARRIVED + rank) :][:FLAG_BYTES].any():
+            raise ValueError("this place has been used: cores and device would not wait for each other")
         self.input, self.output = place.input, place.output
         self.number = 0  # of the latest call; the device counts them as well
         self.recorded: RecordedCalls | None = None

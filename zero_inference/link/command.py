@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=HERE,
         help="write memory and rates to a file, for --machine FILE, or without a name for runs and plans on this machine, which "
-        "use them until a version or a GPU changes; about a minute, with a GPU and DeepSpeed another one the first time, to compile",
+        "use them until a version or a GPU changes; a minute or so, with a GPU and DeepSpeed another one the first time, to compile",
     )
     parser.add_argument(
         "--engines", action="store_true", help=argparse.SUPPRESS

@@ -70,7 +70,7 @@ def measure_core_rates(device: torch.device, cpus: tuple[int, ...]) -> OfCores:
         for _ in range(VISITS):
             read.append(read_beside(cpus, bench.link, weights[MEASURED[0]].kept))
             for rows in ROWS:
-                crossings[rows].append(bench.crossing_s(torch.bfloat16, rows))
+                crossings[rows].append(bench.crossing_s(torch.bfloat16, rows, rounds=1))
                 for name, products in weights.items():
                     _visit(bench, products, rows, seen[name, rows])
     found = (
@@ -90,11 +90,10 @@ def _weights(bench: Bench) -> dict[Format, Products]:
 def _visit(bench: Bench, products: Products, rows: int, seen: _Seen) -> None:
     calls = products.calls(rows)
     seen.alone.append(rate_alone(calls, ALONE_S))
-    for _ in range(ROUNDS):
-        link, cores = rates_together(calls, bench.link)
-        seen.link.append(link)
-        seen.cores.append(cores)
-    seen.besides.append(bench.besides(products, rows))
+    together = [rates_together(calls, bench.link) for _ in range(ROUNDS)]
+    seen.link += [link for link, _ in together]
+    seen.cores += [cores for _, cores in together]
+    seen.besides.append(bench.besides(products, rows, statistics.fmean(cores for _, cores in together)))
 
 
 def _rates(name: Format, rows: int, seen: _Seen, crossing_s: float) -> CoreRates:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from zero_inference.cores.cores import SPIN_US, Cores
+from zero_inference.cores.crossing import Crossing, StreamSide
 from zero_inference.cores.library import best_instructions, needed_library
 from zero_inference.cores.matrix import INSTRUCTIONS
 from zero_inference.cores.meeting_place import own_place
@@ -22,16 +23,17 @@ from zero_inference.link.attention import Attended
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import device_copy_gb_per_s
 from zero_inference.link.copies import Copies, random_bytes, rate_alone, rates_together
-from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s, narrow_feed_forward
+from zero_inference.link.meeting import MEETING_ROUNDS, crossed_bytes, crossing_s, narrow_feed_forward
 from zero_inference.link.products import BLOCK_BYTES, CHOSEN, Calls, Products
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.transfers import Transfers
 
 GROUP_SIZE = 64  # of quantized weights whose rates are kept: the default of runs
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
 PRODUCTS_S, DEVICE_S = 0.3, 0.02
-BESIDES_COPIES = 8  # beside each kind of call, 39 ms at 55 GB/s: thirty of the longest
+BESIDES_COPIES = 5  # beside each kind of short calls, 24 ms at 55 GB/s: a hundred of them and more
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,13 @@ def measure_beside_link(
         alone = rate_alone(products.calls(rows), PRODUCTS_S)
         link_alone = statistics.median(bench.link.round() for _ in range(ROUNDS))
         together = [rates_together(products.calls(rows), bench.link) for _ in range(ROUNDS)]
-        besides = bench.besides(products, rows)
+        beside = statistics.median(rate for _, rate in together)
+        besides = bench.besides(products, rows, beside)
         return BesideLink(
             rows,
             link_alone,
             statistics.median(rate for rate, _ in together),
-            # more than alone is a host that others used meanwhile
-            min(alone, statistics.median(rate for _, rate in together)),
+            min(alone, beside),  # more than alone is a host that others used meanwhile
             alone,
             statistics.median(read_beside(cpus, bench.link, products.kept) for _ in range(READS)),
             bench.crossing_s(dtype, rows),
@@ -136,25 +138,31 @@ class Bench:
 
     def __init__(self, device: torch.device, cpus: tuple[int, ...], rows: int, columns: int):
         self.device, self.columns = device, columns
-        self.place = own_place(*crossed_bytes(rows, columns, torch.float32), pinned=True)
-        self.cores = Cores(cpus, SPIN_US, self.place.flags)
+        place = own_place(*crossed_bytes(rows, columns, torch.float32), pinned=True)
+        self.cores = Cores(cpus, SPIN_US, place.flags)
         try:
             self.link = Copies(device)
+            self.crossing = Crossing(self.cores, StreamSide(device), place, Transfers())
         except BaseException:
             self.cores.close()
             raise
 
-    def crossing_s(self, dtype: torch.dtype, rows: int) -> float:
-        """See `BesideLink`."""
-        return crossing_s(Meeting(self.cores, self.place, self.link), dtype, rows, self.columns)
+    def crossing_s(self, dtype: torch.dtype, rows: int, rounds: int = MEETING_ROUNDS) -> float:
+        """See `BesideLink`; the median of so many rounds."""
+        return crossing_s(self.crossing, self.link, dtype, rows, self.columns, rounds)
 
-    def besides(self, products: Products, rows: int) -> Besides:
+    def besides(self, products: Products, rows: int, cores_gb_per_s: float) -> Besides:
         """The time of a call grows by a line from that of hardly any width on, but for a step behind its beginning; one that reads experts
-        takes longer than that."""
+        takes longer than that.
+
+        Args:
+            cores_gb_per_s: of calls of `BLOCK_BYTES` while the link is busy.
+        """
         task, weights = narrow_feed_forward(self.cores, products.dtype, self.columns)
         narrow = Calls(self.cores, [task], weights, products.dtype, rows)
         short, long, experts = products.calls(rows, short=True), products.calls(rows), products.expert_calls(rows)
-        none_s, short_s, long_s, experts_s = map(self._seconds_of_call, (narrow, short, long, experts))
+        none_s, short_s, experts_s = map(self._seconds_of_call, (narrow, short, experts))
+        long_s = long.nbytes / (cores_gb_per_s * 1e9)
         if long.nbytes <= short.nbytes:  # rows of the weight are so long that a short block has as many as a long one
             return Besides(0.0, 0.0)
         of_byte = (long_s - short_s) / (long.nbytes - short.nbytes)

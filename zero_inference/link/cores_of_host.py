@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zero_inference.cores.cores import SPIN_US, Cores, CoresOfFirstRank
+from zero_inference.cores.crossing import Crossing, StreamSide
 from zero_inference.cores.meeting_place import meeting_place
 from zero_inference.errors import RunError
 from zero_inference.link.compute import device_copy_gb_per_s
@@ -25,10 +26,11 @@ from zero_inference.link.cores import (
     BesideLink,
     read_beside,
 )
-from zero_inference.link.meeting import Meeting, crossed_bytes, crossing_s
+from zero_inference.link.meeting import crossed_bytes, crossing_s
 from zero_inference.link.products import Calls, Products
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.transfers import Transfers
 
 LONGER = 2  # as many rounds as the first rank takes, so that the other links are still busy in its last one
 
@@ -86,7 +88,8 @@ def measure_beside_links(
         alone = rate_alone(calls, PRODUCTS_S) if calls is not None else 0.0
         mine, beside, read = _beside_each_other(ranks, cpus, link, calls, products)
         ranks.barrier()
-        spent_s = crossing_s(Meeting(cores, place, link, ranks.rank), dtype, rows, columns)
+        crossing = Crossing(cores, StreamSide(device), place, Transfers(), ranks.rank)
+        spent_s = crossing_s(crossing, link, dtype, rows, columns)
         torch.cuda.synchronize(device)
     del link, products, calls
     torch.cuda.empty_cache()  # the plan looks at the memory that is free

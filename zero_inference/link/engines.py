@@ -55,8 +55,7 @@ class EnginesProcess:
             say(line.strip())
 
     def measured(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """Has it measure, when it is ready; `library_bytes` and `own_work` as `print_own_work` has them. Nothing where it failed, which is
-        told."""
+        """Has it measure, when it is ready, and returns what `print_own_work` prints; nothing where it failed, which is told."""
         last = (self._process.communicate("go\n")[0].splitlines() or [""])[-1]
         for line in self._stderr_lines():
             if line.startswith(ENGINES):

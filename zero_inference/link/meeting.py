@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 
 import torch
 
 from zero_inference.cores.cores import Cores, Stage, Task, Weight
-from zero_inference.cores.crossing import Crossing, StreamSide
+from zero_inference.cores.crossing import Crossing
 from zero_inference.cores.matrix import Matrix
-from zero_inference.cores.meeting_place import MeetingPlace
 from zero_inference.link.copies import Copies
-from zero_inference.runtime.transfers import Transfers
 
 MEETINGS, MEETING_WIDTH = 200, 16  # of a feed-forward so narrow that it costs little but the meeting
 MEETING_ROUNDS = 3
@@ -24,29 +21,19 @@ def crossed_bytes(rows: int, columns: int, dtype: torch.dtype) -> tuple[int, int
     return (rows * columns * dtype.itemsize,) * 2
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Who meets where, in `crossing_s`: a rank's number among those of the `cores`, and its link."""
-
-    cores: Cores
-    place: MeetingPlace
-    link: Copies
-    rank: int = 0
-
-
-def crossing_s(meeting: Meeting, dtype: torch.dtype, rows: int, columns: int) -> float:
+def crossing_s(
+    crossing: Crossing, link: Copies, dtype: torch.dtype, rows: int, columns: int, rounds: int = MEETING_ROUNDS
+) -> float:
     """Seconds of a meeting with `rows` rows of each rank, as `BesideLink` says; all ranks call it together.
 
     The meetings begin behind half of the copies, when Python has asked for all of them: its time is not what is measured. A kernel that
     waits for a number of cycles instead may wait until all copies have ended, where the device's clock is low.
     """
-    cores, link = meeting.cores, meeting.link
-    task, weights = narrow_feed_forward(cores, dtype, columns)
-    cores.reserve(task, rows)
-    crossing = Crossing(cores, StreamSide(link.device), meeting.place, Transfers(), meeting.rank)
+    task, weights = narrow_feed_forward(crossing.cores, dtype, columns)
+    crossing.cores.reserve(task, rows)
     x = torch.zeros(rows, columns, dtype=dtype, device=link.device)
     times = []
-    for _ in range(MEETING_ROUNDS):
+    for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         copies = [link.begin() for _ in range(MEETING_COPIES)]
         torch.cuda.current_stream(link.device).wait_event(copies[MEETING_COPIES // 2 - 1][1])

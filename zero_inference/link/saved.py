@@ -98,6 +98,7 @@ def measure_basics(ranks: Ranks, engines: EnginesProcess, say: Callable[[str], N
     if ranks.device.type == "cuda":
         launching.visit()
     own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
+    process_bytes = found.get("process_bytes", process_bytes)  # of one that has generated as runs do
     return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)
 
 

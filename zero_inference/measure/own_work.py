@@ -64,8 +64,8 @@ ENGINES = (
 
 
 def print_own_work() -> None:
-    """Loads libraries, waits until it is to measure, and prints one JSON object: `library_bytes` by engine, and `own_work` as `Description`
-    has it."""
+    """Loads libraries, waits until it is to measure, and prints one JSON object: `library_bytes` by engine, and `own_work` and with a GPU
+    `process_bytes` as `Description` has them."""
     ranks = detect_ranks()
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
@@ -78,18 +78,22 @@ def print_own_work() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
         _write_thin_model(Path(folder))
-        found = _own_work(folder, ranks, library_bytes)
+        found, process_bytes = _own_work(folder, ranks, library_bytes)
     stop_process_group()
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
-    print(json.dumps({"library_bytes": library_bytes, "own_work": dumped}))
+    told: dict[str, Any] = {"library_bytes": library_bytes, "own_work": dumped}
+    if ranks.device.type == "cuda" and process_bytes:  # without one a run has more of its own memory than libraries
+        told["process_bytes"] = process_bytes - sum(library_bytes.values())
+    print(json.dumps(told))
 
 
-def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> list[OwnWork]:
-    """Of the engines that run here; an engine of LIBRARIES has to be in `libraries`."""
+def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[OwnWork], int]:
+    """Of the engines that run here, where an engine of LIBRARIES has to be in `libraries`; and bytes of this process behind the first one,
+    which is in need of no library."""
     with contextlib.ExitStack() as stack:
         if (plain := _loaded("resident", 16, {}, model, ranks, stack)) is None:
-            return []
-        found = [plain.own_work(plain)]
+            return [], 0
+        found, process_bytes = [plain.own_work(plain)], resident_host_bytes()
         for engine, bits, options in ENGINES:
             absent = engine in LIBRARIES and engine not in libraries
             if absent or (options in (RESIDENT, COPIED) and not plain.on_gpu):
@@ -97,7 +101,7 @@ def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> list[OwnW
             with contextlib.ExitStack() as own_stack:
                 beside = _loaded(engine, bits, options, model, ranks, own_stack)
                 found += [] if beside is None else [beside.own_work(plain)]
-    return found
+    return found, process_bytes
 
 
 def _loaded_alike(found: Sequence[OwnWork]) -> list[OwnWork]:

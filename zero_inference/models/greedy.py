@@ -34,6 +34,5 @@ def use_repeatable_attention() -> None:
     Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
     (docs/performance.md).
     """
-    import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
