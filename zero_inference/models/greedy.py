@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
@@ -34,5 +32,6 @@ def use_repeatable_attention() -> None:
     Its decode step is not repeatable on an H200: float16 logits differed from run to run, enough to change greedy tokens
     (docs/performance.md).
     """
+    import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
