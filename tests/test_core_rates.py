@@ -109,6 +109,17 @@ def test_attention_is_measured_in_the_memory_of_whole_layers(dtype, monkeypatch)
     bench.close()
 
 
+def test_a_visit_takes_the_rate_of_long_calls_from_those_beside_the_link(monkeypatch):
+    bench = PlayedBench(torch.device("cpu"), (-1, -1), 1, COLUMNS)
+    asked = []
+    bench.besides = lambda products, rows, gb_per_s: asked.append((rows, gb_per_s)) or Besides(0.0, 0.0)
+    monkeypatch.setattr(core_rates, "rates_together", lambda calls, link: (50.0, 80.0 + 20.0 * len(seen.alone)))
+    seen = core_rates._Seen()
+    core_rates._visit(bench, core_rates._weights(bench)["int4"], 8, seen)
+    assert asked == [(8, 100.0)] and seen.cores == [100.0, 100.0] and seen.link == [50.0, 50.0]
+    bench.close()
+
+
 def test_the_median_of_the_visits_counts():
     besides = [Besides(0.0, 1e-5), Besides(1e-4, 2e-5), Besides(3e-5, 0.0)]
     seen = core_rates._Seen([50.0, 40.0, 51.0], [90.0, 100.0, 95.0], [93.0, 120.0, 92.0], besides)

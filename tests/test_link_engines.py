@@ -8,10 +8,12 @@ import time
 
 import psutil
 import pytest
+import torch
 
 from zero_inference.cli import console_main
-from zero_inference.link import engines
+from zero_inference.link import engines, saved
 from zero_inference.link.engines import EnginesProcess
+from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.processes import isolated_module
 
 
@@ -89,7 +91,11 @@ time.sleep(60)
     both = [psutil.Process(process._process.pid), psutil.Process(int(said[0]))]
     start = time.monotonic()
     ends(process)
-    assert psutil.wait_procs(both, timeout=5)[1] == [] and time.monotonic() - start < 10
+    while any(
+        each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in both
+    ):  # who reaps them is not ours
+        assert time.monotonic() - start < 10
+        time.sleep(0.05)
     process.close()
     process.close()
 
@@ -99,3 +105,39 @@ def test_nothing_is_started_under_a_launcher_of_several(monkeypatch, tmp_path, c
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert console_main(["zero-inference", "link", "--save", str(tmp_path / "machine.json")]) == 2
     assert "start it without a launcher" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind, visits", [("cpu", 1), ("cuda", 3)])
+def test_the_host_is_measured_while_nothing_is_loaded_beside_it(kind, visits, monkeypatch):
+    done = []
+
+    class Launching:
+        def __init__(self, device):
+            done.append("launching")
+
+        def visit(self):
+            done.append("visit")
+
+    class Engines:
+        def wait_until_ready(self, say):
+            done.append("ready")
+
+        def measured(self, say):
+            done.append("engines")
+            return {"library_bytes": {"deepspeed": 5}} | ({"process_bytes": 7} if kind == "cuda" else {})
+
+    def described(ranks, basics, *_):
+        done.append("described")
+        if kind == "cuda":
+            basics.launching.visit()
+        return basics
+
+    monkeypatch.setattr(saved, "Launching", Launching)
+    monkeypatch.setattr(saved, "measure_cores", lambda ranks, say: done.append("cores"))
+    monkeypatch.setattr(saved, "make_report", lambda *_: {"rooflines": []})
+    monkeypatch.setattr(saved, "_description", described)
+    ranks = Ranks(0, 1, 0, 1, torch.device(kind))
+    _, basics = saved.measure_this_machine(ranks, Engines(), None, lambda line: None)
+    assert done[:5] == ["launching", "ready", "visit", "engines", "cores"] and done.count("visit") == visits
+    assert basics.library_bytes == {"deepspeed": 5}
+    assert basics.process_bytes == 7 if kind == "cuda" else basics.process_bytes > basics.measuring_bytes > 0

@@ -11,10 +11,11 @@ from test_machine import MACHINE, planned
 from benchmarks.predictions import machine_of, plan_of
 from zero_inference.engines.stream import cores
 from zero_inference.link.cores import BLOCK_BYTES
-from zero_inference.link.description import DeviceAttention, DeviceRate, Launches, Loading, OwnWork
+from zero_inference.link.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.machine.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
+from zero_inference.plan.copies_time import copies_of_step
 from zero_inference.plan.timing import why_unknown
 from zero_inference.records.read import read_records
 
@@ -341,6 +342,9 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.attending_layers == 40, "as it was asked for"
     weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights
     assert weights.attending_layers == 0 and weights.cores_bytes > 0, "they multiply all the same"
+    assert weights.in_words()[-1] == (
+        "keys and values cross the link: a step in which they attend is predicted to take longer"
+    )
     both = machine.model_copy(update={"own_work": of_attending(0.03, 0.03)})
     assert times_of(options, both)[0].weights.attending_layers == 40, "copying costs as much"
 
@@ -360,6 +364,44 @@ def test_the_cores_attend_where_all_else_would_not_fit():
         fits += plan.weights.attending_layers == 40
         assert plan.fits and plan.weights.attending_layers == (40 if gib < 40 else 0)
     assert fits == 3
+
+
+def test_the_cores_attend_sooner_where_keys_and_values_are_not_page_locked():
+    """The link takes 5.5 times as long for them then."""
+    options = "--model opt-13b --engine stream --kv-offload --batch-size 64"
+    machine = with_bfloat16_cores()
+    attention = tuple(
+        AttentionRate(format="bfloat16", heads=heads, gb_per_s=20.0, alone_gb_per_s=25.0) for heads in (1, 8)
+    )
+    machine = machine.model_copy(update={"cores": machine.cores.model_copy(update={"attention": attention})})
+    locked, locked_times = times_of(f"{options} --pin-kv-cache", machine)
+    pageable, times = times_of(options, machine)
+    assert (locked.weights.attending_layers, pageable.weights.attending_layers) == (0, 40)
+    assert locked_times.step.seconds < times.step.seconds < locked.weights.carried_kv_bytes / 10e9
+    with_weights = times_of(f"{options} --gpu-memory 0", machine)[0].weights
+    assert with_weights.attending_layers == 40 and with_weights.cores.kv_slowness == 5.5
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_each_rank_carries_its_own_keys_and_values(pinned):
+    """Over its own link, whether that of all is known beside the cores or not."""
+    job = SimpleNamespace(
+        on_gpu=True, ranks=SimpleNamespace(world_size=4, num_nodes=1), config=SimpleNamespace(pin_kv_cache=pinned)
+    )
+    both = [None, (220.0, 100.0)]
+    plan = SimpleNamespace(
+        job=job,
+        fetched_bytes=0,
+        carried_kv_bytes=4 * 10**10,
+        disk_bytes=0,
+        pinned=True,
+        copies_on_cpu=True,
+        exchanged_bytes=lambda nbytes: 0.0,
+        beside_link=lambda: both[-1],
+    )
+    for _ in range(2):
+        assert copies_of_step(plan, FAST)["link"] == pytest.approx(10 / 55 if pinned else 1.0)
+        both.pop()
 
 
 @pytest.mark.parametrize("options", ["--gpu-memory 0", ""])

@@ -71,7 +71,7 @@ class AttentionBench:
     """Threads on the CPUs `cpus` and the link of the CUDA device `device`: measures one kind of keys and values at a time.
 
     Args:
-        dtype: of keys and values, or another one of the same size.
+        dtype: as wide as those of the keys and values that will be measured.
 
     Raises:
         RunError, torch.OutOfMemoryError: no memory.

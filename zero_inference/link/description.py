@@ -222,7 +222,8 @@ class Description(_Part):
         launches: None where they are not known.
         own_work: of engines where it was measured.
         loading: None where it is not known.
-        process_bytes: host memory of a process that has loaded the libraries of a run, and no model; None where it is not known.
+        process_bytes: host memory of a process that has loaded the libraries of a run, and no model; with a GPU of one that has generated
+            with a thin model. None where it is not known.
         measuring_bytes: the part of it that is there only while a run measures the machine; 0 in files that do not tell it apart.
         library_bytes: what an engine's own library adds to that, by the engine's name.
     """

@@ -57,6 +57,7 @@ class EnginesProcess:
     def measured(self, say: Callable[[str], None]) -> dict[str, Any]:
         """Has it measure, when it is ready, and returns what `print_own_work` prints; nothing where it failed, which is told."""
         last = (self._process.communicate("go\n")[0].splitlines() or [""])[-1]
+        self._timer.cancel()
         for line in self._stderr_lines():
             if line.startswith(ENGINES):
                 say(f"warning: not measured: {line}")
@@ -84,7 +85,7 @@ class EnginesProcess:
         self._end_group()
 
     def _end_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and its number may be another's
             os.killpg(self._process.pid, signal.SIGKILL)
 
 

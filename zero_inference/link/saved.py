@@ -56,7 +56,7 @@ MATMUL = "matmul_{}_tflops"  # names of rooflines
 
 @dataclass(frozen=True)
 class Basics:
-    """What is found of a process that has done nothing else yet: see `Description`."""
+    """What is found before this process measures anything else: see `Description`."""
 
     launching: Launching
     process_bytes: int
@@ -95,8 +95,6 @@ def measure_basics(ranks: Ranks, engines: EnginesProcess, say: Callable[[str], N
     launching.visit()
     say("measuring what engines take besides the model's work ...")
     found = engines.measured(say)
-    if ranks.device.type == "cuda":
-        launching.visit()
     own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
     process_bytes = found.get("process_bytes", process_bytes)  # of one that has generated as runs do
     return Basics(launching, process_bytes, measuring_bytes, found.get("library_bytes", {}), own_work)

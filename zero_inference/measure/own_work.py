@@ -68,12 +68,16 @@ def print_own_work() -> None:
     `process_bytes` as `Description` has them."""
     ranks = detect_ranks()
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
+    before = resident_host_bytes()
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
     start_process_group(ranks)  # DeepSpeed wants one
+    of_libraries = resident_host_bytes() - before
     from transformers import LlamaForCausalLM  # noqa: F401 - it takes some seconds
 
     if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
+        before = resident_host_bytes()
         _compile(ranks)
+        of_libraries += resident_host_bytes() - before
     if not say_ready():
         return
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
@@ -83,13 +87,13 @@ def print_own_work() -> None:
     dumped = [each.model_dump(by_alias=True) for each in _loaded_alike(found)]
     told: dict[str, Any] = {"library_bytes": library_bytes, "own_work": dumped}
     if ranks.device.type == "cuda" and process_bytes:  # without one a run has more of its own memory than libraries
-        told["process_bytes"] = process_bytes - sum(library_bytes.values())
+        told["process_bytes"] = process_bytes - of_libraries
     print(json.dumps(told))
 
 
 def _own_work(model: str, ranks: Ranks, libraries: Collection[str]) -> tuple[list[OwnWork], int]:
-    """Of the engines that run here, where an engine of LIBRARIES has to be in `libraries`; and bytes of this process behind the first one,
-    which is in need of no library."""
+    """Of the engines that run here, where an engine of LIBRARIES has to be in `libraries`; and this process's bytes after the first one has
+    generated, which needs no library."""
     with contextlib.ExitStack() as stack:
         if (plain := _loaded("resident", 16, {}, model, ranks, stack)) is None:
             return [], 0

@@ -15,7 +15,7 @@ def copies_of_step(plan: EnginePlan, description: Description) -> dict[str, floa
     beside = plan.beside_link()
     of_links = 1 if beside else plan.job.ranks.world_size  # beside the cores the rate is that of all links
     weights_s = _seconds(plan.fetched_bytes / of_links, beside[0] if beside else _weights_gb_per_s(plan, description))
-    kv_s = _seconds(plan.carried_kv_bytes / of_links, _kv_gb_per_s(plan, description, beside))
+    kv_s = _seconds(plan.carried_kv_bytes / plan.job.ranks.world_size, _kv_gb_per_s(plan, description, beside))
     over_link_s, others_s = peers_s(plan, description, plan.fetched_bytes)
     link_s = None if weights_s is None or kv_s is None else weights_s + kv_s + over_link_s
     return {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
@@ -60,10 +60,10 @@ def _weights_gb_per_s(plan: EnginePlan, description: Description) -> float | Non
 
 
 def _kv_gb_per_s(plan: EnginePlan, description: Description, beside: tuple[float, float] | None = None) -> float | None:
-    """Of keys and values in host memory that cross the link; `beside` has its rate beside the cores where these work, too."""
+    """Of one link, for keys and values in host memory; `beside` has the rate of all of them beside the cores where these work, too."""
     if not plan.job.config.pin_kv_cache:
         return description.pageable_link_gb_per_s
-    return beside[0] if beside else description.link_gb_per_s
+    return beside[0] / plan.job.ranks.world_size if beside else description.link_gb_per_s
 
 
 def _disk_s(plan: EnginePlan, description: Description) -> float | None:

@@ -102,7 +102,7 @@ def link_s_of_step(plan: CoresPlan, residency: Residency, gb_per_s: float) -> fl
     weights_s = weights / (plan.ranks * gb_per_s * 1e9)
     if plan.attends or plan.rates is None:
         return weights_s
-    return max(weights_s, (weights + plan.kv_bytes) / (plan.rates.link_alone_gb_per_s * 1e9))
+    return max(weights_s, (weights + plan.carried_bytes) / (plan.rates.link_alone_gb_per_s * 1e9))
 
 
 def bytes_for_link(plan: CoresPlan, residency: Residency, step: Step) -> int:

@@ -27,6 +27,7 @@ class CoresPlan:
         rates: what the share was computed from; None without a GPU.
         attends: whether the cores attend over keys and values in host memory.
         kv_bytes: those in host memory that a decode step reads, on average, of all ranks.
+        kv_slowness: how many times as long the link takes for a byte of them as for one of page-locked memory.
         automatic: the share was found, not asked for.
         ranks: whose rows they multiply together.
         link_rests: nothing crosses the link but hidden states: no weights are in host memory.
@@ -39,10 +40,16 @@ class CoresPlan:
     rates: BesideLink | None
     attends: bool = False
     kv_bytes: int = 0
+    kv_slowness: float = 1.0
     automatic: bool = False
     ranks: int = 1
     instructions: str = ""
     link_rests: bool = False
+
+    @property
+    def carried_bytes(self) -> float:
+        """Of page-locked memory, that take the link as long as the keys and values that cross it."""
+        return 0.0 if self.attends else self.kv_bytes * self.kv_slowness
 
     def attention_s(self, rates: BesideLink) -> float:
         """Seconds of a decode step's attention by the cores."""
@@ -165,7 +172,7 @@ def place_on_cores(
         UsageError: a share was asked for of a model that has nothing for them, or more threads than cores.
     """
     config, ranks = job.config, job.ranks.world_size
-    cpus, instructions = job.machine.cpus(job.ranks, config.cpu_threads), job.machine.instructions()
+    cpus = job.machine.cpus(job.ranks, config.cpu_threads)
     can_attend = may_attend and config.kv_offload and ranks == 1 and why_not_attended(job.skeleton.model) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
@@ -185,8 +192,9 @@ def place_on_cores(
         rates,
         can_attend,
         kv_bytes,
+        _kv_slowness(job, rates),
         ranks=ranks,
-        instructions=instructions,
+        instructions=job.machine.instructions(),
         link_rests=not residency.host_bytes,
     )
     if config.cpu_share is not None:
@@ -199,15 +207,15 @@ def place_on_cores(
         return residency.with_budget_used(), replace(plan, share=config.cpu_share)
     if isinstance(found, str):
         return residency, found
-    best = best_split(residency.with_shares_computed(1.0, 0.0), found, kv_bytes, can_attend)
+    carried = kv_bytes * plan.kv_slowness
+    best = best_split(residency.with_shares_computed(1.0, 0.0), found, kv_bytes, can_attend, carried)
     if not (best.of_experts or best.of_others or best.attends):
-        return residency, (
-            f"they would hardly help: {found.cores_gb_per_s:.1f} GB/s beside a link at {found.link_gb_per_s:.1f} GB/s"
-        )
+        rates_of_both = f"{found.cores_gb_per_s:.1f} GB/s beside a link at {found.link_gb_per_s:.1f} GB/s"
+        return residency, f"they would hardly help: {rates_of_both}"
     plan = replace(plan, attends=best.attends, automatic=True)
     # blocks of experts are so large that they may come late, though the link has time for them
-    experts = {best.of_experts, 1.0} if best.of_experts else {best.of_experts}
-    placed = [residency.with_shares_computed(share, best.of_others).with_budget_used() for share in sorted(experts)]
+    experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
+    placed = [residency.with_shares_computed(share, best.of_others).with_budget_used() for share in experts]
     residency = min(placed, key=lambda each: _step_s(each, plan, found, graphs))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share)
@@ -226,8 +234,16 @@ def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
 def _step_s(residency: Residency, plan: CoresPlan, rates: BesideLink, graphs: bool) -> float:
     """Seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks."""
     others_s = plan.waited_s(residency) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
-    sent = residency.nbytes_of(residency.fetched) + (0 if plan.attends else plan.kv_bytes)
+    sent = residency.nbytes_of(residency.fetched) + plan.carried_bytes
     return paced_s(residency, cores_s_of(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs)
+
+
+def _kv_slowness(job: Job, rates: BesideLink | None) -> float:
+    """See `CoresPlan`; 1 where the rate of other memory is not known."""
+    described = None if job.config.pin_kv_cache else job.machine.described()
+    if rates is None or described is None or not described.pageable_link_gb_per_s:
+        return 1.0
+    return rates.link_alone_gb_per_s / described.pageable_link_gb_per_s
 
 
 def _is_alone(job: Job) -> bool:

@@ -33,6 +33,7 @@ class StreamPlan(EnginePlan):
         cores: how the host's cores take part; None if they do not.
         cores_stay_out: why they do not, in a few words; None if they do, or if nothing is in host memory.
         no_graph: why decode steps are not CUDA graphs, in a few words; None if they may be.
+        no_attention: why the cores only multiply, in a few words, though they could attend over keys and values.
     """
 
     residency: Residency
@@ -40,6 +41,7 @@ class StreamPlan(EnginePlan):
     cores: CoresPlan | None = None
     cores_stay_out: str | None = None
     no_graph: str | None = None
+    no_attention: str | None = None
 
     @property
     def least_free_device_bytes(self) -> int:
@@ -77,7 +79,9 @@ class StreamPlan(EnginePlan):
             found = plan(self.job, may_attend=False)
         except DoesNotFit:  # layers that are not divided need more memory
             return None
-        return found if found.cores else replace(found, cores_stay_out=SLOWER_ATTENTION)
+        if found.cores:
+            return replace(found, no_attention=SLOWER_ATTENTION)
+        return replace(found, cores_stay_out=SLOWER_ATTENTION)
 
     def least_cores_s(self) -> float:
         """See `EnginePlan`."""
@@ -191,6 +195,8 @@ class StreamPlan(EnginePlan):
         computed = self.residency.computed_bytes
         stored = sum(self.residency.layouts[block].stored_bytes for block in self.residency.computed)
         lines = [f"{line}, and {self.cores.in_words(computed, stored)}"]
+        if self.no_attention:
+            lines.append(f"keys and values cross the link: {self.no_attention}")
         if slots := self.residency.expert_slots:
             of = sum(self.residency.blocks[block].experts.number for block in self.residency.expert_blocks)
             lines.append(

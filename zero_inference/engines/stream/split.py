@@ -26,27 +26,32 @@ class Split:
     step_s: float
 
 
-def best_split(residency: Residency, rates: BesideLink, kv_bytes: int, can_attend: bool) -> Split:
+def best_split(
+    residency: Residency, rates: BesideLink, kv_bytes: int, can_attend: bool, carried_bytes: float | None = None
+) -> Split:
     """The division in which link and cores end a step at the same time; nothing for the cores where they would hardly help.
 
     Args:
         kv_bytes: keys and values in host memory that a step reads.
         can_attend: whether the cores could read them.
+        carried_bytes: of weights, that take the link as long as keys and values, which may not be page-locked; None for as many as these
+            have.
     """
-    sent = residency.host_bytes - residency.expert_budget + kv_bytes  # without cores whole layers stay in that memory
+    carried = kv_bytes if carried_bytes is None else carried_bytes
+    sent = residency.host_bytes - residency.expert_budget + carried  # without cores whole layers stay in that memory
     alone = Split(0.0, 0.0, False, sent / (rates.link_alone_gb_per_s * 1e9))
     found = []
     for attends in (False, True)[: 1 + can_attend]:
         meetings_s = _meetings_s(residency.with_shares_computed(1.0, 1.0), rates)
         for _ in range(2):  # fewer blocks meet more seldom, which leaves the cores more time
-            split, meetings_s = _balanced(residency, rates, kv_bytes, attends, meetings_s)
+            split, meetings_s = _balanced(residency, rates, kv_bytes, carried, attends, meetings_s)
             found.append(split)
     best = min(found, key=lambda split: split.step_s)
     return best if alone.step_s >= LEAST_GAIN * best.step_s else alone
 
 
 def _balanced(
-    residency: Residency, rates: BesideLink, kv_bytes: int, attends: bool, meetings_s: float
+    residency: Residency, rates: BesideLink, kv_bytes: int, carried: float, attends: bool, meetings_s: float
 ) -> tuple[Split, float]:
     """T = max(S / B_link, R / B_cores + D / B_device + h), with S the bytes that are sent, R those that the cores read, D those of blocks
     that stay on the device, which reads them while the cores wait (what it reads of fetched ones is little), and h the time of their
@@ -62,7 +67,7 @@ def _balanced(
     of_experts, read_of_experts = residency.nbytes_of(experts), sum(map(residency.read_bytes, experts))
     of_others = residency.host_bytes - of_experts
     most_of_others = (residency.nbytes_of(residency.computable) - of_experts) / of_others if of_others else 0.0
-    sent_s = (residency.host_bytes + (0 if attends else kv_bytes)) / link  # if the cores multiply nothing
+    sent_s = (residency.host_bytes + (0 if attends else carried)) / link  # if the cores multiply nothing
     resident = sum(map(residency.read_bytes, residency.resident))
     cores_s = meetings_s + resident / (rates.device_gb_per_s * 1e9)
     if attends:
