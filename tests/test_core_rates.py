@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from zero_inference.cores.cores import SPIN_US, Cores
+from zero_inference.cores.crossing import HostSide
 from zero_inference.cores.library import load_library
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.link import attention, core_rates, cores, products
@@ -90,6 +92,41 @@ def test_every_format_is_visited_with_every_number_of_tokens(monkeypatch):
         assert each.link_gb_per_s == 50.0 and each.crossing_s == pytest.approx(1e-5 * each.rows)
         assert 0 < each.cores_gb_per_s <= each.cores_alone_gb_per_s and min(each.call_s, each.expert_s) >= 0
     assert found.read_gb_per_s > 0
+
+
+def test_meetings_are_measured_one_behind_the_other_in_the_same_place(monkeypatch):
+    """By a device that is a CPU, and a clock that only counts."""
+    asked = []
+
+    class Event:
+        def __init__(self, enable_timing=True):
+            pass
+
+        def record(self):
+            asked.append(bench.crossing.number)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 13.0 * (1 + len(asked) // 2)  # ms, more in each round
+
+    own_place = cores.own_place
+    monkeypatch.setattr(cores, "own_place", lambda *sizes, pinned: own_place(*sizes, pinned=False))
+    monkeypatch.setattr(cores, "StreamSide", lambda device: HostSide())
+    link = PlayedLink()
+    link.device = torch.device("cpu")
+    monkeypatch.setattr(cores, "Copies", lambda device: link)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    waited = SimpleNamespace(wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waited)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    bench = cores.Bench(link.device, (-1, -1), 8, COLUMNS)
+    assert bench.crossing_s(torch.bfloat16, 1) == pytest.approx(3 * 13e-3 / 200), "the median of three rounds"
+    assert bench.crossing_s(torch.bfloat16, 8, rounds=1) == pytest.approx(5 * 13e-3 / 200)
+    assert asked == [1, 201, 202, 402, 403, 603, 604, 804], "a call before the 200 that are timed"
+    bench.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
