@@ -77,10 +77,13 @@ def measure_this_machine(
     """
     basics = measure_basics(ranks, engines, say)
     cores = measure_cores(ranks, say)
-    if ranks.device.type == "cuda":  # ten seconds later; without one a host is as fast as it was
+    on_gpu = ranks.device.type == "cuda"
+    if on_gpu:  # ten seconds later, and once more; without one a host is as fast as it was
         basics.launching.visit()
     say("measuring the rooflines ...")
     report = make_report(ranks, disk, cores)
+    if on_gpu:
+        basics.launching.visit()
     return report, _description(ranks, basics, cores, report["rooflines"], disk, say)
 
 
@@ -111,8 +114,6 @@ def _description(
     """What was found, with products on the device and loading, which are measured here."""
     on_gpu = ranks.device.type == "cuda"
     found = {each.roofline.name: each.value for each in results if each.value is not None}
-    if on_gpu:
-        basics.launching.visit()
     environment = describe_environment()
     dtypes = {name: found.get(MATMUL.format(name)) for name in ("bfloat16", "float16", "float32")}
     return Description(

@@ -32,6 +32,22 @@ def copies_of_prefill(plan: EnginePlan, description: Description) -> dict[str, f
     return {"link": link_s, "peers": others_s, "disk": _disk_s(plan, description)}
 
 
+def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
+    """Those that such copies take and the machine lacks, by the names that `--assume` has for them."""
+    job = plan.job
+    pinned = []  # whether, of what crosses the link
+    if plan.prefill_fetched_bytes and (job.on_gpu or plan.copies_on_cpu):
+        pinned.append(_weights_locked(plan))
+    if job.on_gpu and job.config.kv_offload:
+        pinned.append(job.config.pin_kv_cache)
+    missing = {
+        "the link (link=)": any(pinned) and description.link_gb_per_s is None,
+        "pageable copies (pageable=)": not all(pinned) and description.pageable_link_gb_per_s is None,
+        "the disk (disk=)": bool(plan.disk_bytes) and description.disk_gb_per_s is None,
+    }
+    return [name for name, lacks in missing.items() if lacks]
+
+
 def lacks_peers(plan: EnginePlan, description: Description) -> bool:
     """Whether GPUs send each other weights, and it is not known how fast."""
     return bool(plan.exchanged_bytes(plan.fetched_bytes)) and description.peers_gb_per_s is None
@@ -48,7 +64,7 @@ def peers_s(plan: EnginePlan, description: Description, fetched_bytes: int) -> t
     return 0.0, exchanged / (peers * 1e9)
 
 
-def weights_locked(plan: EnginePlan) -> bool:
+def _weights_locked(plan: EnginePlan) -> bool:
     """Whether weights in host memory are page-locked, or there is no GPU for which that matters."""
     return plan.pinned or not plan.job.on_gpu
 
@@ -56,7 +72,7 @@ def weights_locked(plan: EnginePlan) -> bool:
 def _weights_gb_per_s(plan: EnginePlan, description: Description) -> float | None:
     if not plan.job.on_gpu and not plan.copies_on_cpu:
         return float("inf")
-    return description.link_gb_per_s if weights_locked(plan) else description.pageable_link_gb_per_s
+    return description.link_gb_per_s if _weights_locked(plan) else description.pageable_link_gb_per_s
 
 
 def _kv_gb_per_s(plan: EnginePlan, description: Description, beside: tuple[float, float] | None = None) -> float | None:

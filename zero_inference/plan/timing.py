@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.rates import device_attention_s, own_work
 from zero_inference.models.operators import Operator, Pass
-from zero_inference.plan.copies_time import copies_of_prefill, copies_of_step, lacks_peers, weights_locked
+from zero_inference.plan.copies_time import copies_of_prefill, copies_of_step, lacks_peers, missing_rates
 from zero_inference.plan.host_time import HostWork, host_work_s, piece_s
 from zero_inference.plan.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
@@ -69,22 +69,11 @@ class Times:
 
 def why_unknown(plan: EnginePlan, description: Description) -> str:
     """Why `predicted_times` gives none, in a few words."""
-    job = plan.job
-    pinned = []  # what crosses the link
-    if plan.prefill_fetched_bytes and (job.on_gpu or plan.copies_on_cpu):
-        pinned.append(weights_locked(plan))
-    if job.on_gpu and job.config.kv_offload:
-        pinned.append(job.config.pin_kv_cache)
-    missing = {
-        "device memory (memory=)": description.device_gb_per_s is None,
-        "the link (link=)": any(pinned) and description.link_gb_per_s is None,
-        "pageable copies (pageable=)": not all(pinned) and description.pageable_link_gb_per_s is None,
-        "the disk (disk=)": bool(plan.disk_bytes) and description.disk_gb_per_s is None,
-    }
-    if names := [name for name, lacks in missing.items() if lacks]:
+    memory = ["device memory (memory=)"] if description.device_gb_per_s is None else []
+    if names := memory + missing_rates(plan, description):
         return f"the machine has no rate of {' and '.join(names)}"
     if _lacks_dequantizing(plan, description):
-        return f"what dequantizing takes {job.config.engine} on a CPU is not measured (zero-inference link --save does)"
+        return f"what dequantizing takes {plan.job.config.engine} on a CPU is not measured (zero-inference link --save does)"
     return "the model cannot be traced without its weights"
 
 
