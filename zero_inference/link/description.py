@@ -12,7 +12,7 @@ from zero_inference.runtime.tables import one_line
 MOST = 1e18  # of anything here; a number above it is a mistake
 LONGEST_NAME = 200  # characters that are shown
 
-MEASURED_WITH = 4  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
+MEASURED_WITH = 5  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]

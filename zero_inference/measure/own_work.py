@@ -68,12 +68,12 @@ def print_own_work() -> None:
     `process_bytes` as `Description` has them."""
     ranks = detect_ranks()
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
+    from transformers import LlamaForCausalLM  # noqa: F401 - which every run has, as it has a process group
+
+    start_process_group(ranks)
     before = resident_host_bytes()
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
-    start_process_group(ranks)  # DeepSpeed wants one
     of_libraries = resident_host_bytes() - before
-    from transformers import LlamaForCausalLM  # noqa: F401 - it takes some seconds
-
     if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
         before = resident_host_bytes()
         _compile(ranks)
