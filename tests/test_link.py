@@ -24,7 +24,8 @@ from zero_inference.errors import RunError
 from zero_inference.link import command, compute, copy, cores, rooflines, system
 from zero_inference.link.description_file import read_description
 from zero_inference.link.system import GpuLink, Host, warnings_for
-from zero_inference.runtime.distributed import Ranks
+from zero_inference.measure import own_work
+from zero_inference.runtime.distributed import Ranks, stop_process_group
 from zero_inference.runtime.watch import store_key
 
 GIB = 2**30
@@ -345,10 +346,29 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert all(0 < each.step_piece_s < 0.1 for each in saved.own_work if each.engine == "deepspeed")
     restoring = {(each.engine, each.quant_bits) for each in saved.own_work if each.restored_gb_per_s is not None}
     assert restoring == {("deepspeed", 8), ("deepspeed", 4)}
-    assert saved.versions["torch"] == importlib.metadata.version(
-        "torch"
-    )  # which a build may name otherwise than torch itself
+    # torch itself may say more of its build
+    assert saved.versions["torch"] == importlib.metadata.version("torch")
     assert 0 < saved.host_memory_bytes <= report["host"]["memory_bytes"]
+
+
+def test_what_every_run_loads_is_there_before_libraries_are_weighed(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR", "DS_SKIP_CUDA_CHECK"):
+        monkeypatch.setenv(name, "")  # as it was afterwards
+        monkeypatch.delenv(name)
+    loaded: dict[str, bool] = {}
+
+    def weigh(library):
+        loaded[library] = dist.is_initialized() and "transformers.models.llama.modeling_llama" in sys.modules
+        return 0
+
+    monkeypatch.setattr(own_work, "_import", weigh)
+    monkeypatch.setattr(own_work, "_compile", lambda ranks: None)
+    monkeypatch.setattr(own_work, "say_ready", lambda: False)
+    try:
+        own_work.print_own_work()
+    finally:
+        stop_process_group()
+    assert loaded == {"accelerate": True, "deepspeed": True}
 
 
 @pytest.mark.skipif(load_library() is None, reason="no C++ compiler")

@@ -209,7 +209,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     "text, said",
     [
         ("", "--assume nothing between two commas, or behind the last one: say gpus, host"),
-        ("gpu=1x24GiB", "--assume gpu=1x24GiB: say gpus, host"),
+        ("gpu=1x24GiB", "--assume gpu=1x24GiB (did you mean gpus=?): say gpus, host"),
         ("gpus=24GiB,host=1GiB", "gpus=24GiB: say how many and how large, as in 1x24GiB"),
         ("gpus=1x24,host=1GiB", "gpus=1x24: the unit is one of KiB"),
         ("gpus=0x24GiB,host=1GiB", "say how many"),

@@ -112,6 +112,24 @@ def test_nothing_is_loaded_and_a_large_model_takes_seconds(monkeypatch, capfd):
     assert {each["at_most"] for each in answer["configurations"] if each["engine"] == "deepspeed"} == {True}
 
 
+def test_the_smallest_machine_has_the_gpu_that_is_there(capfd):
+    """One that needs only more host memory is smaller than one with a GPU of 200 GiB, though that needs less in all."""
+    asked = ["plan", "--model", "llama-3.1-405b", "--dummy", "--engine", "stream", "deepspeed"]
+    small = "gpus=1x24GiB,host=64GiB,link=25GB/s,memory=900GB/s,matmul=100TFLOP/s,disk_free=10GiB"
+    assert console_main(["zero-inference", *asked, "--assume", small]) == 2
+    there, _, needed = capfd.readouterr().err.partition("the smallest machine that would do has ")
+    assert "23.5 GiB of device memory" in there and "10.0 GiB of disk" in there
+    device, host = map(float, re.findall(r"([0-9.]+) GiB of (?:free device|host) memory", needed))
+    assert device < 23.5 and 200 < host < 256 and "--engine stream --quant-bits 4" in needed
+
+
+def test_every_engine_that_does_not_fit_has_what_would(capfd):
+    asked = ["plan", "--model", "llama-3.1-405b", "--dummy", "--engine", "stream", "deepspeed", "--machine", "h200-sxm"]
+    assert console_main(["zero-inference", *asked]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("does not fit: ")]
+    assert len(lines) > 3 and all("; fits with --" in line for line in lines)
+
+
 def test_the_table_is_for_people(capfd, tmp_path):
     asked = [
         "plan",
@@ -147,6 +165,7 @@ def test_the_table_is_for_people(capfd, tmp_path):
             "the smallest machine that would do has",
         ),
         ("--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s", "no rate of the disk"),
+        ("--assume gpus=1x4GiB,hots=8GiB", "hots=8GiB (did you mean host=?)"),
         ("--assume gpus=1x24GiB,host=999GiB,link=25GB/s --engine stream", "no rate of device memory"),
         (
             "--assume gpus=1x80GiB,host=999GiB,link=25GB/s,memory=900GB/s --engine accelerate",

@@ -107,7 +107,7 @@ def test_without_a_gpu_dequantizing_takes_deepspeed_most_of_the_time():
     options = "--model opt-1.3b --cpu-offload --quant-bits 4"
     plan, times = times_of(options, here)
     assert times is None
-    assert "what dequantizing takes deepspeed on a CPU is not measured" in why_unknown(plan.weights, here)
+    assert "what dequantizing takes under deepspeed on a CPU is not measured" in why_unknown(plan.weights, here)
     slow = HOOKS.model_copy(update={"step_piece_s": 0.0, "restored_gb_per_s": 2.0})
     plan, times = times_of(options, here.model_copy(update={"own_work": (slow,)}))
     dense = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144).total("layer_bytes")

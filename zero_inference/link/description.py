@@ -12,7 +12,9 @@ from zero_inference.runtime.tables import one_line
 MOST = 1e18  # of anything here; a number above it is a mistake
 LONGEST_NAME = 200  # characters that are shown
 
-MEASURED_WITH = 5  # raised with each rate that `link --save` measures and did not measure before, so that machines are measured anew
+MEASURED_WITH = (
+    5  # raised where `link --save` measures more than before, or otherwise, so that machines are measured anew
+)
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
@@ -261,7 +263,9 @@ class Description(_Part):
         return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
 
     def caveat(self) -> str | None:
-        """What to know of a machine that nobody measured, on one line; None of others."""
+        """What to know of a machine that nobody measured, or an earlier version did, on one line; None of others."""
+        if self.source == "measured" and self.measured_with < MEASURED_WITH:
+            return "an earlier version measured it: zero-inference link --save FILE, there, measures more"
         if self.source != "datasheet":
             return None
         return "rates are those of datasheets, which no run reaches: times are lower bounds, token/s upper ones; host memory is assumed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from typing import Any, get_args
@@ -65,7 +66,11 @@ def _parts(text: str) -> dict[str, Any]:
         name = name.lower().replace("-", "_")
         if not equals or name not in _READERS:
             what = part.strip() or "nothing between two commas, or behind the last one"
-            raise UsageError(f"--assume {what}: say {', '.join(_READERS)} with commas between them, as in {EXAMPLE}.")
+            near = difflib.get_close_matches(name, _READERS, n=1) if equals else []
+            meant = f" (did you mean {near[0]}=?)" if near else ""
+            raise UsageError(
+                f"--assume {what}{meant}: say {', '.join(_READERS)} with commas between them, as in {EXAMPLE}."
+            )
         if name in said:
             raise UsageError(f"--assume: {name} is there twice; say it once.")
         said[name] = _READERS[name](name, value)

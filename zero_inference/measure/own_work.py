@@ -68,9 +68,9 @@ def print_own_work() -> None:
     `process_bytes` as `Description` has them."""
     ranks = detect_ranks()
     os.environ |= {"DS_ACCELERATOR": ranks.device.type, "DS_SKIP_CUDA_CHECK": "1"}
-    from transformers import LlamaForCausalLM  # noqa: F401 - which every run has, as it has a process group
+    from transformers import LlamaForCausalLM  # noqa: F401
 
-    start_process_group(ranks)
+    start_process_group(ranks)  # like transformers, part of every run's process, whatever its engine
     before = resident_host_bytes()
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
     of_libraries = resident_host_bytes() - before

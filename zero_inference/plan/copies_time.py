@@ -40,8 +40,9 @@ def missing_rates(plan: EnginePlan, description: Description) -> list[str]:
         pinned.append(_weights_locked(plan))
     if job.on_gpu and job.config.kv_offload:
         pinned.append(job.config.pin_kv_cache)
+    link = "the link" if job.on_gpu else "copies in host memory"
     missing = {
-        "the link (link=)": any(pinned) and description.link_gb_per_s is None,
+        f"{link} (link=)": any(pinned) and description.link_gb_per_s is None,
         "pageable copies (pageable=)": not all(pinned) and description.pageable_link_gb_per_s is None,
         "the disk (disk=)": bool(plan.disk_bytes) and description.disk_gb_per_s is None,
     }

@@ -69,11 +69,12 @@ class Times:
 
 def why_unknown(plan: EnginePlan, description: Description) -> str:
     """Why `predicted_times` gives none, in a few words."""
-    memory = ["device memory (memory=)"] if description.device_gb_per_s is None else []
+    device = "device memory" if plan.job.on_gpu else "host memory, which is the device's"
+    memory = [f"{device} (memory=)"] if description.device_gb_per_s is None else []
     if names := memory + missing_rates(plan, description):
         return f"the machine has no rate of {' and '.join(names)}"
     if _lacks_dequantizing(plan, description):
-        return f"what dequantizing takes {plan.job.config.engine} on a CPU is not measured (zero-inference link --save does)"
+        return f"what dequantizing takes under {plan.job.config.engine} on a CPU is not measured (zero-inference link --save does)"
     return "the model cannot be traced without its weights"
 
 

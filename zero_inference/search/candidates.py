@@ -266,8 +266,9 @@ def _worth_moving(job: Job, batch_size: int) -> bool:
 
 
 def least_machine(plans: list[Plan]) -> str:
-    """The least memory that one of `plans` would do with, in words."""
-    plan = min(plans, key=_needed_in_all)
+    """What that one of `plans` needs which asks for least beyond what is there, in words; device memory, of which it is hardest to get
+    more, counts first."""
+    plan = min(plans, key=_needed_beyond)
     gpus, config = plan.job.ranks.world_size, plan.job.config
     needs = " and ".join(
         f"{nbytes / GB:.1f} GiB of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
@@ -279,10 +280,16 @@ def least_machine(plans: list[Plan]) -> str:
     )
 
 
-def _needed_in_all(plan: Plan) -> int:
-    return sum(
-        nbytes * (plan.job.ranks.world_size if place == DEVICE else 1) for place, nbytes in _needed(plan).items()
-    )
+def _needed_beyond(plan: Plan) -> tuple[int, int, int]:
+    """Bytes of device memory that are not there, of host memory and disk that are not there or not known, and of all that it needs."""
+    there = {need.place: need.available or 0 for need in plan.needs} | {DEVICE: plan.job.free_device_bytes or 0}
+    short, needed = {True: 0, False: 0}, 0
+    for place, nbytes in _needed(plan).items():
+        on_device = place == DEVICE
+        gpus = plan.job.ranks.world_size if on_device else 1
+        short[on_device] += gpus * max(0, nbytes - there[place])
+        needed += gpus * nbytes
+    return short[True], short[False], needed
 
 
 def _needed(plan: Plan) -> dict[str, int]:

@@ -18,8 +18,6 @@ from zero_inference.search.candidates import Candidate, Found, least_machine
 from zero_inference.search.ranking import pareto_front
 from zero_inference.utils import GB
 
-MOST_EXPLAINED = 3
-
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GB:.1f}"
@@ -128,9 +126,9 @@ def what_is_not_known(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
-    """A line for each engine and number of bits, with what would make the first of them fit."""
+    """A line for each engine and number of bits, with what would make it fit."""
     lines = []
-    for number, plan in enumerate(plans):
+    for plan in plans:
         config = plan.job.config
         free: int | None = plan.job.free_device_bytes
         refused = Need("free device memory", plan.weights.least_free_device_bytes, free or 0)
@@ -143,7 +141,7 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
             f"{config.engine} with {config.quant_bits} bits{'' if config.engine == 'stream' else offload}{gpus}: "
             f"{short.needed / GB:.1f} GiB of {short.place} needed, {(short.available or 0) / GB:.1f} GiB available"
         )
-        if number < MOST_EXPLAINED and (changes := changes_that_fit(plan.job)):
+        if changes := changes_that_fit(plan.job):
             line += f"; fits with {changes[0]}"
         lines.append(line)
     return lines
@@ -158,11 +156,10 @@ def why_none(found: Found, model: str) -> str:
         )
     if not found.too_large:
         return f"{model}: none of these engines runs it with these options; leave some of them out."
-    there = ", ".join(
-        f"{(need.available or 0) / GB:.1f} GiB of {need.place}"
-        for need in found.too_large[0].needs
-        if need.available is not None
-    )
+    available = {
+        need.place: need.available for plan in found.too_large for need in plan.needs if need.available is not None
+    }
+    there = ", ".join(f"{nbytes / GB:.1f} GiB of {place}" for place, nbytes in available.items())
     return (
         f"none of {len(found.too_large)} ways to run {model} fits ({there}); the smallest machine that would do has "
         f"{least_machine(found.too_large)}."
