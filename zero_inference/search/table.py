@@ -14,8 +14,9 @@ from zero_inference.plan.timing import why_unknown
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.replace import replacing
 from zero_inference.runtime.tables import Column, decimals, significant
-from zero_inference.search.candidates import Candidate, Found, least_machine
+from zero_inference.search.candidates import Candidate, Found
 from zero_inference.search.ranking import pareto_front
+from zero_inference.search.smallest import least_machine
 from zero_inference.utils import GB
 
 

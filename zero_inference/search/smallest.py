@@ -1,0 +1,46 @@
+"""The smallest machine on which a model that does not fit would run."""
+
+from __future__ import annotations
+
+from zero_inference.config.choices import LEAST_RING_DEPTH
+from zero_inference.plan.plan import Plan
+from zero_inference.utils import GB
+
+DEVICE = "free device memory"
+
+
+def least_machine(plans: list[Plan]) -> str:
+    """What that one of `plans` needs which asks for least beyond what is there, in words; device memory, of which it is hardest to get
+    more, counts first."""
+    plan = min(plans, key=_needed_beyond)
+    gpus, config = plan.job.ranks.world_size, plan.job.config
+    needs = " and ".join(
+        f"{nbytes / GB:.1f} GiB of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
+        for place, nbytes in _needed(plan).items()
+    )
+    least = f" --gpu-memory 0 --ring-depth {LEAST_RING_DEPTH}" if config.ring_depth else ""
+    return (
+        f"{needs} (--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}{least})"
+    )
+
+
+def _needed_beyond(plan: Plan) -> tuple[int, int, int]:
+    """Bytes of device memory that are not there, of host memory and disk that are not there or not known, and of all that it needs."""
+    there = {need.place: need.available or 0 for need in plan.needs} | {DEVICE: plan.job.free_device_bytes or 0}
+    short, needed = {True: 0, False: 0}, 0
+    for place, nbytes in _needed(plan).items():
+        on_device = place == DEVICE
+        gpus = plan.job.ranks.world_size if on_device else 1
+        short[on_device] += gpus * max(0, nbytes - there[place])
+        needed += gpus * nbytes
+    return short[True], short[False], needed
+
+
+def _needed(plan: Plan) -> dict[str, int]:
+    """Free bytes by place; what is page-locked is host memory too."""
+    needed = {need.place: need.needed for need in plan.needs if need.needed and need.place != "page-locked memory"}
+    if plan.job.on_gpu:
+        needed = {DEVICE: plan.weights.least_free_device_bytes} | {
+            place: nbytes for place, nbytes in needed.items() if not place.startswith("device memory")
+        }
+    return needed
