@@ -91,9 +91,8 @@ time.sleep(60)
     both = [psutil.Process(process._process.pid), psutil.Process(int(said[0]))]
     start = time.monotonic()
     ends(process)
-    while any(
-        each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in both
-    ):  # who reaps them is not ours
+    # who reaps them is not ours
+    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in both):
         assert time.monotonic() - start < 10
         time.sleep(0.05)
     process.close()

@@ -496,10 +496,8 @@ stream = loaded.facts["stream"]
 on_device = stream["ring_depth"] * stream["slot_bytes"] + stream["workspace_bytes"]
 print((memory("VmHWM") - before - on_device) / loaded.weight_bytes, loaded.weight_bytes)
 """)
-    for bits, bound in (
-        (16, 1.1),
-        (8, 1.3),
-    ):  # 20 MB of quantizer are a seventh of these weights, and some MB of scatter
+    # of 8 bits 20 MB of quantizer are a seventh of these weights, and some MB of scatter
+    for bits, bound in ((16, 1.1), (8, 1.3)):
         done = subprocess.run(
             [sys.executable, str(program), str(bits)], capture_output=True, text=True, cwd=tmp_path, env=without_gpus()
         )

@@ -27,13 +27,11 @@ def least_machine(plans: list[Plan]) -> str:
 def _needed_beyond(plan: Plan) -> tuple[int, int, int]:
     """Bytes of device memory that are not there, of host memory and disk that are not there or not known, and of all that it needs."""
     there = {need.place: need.available or 0 for need in plan.needs} | {DEVICE: plan.job.free_device_bytes or 0}
-    short, needed = {True: 0, False: 0}, 0
-    for place, nbytes in _needed(plan).items():
-        on_device = place == DEVICE
-        gpus = plan.job.ranks.world_size if on_device else 1
-        short[on_device] += gpus * max(0, nbytes - there[place])
-        needed += gpus * nbytes
-    return short[True], short[False], needed
+    needed = _needed(plan)
+    short = {place: max(0, nbytes - there[place]) for place, nbytes in needed.items()}
+    gpus = plan.job.ranks.world_size
+    short_on_device, on_device = gpus * short.pop(DEVICE, 0), gpus * needed.pop(DEVICE, 0)
+    return short_on_device, sum(short.values()), on_device + sum(needed.values())
 
 
 def _needed(plan: Plan) -> dict[str, int]:
