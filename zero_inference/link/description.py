@@ -12,9 +12,8 @@ from zero_inference.runtime.tables import one_line
 MOST = 1e18  # of anything here; a number above it is a mistake
 LONGEST_NAME = 200  # characters that are shown
 
-MEASURED_WITH = (
-    5  # raised where `link --save` measures more than before, or otherwise, so that machines are measured anew
-)
+# Raised where `link --save` measures more than before, or otherwise, so that machines are measured anew.
+MEASURED_WITH = 5
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]

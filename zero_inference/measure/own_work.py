@@ -73,11 +73,9 @@ def print_own_work() -> None:
     start_process_group(ranks)  # like transformers, part of every run's process, whatever its engine
     before = resident_host_bytes()
     library_bytes = {name: added for name in LIBRARIES if (added := _import(name)) is not None}
-    of_libraries = resident_host_bytes() - before
     if ranks.device.type == "cuda" and "deepspeed" in library_bytes:
-        before = resident_host_bytes()
         _compile(ranks)
-        of_libraries += resident_host_bytes() - before
+    of_libraries = resident_host_bytes() - before
     if not say_ready():
         return
     with tempfile.TemporaryDirectory(prefix="zero-inference-thin-") as folder:
