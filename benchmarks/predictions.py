@@ -33,7 +33,7 @@ from zero_inference.models.sizes import experts_of
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.options import run_config
-from zero_inference.plan.plan import Plan, make_plan
+from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import detect_ranks
 

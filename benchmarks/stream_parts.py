@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main(parts: set[str], argv: list[str]) -> int:
-    from zero_inference import run
+    from zero_inference import running
     from zero_inference.cli import main as run_model
     from zero_inference.engines import stream
     from zero_inference.engines.stream import ring
@@ -44,7 +44,7 @@ def main(parts: set[str], argv: list[str]) -> int:
             def start(self) -> None:
                 pass
 
-        run.PeerWatch = NoWatch
+        running.PeerWatch = NoWatch
     if "pin" in parts:
         cores, ranks = sorted(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"]) :: ranks])

@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 def main(argv: list[str]) -> int:
     from zero_inference import cli, run
     from zero_inference.measure import session
-    from zero_inference.plan.plan import Plan
+    from zero_inference.planning.plan import Plan
 
     load, measure = Plan.load, run.measure_run
 

@@ -34,7 +34,7 @@ VOCAB = 320
 LIMITED = """
 import resource, sys
 sys.path.insert(0, {root!r})
-import zero_inference.run
+import zero_inference.running
 from zero_inference.cli import main
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + {memory_bytes},) * 2)

@@ -43,7 +43,7 @@ PROGRAM = (
     *LIBRARIES,
     "transformers.modeling_utils",
     "transformers.generation",
-    "zero_inference.run",
+    "zero_inference.running",
     "zero_inference.engines.stream.engine",
 )
 START_S = 300  # of the first copy, which the libraries are imported for

@@ -13,8 +13,8 @@ from zero_inference.errors import RunError
 from zero_inference.link.copy import rate_of
 from zero_inference.measure import rates
 from zero_inference.measure.rates import AroundLoops, LinkRate, with_cores, with_link
-from zero_inference.plan import limits
-from zero_inference.plan.limits import LeastWork
+from zero_inference.planning import limits
+from zero_inference.planning.limits import LeastWork
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import MovedPerStep

@@ -44,8 +44,8 @@ from zero_inference.machine.typical import TYPICAL, find_typical
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
-from zero_inference.plan.outlook import least_step_s, limit_in_words
-from zero_inference.plan.plan import make_plan
+from zero_inference.planning.outlook import least_step_s, limit_in_words
+from zero_inference.planning.plan import make_plan
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks, detect_ranks
 

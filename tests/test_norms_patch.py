@@ -19,7 +19,7 @@ from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
 from zero_inference.norms import choice, patch_norms, unpatch_norms
 from zero_inference.norms.patch import why_not_patched
-from zero_inference.plan.plan import plan_run
+from zero_inference.planning.plan import plan_run
 from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
 
 SMALL = dict(

@@ -20,8 +20,8 @@ from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.machine import machine
 from zero_inference.models.spec import resolve_model
-from zero_inference.plan.changes import refuse_hopeless
-from zero_inference.plan.plan import changed, describe_job, make_plan, plan_run
+from zero_inference.planning.changes import refuse_hopeless
+from zero_inference.planning.plan import changed, describe_job, make_plan, plan_run
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
@@ -348,7 +348,7 @@ def test_every_engine_that_can_be_asked_for_is_there():
 
 
 def test_advice_takes_back_what_only_the_stream_engine_has(checkpoints):
-    from zero_inference.plan import changes
+    from zero_inference.planning import changes
 
     config = RunConfig(
         model=str(checkpoints("llama")), engine="stream", gpu_memory=0, cpu_compute="0.5", cpu_threads=1

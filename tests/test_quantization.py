@@ -15,7 +15,7 @@ from zero_inference.engines.deepspeed import quantization
 from zero_inference.engines.deepspeed.config import quantization_settings
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.plan.plan import plan_run
+from zero_inference.planning.plan import plan_run
 from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
 BOUND = {8: 0.02, 4: 0.15}

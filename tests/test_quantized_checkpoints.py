@@ -18,7 +18,7 @@ from zero_inference.models.prompts import random_ids
 from zero_inference.models.quantized import BlockScales, plain_tensors
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.models.spec import resolve_model
-from zero_inference.plan.plan import plan_run
+from zero_inference.planning.plan import plan_run
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import detect_ranks

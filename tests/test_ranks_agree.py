@@ -17,7 +17,7 @@ from zero_inference.runtime import distributed
 from zero_inference.measure import rates as measured_rates
 from zero_inference.config import RunConfig
 from zero_inference.models.spec import resolve_model
-from zero_inference.plan.plan import describe_job, make_plan, plan_run
+from zero_inference.planning.plan import describe_job, make_plan, plan_run
 rank = int(os.environ["RANK"])
 ranks = distributed.detect_ranks()
 """
@@ -110,7 +110,7 @@ AGREE = (
     PRELUDE
     + """
 from dataclasses import replace
-from zero_inference.plan.agreement import refuse_other_inputs, refuse_other_requests
+from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.errors import UsageError
 distributed.start_process_group(ranks)
 config = RunConfig(model=sys.argv[1], engine="resident", batch_size=2, log_dir=f"logs{rank}").validate()

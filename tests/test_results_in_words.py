@@ -7,7 +7,7 @@ import json
 import pytest
 
 from zero_inference.measure.steadiness import decode_evenness
-from zero_inference.plan.limits import LeastWork, decode_limits
+from zero_inference.planning.limits import LeastWork, decode_limits
 from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import Loop, MachineLoad, MovedPerStep
 from zero_inference.records.run_log import RunLog

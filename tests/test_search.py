@@ -26,8 +26,8 @@ from zero_inference.machine.limited import LimitedMachine
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
-from zero_inference.plan.plan import changed, describe_job, make_plan
-from zero_inference.plan.timing import PassTime, Times
+from zero_inference.planning.plan import changed, describe_job, make_plan
+from zero_inference.planning.timing import PassTime, Times
 from zero_inference.records.read import read_records
 from zero_inference.runtime.child_runs import run_child
 from zero_inference.runtime.distributed import detect_ranks

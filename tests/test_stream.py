@@ -28,7 +28,7 @@ from zero_inference.measure.profiling import TRACED_TOKENS, link_use_in
 from zero_inference.measure.rates import LinkRate
 from zero_inference.models.prompts import random_ids
 from zero_inference.models.spec import resolve_model
-from zero_inference.plan.plan import plan_run
+from zero_inference.planning.plan import plan_run
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.runtime.distributed import detect_ranks, start_process_group
 

@@ -30,14 +30,14 @@ LAYERS = {
     "link": "Measured rates of the machine: link, disk, device.",
     "machine": "The hardware that a plan is for: this machine, or one that a file describes.",
     "engines": "Who holds the weights and brings them to the device.",
-    "plan": "What is needed where, and whether it is there and alike on all ranks, before anything is loaded.",
+    "planning": "What is needed where, and whether it is there and alike on all ranks, before anything is loaded.",
     "search": "Configurations compared by what is predicted of them.",
     "measure": "The loops, their timing, and the limit they are compared with.",
     "quality": "The loaded model scored.",
     "report": "Records as tables and pages.",
     "micro": "Where the time of a layer goes.",
     "architectures": "Models or configurations side by side.",
-    "run": "One run, from a configuration to a log and a record.",
+    "running": "One run, from a configuration to a log and a record.",
     "options": "The options of run_model.py.",
     "cli": "Entry points and exit codes.",
     "__main__": "python -m zero_inference.",
@@ -203,7 +203,7 @@ def test_what_breaks_a_rule_is_found(tmp_path):
         "models/sizes.py": "from zero_inference.models.skeleton import x\n",
         "models/skeleton.py": "def f():\n    from zero_inference.models.spec import x\n",
         "link.py": long_function.replace("What it does.", "What it does.\n\n    Long because it is."),
-        "plan.py": "x = 1\n" * 301,
+        "planning.py": "x = 1\n" * 301,
         "measure.py": '"""Loops.\n\nLong because of them."""\n' + "x = 1\n" * 301,
         "report/__init__.py": "",
         "report/tables.py": "from zero_inference.report.html import svg\n",
@@ -233,5 +233,5 @@ def test_what_breaks_a_rule_is_found(tmp_path):
     ]
     assert too_long(tmp_path) == [
         "zero_inference/models/spec.py:2: long has 62 lines, 60 at most",
-        "zero_inference/plan.py:1: the module has 301 lines, 300 at most",
+        "zero_inference/planning.py:1: the module has 301 lines, 300 at most",
     ]

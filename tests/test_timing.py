@@ -15,8 +15,8 @@ from zero_inference.link.description import AttentionRate, DeviceAttention, Devi
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.machine.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
-from zero_inference.plan.copies_time import copies_of_step
-from zero_inference.plan.timing import why_unknown
+from zero_inference.planning.copies_time import copies_of_step
+from zero_inference.planning.timing import why_unknown
 from zero_inference.records.read import read_records
 
 GIB = 1 << 30

@@ -23,7 +23,7 @@ BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program whose reade
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     config = config_of(args)  # before torch is imported
     with garbage.postponed():
-        from zero_inference.run import run
+        from zero_inference.running import run
 
         run(config, argv, args.local_rank)
     return 0

@@ -23,7 +23,7 @@ def loaded_by_options(description: str) -> tuple[RunConfig, ModelSpec, Ranks, Lo
     config = RunConfig(**{name: getattr(args, name) for name in FIELD_NAMES}).validate()
 
     from zero_inference.models.spec import resolve_model
-    from zero_inference.plan.plan import plan_run
+    from zero_inference.planning.plan import plan_run
     from zero_inference.runtime.distributed import detect_ranks, start_process_group
 
     ranks = detect_ranks(args.local_rank)

@@ -42,7 +42,7 @@ class RunConfig(Choices):
     """The choices of one run.
 
     `validate()` raises UsageError for anything that can be seen to be wrong without loading the model's config;
-    what depends on the model is checked by `plan.checks` and the engine's plan, before a weight is read.
+    what depends on the model is checked by `planning.checks` and the engine's plan, before a weight is read.
     """
 
     def validate(self) -> RunConfig:

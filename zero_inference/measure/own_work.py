@@ -28,7 +28,7 @@ from zero_inference.link.engines import say_ready
 from zero_inference.measure import generation
 from zero_inference.measure.session import loaded_model
 from zero_inference.models.spec import resolve_model
-from zero_inference.plan.plan import Plan, plan_run
+from zero_inference.planning.plan import Plan, plan_run
 from zero_inference.quantization.products import FUSED_ROWS
 from zero_inference.records.loops import Loop
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group

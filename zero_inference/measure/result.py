@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zero_inference.measure import steadiness
 from zero_inference.measure.session import Session
-from zero_inference.plan import limits
-from zero_inference.plan.log_sizes import log_sizes
+from zero_inference.planning import limits
+from zero_inference.planning.log_sizes import log_sizes
 from zero_inference.records.fingerprint import output_ids_sha256
 from zero_inference.records.loops import MovedPerStep
 from zero_inference.records.schema import Measured

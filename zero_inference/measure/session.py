@@ -19,7 +19,7 @@ from zero_inference.measure.profiling import trace_generation
 from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_cores, with_link
 from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
-from zero_inference.plan.plan import Plan
+from zero_inference.planning.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
 from zero_inference.runtime.progress import Progress

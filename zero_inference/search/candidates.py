@@ -16,8 +16,8 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import other_layer_types
 from zero_inference.machine.limited import LimitedMachine
-from zero_inference.plan.plan import Plan, changed
-from zero_inference.plan.timing import Times
+from zero_inference.planning.plan import Plan, changed
+from zero_inference.planning.timing import Times
 from zero_inference.utils import GB
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)

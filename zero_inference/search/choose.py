@@ -11,7 +11,7 @@ from zero_inference.errors import UsageError
 from zero_inference.machine.kept import measure_and_keep
 from zero_inference.machine.machine import Machine
 from zero_inference.models.spec import ModelSpec
-from zero_inference.plan.plan import Plan, changed, describe_job
+from zero_inference.planning.plan import Plan, changed, describe_job
 from zero_inference.records.schema import Chosen
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.search.candidates import BATCH_SIZES, Candidate, Free, command_of, find_candidates

@@ -116,8 +116,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
     from zero_inference.models.spec import resolve_model
-    from zero_inference.plan.checks import check_model
-    from zero_inference.plan.plan import describe_job
+    from zero_inference.planning.checks import check_model
+    from zero_inference.planning.plan import describe_job
     from zero_inference.runtime.distributed import detect_ranks
     from zero_inference.search.candidates import find_candidates
 

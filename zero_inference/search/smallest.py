@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
-from zero_inference.plan.plan import Plan
+from zero_inference.planning.plan import Plan
 from zero_inference.utils import GB
 
 DEVICE = "free device memory"

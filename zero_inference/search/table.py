@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_inference.plan.changes import changes_that_fit
-from zero_inference.plan.copies_time import lacks_peers
-from zero_inference.plan.memory import Need
-from zero_inference.plan.plan import Plan
-from zero_inference.plan.timing import why_unknown
+from zero_inference.planning.changes import changes_that_fit
+from zero_inference.planning.copies_time import lacks_peers
+from zero_inference.planning.memory import Need
+from zero_inference.planning.plan import Plan
+from zero_inference.planning.timing import why_unknown
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.replace import replacing
 from zero_inference.runtime.tables import Column, decimals, significant

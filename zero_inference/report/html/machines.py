@@ -72,7 +72,7 @@ def _bytes_per_step(run: Run) -> float:
 
 
 def _outside(run: Run) -> float:
-    """Bytes of a step that the link owes, see `plan.limits.decode_limits`, and that the cores read."""
+    """Bytes of a step that the link owes, see `planning.limits.decode_limits`, and that the cores read."""
     steps = (run.whole("gen_len") or 0) - 1
     ahead = (run.amount("limit.link_ahead_bytes") or 0.0) / steps if steps > 0 else 0.0
     return max(0.0, _moved(run, "host_to_device") - ahead) + _moved(run, "cores")

@@ -8,12 +8,12 @@ from typing import Any
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
 from zero_inference.machine.machine import DescribedMachine
-from zero_inference.plan.changes import changes_that_fit, more_memory
-from zero_inference.plan.log_sizes import log_sizes
-from zero_inference.plan.memory import describe
-from zero_inference.plan.outlook import limit_in_words
-from zero_inference.plan.plan import Plan
-from zero_inference.plan.timing import why_unknown
+from zero_inference.planning.changes import changes_that_fit, more_memory
+from zero_inference.planning.log_sizes import log_sizes
+from zero_inference.planning.memory import describe
+from zero_inference.planning.outlook import limit_in_words
+from zero_inference.planning.plan import Plan
+from zero_inference.planning.timing import why_unknown
 from zero_inference.runtime.tables import significant
 
 

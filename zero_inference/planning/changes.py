@@ -18,8 +18,8 @@ from zero_inference.config.choices import (
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import other_layer_types
-from zero_inference.plan.memory import memory_of
-from zero_inference.plan.plan import Plan, changed
+from zero_inference.planning.memory import memory_of
+from zero_inference.planning.plan import Plan, changed
 from zero_inference.utils import GB
 
 MOST_PAIRS = 3

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.rates import device_attention_s, own_work
 from zero_inference.models.operators import Operator, Pass
-from zero_inference.plan.copies_time import copies_of_prefill, copies_of_step, lacks_peers, missing_rates
-from zero_inference.plan.host_time import HostWork, host_work_s, piece_s
-from zero_inference.plan.weights_time import weights_s_of
+from zero_inference.planning.copies_time import copies_of_prefill, copies_of_step, lacks_peers, missing_rates
+from zero_inference.planning.host_time import HostWork, host_work_s, piece_s
+from zero_inference.planning.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.tables import significant
 

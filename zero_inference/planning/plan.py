@@ -16,9 +16,9 @@ from zero_inference.link.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
-from zero_inference.plan.loading import predicted_load_s
-from zero_inference.plan.memory import Need, memory_needs
-from zero_inference.plan.timing import Times, predicted_times
+from zero_inference.planning.loading import predicted_load_s
+from zero_inference.planning.memory import Need, memory_needs
+from zero_inference.planning.timing import Times, predicted_times
 from zero_inference.records.schema import Predicted
 from zero_inference.runtime.distributed import Ranks
 

@@ -19,12 +19,12 @@ from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
 from zero_inference.models.prompts import prompt_ids
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
-from zero_inference.plan.agreement import refuse_other_inputs, refuse_other_requests
-from zero_inference.plan.changes import refuse_hopeless
-from zero_inference.plan.checks import check_launch, check_model
-from zero_inference.plan.plan import Plan, describe_job, make_plan, plan_run
-from zero_inference.plan.request import log_path, request_of
-from zero_inference.plan.show import print_plan
+from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
+from zero_inference.planning.changes import refuse_hopeless
+from zero_inference.planning.checks import check_launch, check_model
+from zero_inference.planning.plan import Plan, describe_job, make_plan, plan_run
+from zero_inference.planning.request import log_path, request_of
+from zero_inference.planning.show import print_plan
 from zero_inference.quality import evaluate as quality
 from zero_inference.quality.of_run import score_run
 from zero_inference.records.failure import leave_process_group, leaving_a_record

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.machine import DescribedMachine
-from zero_inference.plan.copies_time import peers_s
-from zero_inference.plan.limits import least_step, least_work
+from zero_inference.planning.copies_time import peers_s
+from zero_inference.planning.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import RATE_WORDS, Rates
 from zero_inference.runtime.tables import significant
