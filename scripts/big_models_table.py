@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""README's table "Your first big model", made from committed results.
+"""The table "Your first big model" of README.md and docs/big-models.md, made from committed results.
 
     python scripts/big_models_table.py            prints it
-    python scripts/big_models_table.py --write    puts it into README.md, between its two marks
+    python scripts/big_models_table.py --write    puts it into both, between its two marks
 
 A row is a model and an amount of GPU memory. The results are those of benchmarks/plan_candidates.py with `--best 1`: the configuration that
 the plan ranked first, and how fast it then was. Memory is the peak of the run, in GiB; with 1 sequence, or with 32 where 1 was not run.
@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.results_table import replaced  # noqa: E402
 from zero_inference.runtime.tables import Column, pipe_row, significant, texts_of  # noqa: E402
 
+PAGES = (ROOT / "README.md", ROOT / "docs" / "big-models.md")
 RESULTS = ROOT / "benchmarks" / "results" / "h200-big-models"
 LARGEST = ROOT / "benchmarks" / "results" / "h200-kept" / "thirteenth_host" / "llama405b-int4-bs32-auto.jsonl"
 MODELS = {
@@ -44,13 +45,13 @@ COLUMNS = (
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    parser.add_argument("--write", action="store_true", help="put it into README.md and docs/big-models.md")
     args = parser.parse_args(argv)
     if not args.write:
         print(table())
         return 0
-    readme = ROOT / "README.md"
-    readme.write_text(replaced(readme.read_text(encoding="utf-8"), table(), BEGIN, END), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(replaced(page.read_text(encoding="utf-8"), table(), BEGIN, END), encoding="utf-8")
     return 0
 
 
