@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one proces
 TIMEOUT = datetime.timedelta(
     minutes=30
 )  # of a collective: a prefill can take long, and a rank that is gone is noticed elsewhere
+_users = 0  # of the process group, that are no run: a loaded model, or the program that calls this package
 
 
 @dataclass(frozen=True)
@@ -165,5 +168,36 @@ def new_group(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def stop_process_group() -> None:
-    if dist.is_initialized():
+    """Leave the process group, unless somebody else in this process uses it."""
+    if dist.is_initialized() and not _users:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def process_group_kept() -> Iterator[None]:
+    """Within it a process group that is there already is not stopped: it is the caller's."""
+    global _users
+    kept = int(dist.is_initialized())
+    _users += kept
+    try:
+        yield
+    finally:
+        _users -= kept
+
+
+def hold_process_group(ranks: Ranks) -> Callable[[], None]:
+    """Start the process group, if it is not there, for longer than one run; returns what lets go of it."""
+    global _users
+    if dist.is_initialized() and not _users:
+        _users += 1  # the caller's own, which stays
+    start_process_group(ranks)
+    _users += 1
+    held = [True]
+
+    def release() -> None:
+        global _users
+        if held.pop() if held else False:
+            _users -= 1
+            stop_process_group()
+
+    return release

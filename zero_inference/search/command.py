@@ -92,6 +92,15 @@ def main(args: argparse.Namespace) -> int:
     """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
     if args.machines:
         return _list_machines(args)
+    with garbage.postponed():
+        job, found = search(args)
+        garbage.look_from_here()
+        _tell(args, job, found)
+    return 0
+
+
+def search(args: argparse.Namespace) -> tuple[Job, Found]:
+    """What the options of `add_arguments` leave open, planned. Raises UsageError: they cannot be meant, or the model cannot be planned."""
     if args.model is None:
         raise UsageError("--model: say for which model, a hub name, a local folder or a preset.")
     config = RunConfig(
@@ -107,11 +116,7 @@ def main(args: argparse.Namespace) -> int:
         dry_run=True,
     ).validate()
     _check(args)
-    with garbage.postponed():
-        job, found = _search(args, config)
-        garbage.look_from_here()
-        _tell(args, job, found)
-    return 0
+    return _search(args, config)
 
 
 def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
