@@ -43,10 +43,10 @@ class Calls:
         fewer = self.config.kv_offload and rows > planned
         if length <= longest and rows * length <= planned * longest and not fewer:
             return
+        batch_size = max(rows, planned) if fewer else self._batch_for(rows, length)
         raise UsageError(
-            f"this call has {rows} sequence{'s' * (rows > 1)} of {length} tokens, and memory was planned for {planned} of {longest}: "
-            f"use fewer or shorter ones, or load the model with batch_size={max(rows, planned) if fewer else self._batch_for(rows, length)}, "
-            f"max_length={max(length, longest)}."
+            f"this call has {rows} sequence{'s' * (rows > 1)} of {length} tokens, and memory was planned for {planned} of {longest}: use "
+            f"fewer or shorter ones, or load the model with batch_size={batch_size}, max_length={max(length, longest)}."
         )
 
     def _batch_for(self, rows: int, length: int) -> int:
@@ -189,4 +189,4 @@ def planned_for(config: RunConfig, max_length: int) -> RunConfig:
         raise UsageError(
             f"max_length={max_length}: a sequence has a prompt and a generated token at least; use 2 or more."
         )
-    return replace(config, prompt_len=max_length - 1, gen_len=1).validate()  # type: ignore[return-value]
+    return replace(config, prompt_len=max_length - 1, gen_len=1).validate()

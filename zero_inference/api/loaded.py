@@ -160,7 +160,6 @@ class PlacedModel:
     """What `load` adds to a transformers class; see there."""
 
     _held: _Held | None
-    __hash__ = torch.nn.Module.__hash__
 
     @property
     def device(self) -> torch.device:

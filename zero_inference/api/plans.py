@@ -278,7 +278,7 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
         fits=why_not is None,
         why_not=why_not,
         command=command_of(config, job.ranks.world_size),
-        options={"model": config.model, **options},
+        options={"model": config.model, "engine": config.engine, **options},
     )
 
 

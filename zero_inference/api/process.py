@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterator
-
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-)  # set for a single process, and taken for a launcher's by other libraries
 
 
 @contextlib.contextmanager
 def left_as_found(verbose: int) -> Iterator[None]:
-    """Restore signal handlers, environment and the verbosity of transformers at the end, and keep a process group that is there already.
+    """Restore signal handlers and the verbosity of transformers at the end, and keep a process group that is there already.
 
     Args:
         verbose: as --verbose; below 2, transformers says nothing but errors meanwhile.
@@ -26,7 +19,6 @@ def left_as_found(verbose: int) -> Iterator[None]:
     from zero_inference.runtime import signals
     from zero_inference.runtime.distributed import process_group_kept
 
-    variables = {name: os.environ.get(name) for name in LAUNCHER_VARIABLES}
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     if verbose < 2:
         transformers_logging.set_verbosity_error()
@@ -37,11 +29,6 @@ def left_as_found(verbose: int) -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def free_memory() -> None:

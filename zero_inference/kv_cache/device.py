@@ -132,7 +132,10 @@ class DeviceKVCache(PreallocatedCache):
 
     def __init__(self, config, max_length: int):
         self.max_length = max_length
-        super().__init__(layers=[_DeviceLayer(max_length) for _ in range(key_value_layers(config))])
+        super().__init__(layers=[self.new_layer() for _ in range(key_value_layers(config))])
+
+    def new_layer(self) -> PreallocatedLayer:
+        return _DeviceLayer(self.max_length)
 
     @contextlib.contextmanager
     def writing_at(self, place: torch.Tensor) -> Iterator[None]:
@@ -165,9 +168,11 @@ class CallsCache(DeviceKVCache):
     """
 
     def __init__(self, config, rows: int, max_length: int):
-        super().__init__(config, max_length)
         self.planned_rows, self.planned_length = rows, max_length
-        self.layers = [_CallsLayer(rows, max_length) for _ in self.layers]
+        super().__init__(config, max_length)
+
+    def new_layer(self) -> PreallocatedLayer:
+        return _CallsLayer(self.planned_rows, self.planned_length)
 
     def begin(self, rows: int) -> None:
         """Forget all tokens; `rows` sequences follow."""
