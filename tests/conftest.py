@@ -202,6 +202,18 @@ def smollm2_folder() -> Path:
     return smollm2_checkpoint()
 
 
+@pytest.fixture(scope="session")
+def readable(smollm2_folder, tmp_path_factory):
+    """A checkpoint of two small layers with a tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("readable") / "readable"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    build_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def need_packages(what: str, *packages: str) -> None:
     """Skip where one of the `packages` that `what` needs is not installed."""
     for package in packages:

@@ -120,8 +120,7 @@ def search(args: argparse.Namespace) -> tuple[Job, Found]:
 
 
 def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
-    from zero_inference.models.preset_table import find_preset
-    from zero_inference.models.spec import resolve_model
+    from zero_inference.models.spec import resolve_shape
     from zero_inference.planning.checks import check_model
     from zero_inference.planning.plan import describe_job
     from zero_inference.runtime.distributed import detect_ranks
@@ -131,9 +130,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
     if ranks.world_size > 1:
         raise UsageError("zero-inference plan answers for one process: start it without a launcher.")
     ranks = machine.ranks_there(ranks)
-    # a preset says all that a plan needs, so neither a network nor access to a gated repository does
-    known = find_preset(config.model) is not None and not Path(config.model).is_dir()
-    spec = resolve_model(replace(config, dummy=True) if known else config, ranks.device.type)
+    spec = resolve_shape(config, ranks.device.type)
     check_model(config, spec)
     job = describe_job(config, spec, ranks, machine=machine)
     return job, find_candidates(job, _free(args, _world_sizes(args, machine)))
