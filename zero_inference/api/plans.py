@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import html
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,7 +69,7 @@ class PlannedRun:
         fits: whether the machine has the memory.
         why_not: what is missing and what would fit; None where it fits.
         command: what to type in a shell.
-        options: the same for Python: `run(**best.options)`.
+        options: the same for Python: `run(**best.options)`, where no more than one GPU is used.
     """
 
     engine: str
@@ -227,7 +229,7 @@ def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
 
     best = ranked(found.candidates, args.goal)
     if args.verify and best:
-        best = verified(best, args.verify, args.goal, command._say)
+        best = verified(best, args.verify, args.goal, functools.partial(print, file=sys.stderr, flush=True))
     rows = [_row(each.plan, each, None) for each in best if not each.failed]
     rows += [_row(each, None, None) for each in found.unknown]
     rows += [_row(each, None, what_does_not_fit([each])[0]) for each in found.too_large]

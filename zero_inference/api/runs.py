@@ -31,7 +31,7 @@ ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunResult:
     """A measured generation.
 
