@@ -97,7 +97,8 @@ def _job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool) -> Any
     if job.free_device_bytes is None or not scoring:
         return job
     vocabulary = spec.text_config.vocab_size
-    taken = scoring_bytes(config.batch_size, config.positions, vocabulary, spec.dtype.itemsize, job.kv_bytes())
+    kv_bytes = 0 if config.kv_offload else job.kv_bytes()
+    taken = scoring_bytes(config.batch_size, config.positions, vocabulary, spec.dtype.itemsize, kv_bytes)
     return replace(job, free_device_bytes=max(0, job.free_device_bytes - taken))
 
 
@@ -116,7 +117,10 @@ def _made_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
     }  # by which transformers finds what it knows of it
     model.__class__ = type(kind.__name__, (PlacedModel, kind), names)
     model._held = _Held(loaded, calls, releases)
-    releases.callback(model.register_forward_pre_hook(calls.before, with_kwargs=True).remove)
+    hook = model.register_forward_pre_hook(
+        calls.before, with_kwargs=True, prepend=True
+    )  # before an engine's own begins a pass
+    releases.callback(hook.remove)
     _loaded.add(model)
     return model
 
