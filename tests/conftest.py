@@ -60,7 +60,9 @@ LONGEST = (
     "test_workspace.py",
     "test_run.py",
     "test_errors.py",
+    "test_api.py",
     "test_sweep.py",
+    "test_examples.py",
     "test_plan.py",
     "test_norms_patch.py",
     "test_html_report.py",
@@ -200,6 +202,18 @@ def smollm2_folder() -> Path:
     from zero_inference.models.smollm2 import smollm2_checkpoint
 
     return smollm2_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def readable(smollm2_folder, tmp_path_factory):
+    """A checkpoint of two small layers with a tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("readable") / "readable"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    build_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def need_packages(what: str, *packages: str) -> None:

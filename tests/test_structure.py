@@ -39,6 +39,7 @@ LAYERS = {
     "architectures": "Models or configurations side by side.",
     "running": "One run, from a configuration to a log and a record.",
     "options": "The options of run_model.py.",
+    "api": "The same from Python: run, plan, load.",
     "cli": "Entry points and exit codes.",
     "__main__": "python -m zero_inference.",
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,28 @@ from zero_inference.search.choose import check_alone, choose, faster_than
 Questions = dict[str, list[dict]]
 
 
-def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> None:
-    """Do what `config` asks: write the log and the record and print the results, or only the plan for `--dry-run`.
+@dataclass(frozen=True)
+class Finished:
+    """A run that went well.
+
+    Attributes:
+        files: the log and the record, with all that they say.
+        output_ids: int64 [batch, gen_len], of the last loop.
+        tokenizer: None where the model has none.
+    """
+
+    files: RunLog
+    output_ids: Any
+    tokenizer: Any
+
+
+def run(
+    config: RunConfig, argv: list[str], local_rank: int | None = None, publish: Callable[..., None] = publish
+) -> Finished | None:
+    """Do what `config` asks: write the log and the record and print the results, or only the plan for `--dry-run`, which returns None.
+
+    Args:
+        publish: what the first rank does with the results; called as `report.results.publish` is.
 
     Raises:
         UsageError: it cannot work; nothing was loaded or written.
@@ -62,7 +83,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         )
     if config.dry_run:
         _dry_run(config, spec, ranks, machine)
-        return
+        return None
     request = replace(request_of(config, spec, ranks, argv), chosen=chosen)
     files = RunLog.at(log_path(config, ranks), request, Result(environment=describe_environment()))
     refuse_shared_files(
@@ -81,6 +102,7 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         leave_process_group(ranks)
         raise
     stop_process_group()
+    return Finished(files, output_ids, tokenizer)
 
 
 def _resolved(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[RunConfig, ModelSpec, Chosen | None]:

@@ -13,7 +13,7 @@ from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.records.key import as_mapping
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Record, Request, Result
-from zero_inference.records.write import append_record
+from zero_inference.records.write import append_record, complete
 from zero_inference.runtime.append import check_appendable
 from zero_inference.utils import LOG_LINES, benchmark_block, write_benchmark_log
 
@@ -71,11 +71,14 @@ class RunLog:
 
     def write(self) -> None:
         """Append the block and the record, each whether or not the other can be written."""
-        record = Record(status=STATUS_OK, request=self.request, result=self.result)
         with self.noting("log", self.log):
             write_benchmark_log(self.log, *self._values())
         with self.noting("record", self.record):
-            append_record(self.record, record)
+            append_record(self.record, self._succeeded())
+
+    def as_written(self) -> dict[str, Any]:
+        """The record of a run that went well, as `write` has it."""
+        return complete(as_mapping(self._succeeded()))
 
     def write_failure(self, reason: str) -> None:
         """Append a record of a run that failed."""
@@ -93,6 +96,9 @@ class RunLog:
             self.unwritten.append(f"the {what} was not written to {path} ({error.strerror or error})")
         except (ValueError, TypeError) as error:  # a key or a value that the record has no place for
             self.unwritten.append(f"the {what} was not written to {path} ({error})")
+
+    def _succeeded(self) -> Record:
+        return Record(status=STATUS_OK, request=self.request, result=self.result)
 
     def _values(self) -> list[float | None]:
         assert self.result.measured is not None, "a run that failed has no block"

@@ -92,6 +92,15 @@ def main(args: argparse.Namespace) -> int:
     """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
     if args.machines:
         return _list_machines(args)
+    with garbage.postponed():
+        job, found = search(args)
+        garbage.look_from_here()
+        _tell(args, job, found)
+    return 0
+
+
+def search(args: argparse.Namespace) -> tuple[Job, Found]:
+    """What the options of `add_arguments` leave open, planned. Raises UsageError: they cannot be meant, or the model cannot be planned."""
     if args.model is None:
         raise UsageError("--model: say for which model, a hub name, a local folder or a preset.")
     config = RunConfig(
@@ -107,15 +116,11 @@ def main(args: argparse.Namespace) -> int:
         dry_run=True,
     ).validate()
     _check(args)
-    with garbage.postponed():
-        job, found = _search(args, config)
-        garbage.look_from_here()
-        _tell(args, job, found)
-    return 0
+    return _search(args, config)
 
 
 def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
-    from zero_inference.models.spec import resolve_model
+    from zero_inference.models.spec import resolve_shape
     from zero_inference.planning.checks import check_model
     from zero_inference.planning.plan import describe_job
     from zero_inference.runtime.distributed import detect_ranks
@@ -125,7 +130,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
     if ranks.world_size > 1:
         raise UsageError("zero-inference plan answers for one process: start it without a launcher.")
     ranks = machine.ranks_there(ranks)
-    spec = resolve_model(config, ranks.device.type)
+    spec = resolve_shape(config, ranks.device.type)
     check_model(config, spec)
     job = describe_job(config, spec, ranks, machine=machine)
     return job, find_candidates(job, _free(args, _world_sizes(args, machine)))

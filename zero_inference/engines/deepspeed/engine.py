@@ -30,7 +30,13 @@ from zero_inference.engines.deepspeed.config import (
 )
 from zero_inference.engines.deepspeed.gathered import Moment
 from zero_inference.engines.deepspeed.memory import places_of_weights
-from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
+from zero_inference.engines.deepspeed.modules import (
+    build_modules,
+    check_aio,
+    init_distributed,
+    stderr_of_process,
+    use_private_folder,
+)
 from zero_inference.engines.deepspeed.quantization import (
     QuantizationPlan,
     QuantizedFunctionals,
@@ -147,19 +153,18 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
     """Fill and partition the model; see `zero_inference.engines.base`."""
     config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
     _prepare_environment(config.verbose, ranks)
-    build_modules(
-        config.disk_offload,
-        config.use_gds,
-        dequantize_on_gpu=config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype),
-        say=functools.partial(print, file=sys.stderr, flush=True) if ranks.is_first and config.verbose > 0 else None,
-    )
+    say = functools.partial(print, file=sys.stderr, flush=True) if ranks.is_first and config.verbose > 0 else None
+    by_kernel = config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype)
+    with stderr_of_process():
+        build_modules(config.disk_offload, config.use_gds, by_kernel, say)
     init_distributed(ranks)
     releases = ExitStack()
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
     if workspace:
         releases.callback(workspace.close)
     try:
-        return _load(plan, progress, workspace, releases)
+        with stderr_of_process():
+            return _load(plan, progress, workspace, releases)
     except BaseException:
         releases.close()
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +43,7 @@ def check_aio(use_gds: bool) -> None:
     """Raises UsageError where NVMe cannot be read the way that was asked for."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-    with redirect_stderr(sys.__stderr__):  # its probe wants a stderr with a file descriptor, or finds nothing
+    with stderr_of_process():
         found = AsyncIOBuilder().is_compatible(verbose=False)
     if not found:
         raise UsageError(
@@ -51,6 +51,18 @@ def check_aio(use_gds: bool) -> None:
         )
     if use_gds and not GDSBuilder().is_compatible(verbose=False):
         raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
+
+
+@contextmanager
+def stderr_of_process() -> Iterator[None]:
+    """Where stderr has no file descriptor, as in some notebooks: DeepSpeed's probes for libaio want one, or find nothing."""
+    try:
+        sys.stderr.fileno()
+    except (AttributeError, OSError):
+        with redirect_stderr(sys.__stderr__):
+            yield
+    else:
+        yield
 
 
 def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Callable[[str], None] | None) -> None:
