@@ -51,6 +51,7 @@ def test_every_group_of_run_model_and_every_command_has_an_example():
         assert own or "run_model.py" in group.description, group.title
     for name, parser in PARSERS.items():
         assert examples_of(parser), name
+        assert all(row.help for row in option_rows(parser)), name
 
 
 @pytest.mark.parametrize("example", sorted({each for parser in PARSERS.values() for each in examples_of(parser)}))
@@ -99,7 +100,8 @@ def test_rows_are_those_of_the_help():
             assert row.default == str(default), name
     plan = {row.options[-1]: row for row in option_rows(PARSERS["plan"]) if row.options}
     assert "--max-gpu-memory" in plan and "--gpu-memory" not in plan and plan["--engine"].value.endswith("resident ...")
-    assert {row.group for row in option_rows(PARSERS["micro matmul"])} == {"options"}
+    assert plan["--model"].default == "" and {row.group for row in option_rows(PARSERS["micro matmul"])} == {"options"}
+    assert console_parser().parse_args(["micro", "matmul", "--dtype", "half", "bfloat16"]).dtype == ["fp16", "bf16"]
 
 
 @pytest.mark.parametrize(

@@ -58,16 +58,19 @@ def test_scores_are_saved_too(file):
 
 def test_a_dry_run_saves_what_differs_from_the_defaults(file, capsys, checkpoints):
     model = str(checkpoints("llama"))
-    command = f"run_model.py {model} --dummy --engine stream --dtype fp16 --gen-len 8 --dry-run --save-config run.yaml"
+    command = f"run_model.py {model} --dummy --engine resident --dtype fp16 --prompt-len 8 --gen-len 4 --dry-run --save-config run.yaml"
     assert main([*shlex.split(command), "--machine", "rtx4090"]) == 0
     assert "options: run.yaml" in capsys.readouterr().err
     text = open("run.yaml").read()
     assert text.startswith("# run with: python run_model.py --config run.yaml\n")
     assert yaml.safe_load(text) == {
-        "model": model, "dummy": True, "engine": "stream", "gen-len": 8, "dtype": "float16"
+        "model": model, "dummy": True, "engine": "resident", "prompt-len": 8, "gen-len": 4, "dtype": "float16"
     }  # fmt: skip
     again = run_config(["--config", "run.yaml"])
-    assert again == RunConfig(model=model, dummy=True, engine="stream", gen_len=8, dtype="float16").validate()
+    assert (
+        again
+        == RunConfig(model=model, dummy=True, engine="resident", prompt_len=8, gen_len=4, dtype="float16").validate()
+    )
 
 
 def test_what_is_typed_wins_over_the_file(file):

@@ -67,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-dir", type=Path, metavar="DIR", help="folder for logs and records (default: a new one in logs/)"
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+        "--format",
+        choices=FORMATS,
+        default="table",
+        help="of the output; csv and json have full precision (default: table)",
     )
 
 

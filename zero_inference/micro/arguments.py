@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -
     for name, each in parsers.items():
         each.epilog = examples(*EXAMPLES[name])
         seconds = LAYER_MIN_RUN_TIME_S if name == "layer" else 3.0
-        each.add_argument("--device", choices=("cuda", "cpu"), help="(default: the GPU where there is one)")
+        each.add_argument(
+            "--device", choices=("cuda", "cpu"), help="what to measure (default: the GPU where there is one)"
+        )
         each.add_argument(
             "--min-run-time",
             type=_seconds,
@@ -53,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -
             help="seconds for which each figure is measured (default: %(default)g)",
         )
         each.add_argument(
-            "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+            "--format",
+            choices=FORMATS,
+            default="table",
+            help="of the output; csv and json have full precision (default: table)",
         )
         each.add_argument("--plot", metavar="FILE.png", type=Path, help="also draw the figures")
     for name in ("matmul", "layer"):
@@ -64,12 +69,23 @@ def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -
             metavar="S",
             help="skip sizes of which a single call is expected to take longer, in seconds (default: %(default)g)",
         )
-    parsers["matmul"].add_argument("--sizes", nargs="+", type=_count, metavar="N", help=_default("n", MATMUL_SIZES))
-    parsers["matmul"].add_argument("--dtype", nargs="+", choices=KINDS, help="(default: all that the device has)")
-    parsers["elementwise"].add_argument(
-        "--sizes", nargs="+", type=_count, metavar="N", help="elements (default: 2^14 to 2^28 by 4, on a CPU to 2^26)"
+    parsers["matmul"].add_argument(
+        "--sizes", nargs="+", type=_count, metavar="N", help=_default("n of the n x n matrices", MATMUL_SIZES)
     )
-    layer = parsers["layer"]
+    parsers["matmul"].add_argument(
+        "--dtype", nargs="+", type=_kind, choices=KINDS, help="types of the numbers (default: all that the device has)"
+    )
+    parsers["elementwise"].add_argument(
+        "--sizes",
+        nargs="+",
+        type=_count,
+        metavar="N",
+        help="elements of the vectors (default: 2^14 to 2^28 by 4, on a CPU to 2^26)",
+    )
+    _add_layer_arguments(parsers["layer"])
+
+
+def _add_layer_arguments(layer: argparse.ArgumentParser) -> None:
     layer.add_argument(
         "--blocks",
         nargs="+",
@@ -77,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -
         help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
         "llama-3.2-1b for the last two on a CPU)",
     )
-    layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=_default("tokens", LAYER_SEQS))
+    layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=_default("tokens of a sequence", LAYER_SEQS))
     layer.add_argument("--batch", nargs="+", type=_count, metavar="B", help=_default("sequences", LAYER_BATCHES))
-    layer.add_argument("--dtype", choices=KINDS, help="(default: fp16, on a CPU fp32)")
+    layer.add_argument("--dtype", type=_kind, choices=KINDS, help="type to compute in (default: fp16, on a CPU fp32)")
     layer.add_argument(
         "--norm-kernels",
         choices=NORM_KERNELS,
@@ -99,6 +115,12 @@ def check_plot(path: Path) -> None:
 def _default(what: str, sizes: dict[str, tuple[int, ...]]) -> str:
     texts = {device: " ".join(map(str, values)) for device, values in sizes.items()}
     return f"{what} (default: {texts['cuda']}, on a CPU {texts['cpu']})"
+
+
+def _kind(text: str) -> str:
+    """fp16 for float16 and half, and so on; anything else as it is."""
+    name = text.lower().removeprefix("torch.")
+    return {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(name, name)
 
 
 def _count(text: str) -> int:

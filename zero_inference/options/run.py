@@ -48,17 +48,17 @@ def _add_off(parser: argparse.ArgumentParser, flag: argparse.Action) -> None:
     )
 
 
-def add_model(group: argparse._ActionsContainer) -> None:
+def add_model(group: argparse._ActionsContainer, note: str = "") -> None:
     """The model, as the first argument or as --model; `read.model_of` tells which it is."""
     group.add_argument(
         MODEL_GIVEN, metavar="MODEL", nargs="?", help="the same as --model MODEL; write it first, before the options"
     )
-    group.add_argument("--model", metavar="NAME_OR_PATH", help=f"hub name, local folder or preset {default('model')}")
+    group.add_argument("--model", metavar="NAME_OR_PATH", help=f"hub name, local folder or preset{note}")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model", examples("python run_model.py facebook/opt-13b --dummy --dtype bf16"))
-    add_model(model)
+    add_model(model, f" {default('model')}")
     model.add_argument(
         "--dummy",
         action="store_true",

@@ -21,32 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model(model)
     model.add_argument("--dummy", action="store_true", help="random weights of the model's shape, as for run_model.py")
-    model.add_argument("--dtype", type=values.dtype, metavar=DTYPE, default="auto", help="(default: %(default)s)")
+    model.add_argument(
+        "--dtype", type=values.dtype, metavar=DTYPE, default="auto", help="type to compute in (default: %(default)s)"
+    )
     model.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
-    model.add_argument("--prompt-len", type=int, metavar="P", default=512, help="(default: %(default)s)")
-    model.add_argument("--gen-len", type=int, metavar="G", default=32, help="(default: %(default)s)")
-    model.add_argument("--batch-size", type=int, metavar="B", nargs="+", help="one or several (default: 1 to 64)")
-    search = parser.add_argument_group(
-        "configurations", examples("zero-inference plan facebook/opt-66b --engine stream --quant-bits 4 --goal latency")
+    model.add_argument(
+        "--prompt-len", type=int, metavar="P", default=512, help="tokens of each prompt (default: %(default)s)"
     )
-    search.add_argument(
-        "--quant-bits", type=values.bits, metavar=f"{{{BITS}}}", nargs="+", help="one or several (default: 16, 8 and 4)"
-    )
-    search.add_argument("--engine", choices=ENGINES, nargs="+", help="one or several (default: all)")
-    search.add_argument("--kv-offload", choices=("on", "off"), help="KV cache in host memory (default: both are tried)")
-    search.add_argument(
-        "--goal",
-        choices=GOALS,
-        default="throughput",
-        help="what to rank by: token/s of decoding, seconds of a decode step, or device and host memory (default: %(default)s)",
-    )
-    search.add_argument(
-        "--verify",
+    model.add_argument("--gen-len", type=int, metavar="G", default=32, help="tokens to generate (default: %(default)s)")
+    model.add_argument(
+        "--batch-size",
         type=int,
-        metavar="N",
-        default=0,
-        help="run the N best for a few steps each, on this machine, and rank them by what was measured (default: 0)",
+        metavar="B",
+        nargs="+",
+        help="sequences over all GPUs, one or several numbers (default: 1 to 64)",
     )
+    _add_search_arguments(parser)
     output = parser.add_argument_group(
         "output", examples("zero-inference plan facebook/opt-66b --all --plot front.png")
     )
@@ -61,6 +51,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "zero-inference plan facebook/opt-66b --assume gpus=1x24GiB,host=128GiB,link=25GB/s,memory=1000GB/s",
             ),
         )
+    )
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    search = parser.add_argument_group(
+        "configurations", examples("zero-inference plan facebook/opt-66b --engine stream --quant-bits 4 --goal latency")
+    )
+    search.add_argument(
+        "--quant-bits",
+        type=values.bits,
+        metavar=f"{{{BITS}}}",
+        nargs="+",
+        help="bits of a stored weight, one or several (default: 16, 8 and 4)",
+    )
+    search.add_argument(
+        "--engine", choices=ENGINES, nargs="+", help="engines to consider, one or several (default: all)"
+    )
+    search.add_argument("--kv-offload", choices=("on", "off"), help="KV cache in host memory (default: both are tried)")
+    search.add_argument(
+        "--goal",
+        choices=GOALS,
+        default="throughput",
+        help="what to rank by: token/s of decoding, seconds of a decode step, or device and host memory (default: %(default)s)",
+    )
+    search.add_argument(
+        "--verify",
+        type=int,
+        metavar="N",
+        default=0,
+        help="run the N best for a few steps each, on this machine, and rank them by what was measured (default: 0)",
     )
 
 
