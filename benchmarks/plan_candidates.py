@@ -224,7 +224,7 @@ def plan(args: argparse.Namespace, pair: Pair) -> list[Candidate]:
     sizes = ["--batch-size", str(args.batch_size), "--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len)]
     options = ["--model", model, "--dummy", *sizes, "--engine", *args.engine, "--all", "--json"]
     options += ["--quant-bits", *map(str, args.quant_bits)]
-    options += [] if gpu_memory == ALL else ["--gpu-memory", str(gpu_memory)]
+    options += [] if gpu_memory == ALL else ["--max-gpu-memory", str(gpu_memory)]
     options += [] if args.machine is None else ["--machine", args.machine]
     done = subprocess.run(isolated_module("zero_inference", "plan", *options), stdout=subprocess.PIPE, text=True)
     if done.returncode:

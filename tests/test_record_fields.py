@@ -30,7 +30,7 @@ ENGINES = {
     "deepspeed": ["--cpu-offload"],
     "accelerate": ["--cpu-offload"],
 }
-FREE = ("ds_config", "environment.packages")  # what is under them is named by others
+FREE = ("ds_config", "environment.packages", "options")  # what is under them is named by others
 
 
 def keys_of(value, under: str = "") -> set[str]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, without_gpus
+from conftest import ROOT, need_lm_eval, without_gpus
 from test_machine import H200, MACHINE, planned
 from test_timing import FAST
 
@@ -171,9 +171,12 @@ def test_the_table_is_for_people(capfd, tmp_path):
             "--assume gpus=1x80GiB,host=999GiB,link=25GB/s,memory=900GB/s --engine accelerate",
             "no rate of pageable copies (pageable=)",
         ),
-        ("--gpu-memory -1", "--gpu-memory -1: must be more than 0 GiB"),
-        ("--gpu-memory 8 --assume gpus=0,host=64GiB", "--gpu-memory 8: the machine has no GPU; use --host-memory"),
-        ("--host-memory 0", "--host-memory 0: must be more than 0 GiB"),
+        ("--max-gpu-memory=-1", "--max-gpu-memory -1: must be more than 0 GiB"),
+        (
+            "--max-gpu-memory 8 --assume gpus=0,host=64GiB",
+            "--max-gpu-memory 8: the machine has no GPU; use --max-host-memory",
+        ),
+        ("--max-host-memory 0", "--max-host-memory 0: must be more than 0 GiB"),
         ("--batch-size 0", "--batch-size 0: must be at least 1"),
         ("--plot front.xls --assume gpus=0,host=1GiB", "end its name in .png, .pdf or .svg"),
         (f"--verify 2 --assume {LINE}", "--verify runs configurations"),
@@ -184,11 +187,11 @@ def test_the_table_is_for_people(capfd, tmp_path):
             "does not divide over --num-gpus 2; use 2, a multiple of 2",
         ),
         (
-            "--host-memory 256 --machine rtx4090",
+            "--max-host-memory 256 --machine rtx4090",
             "rtx4090 has 64.0 GiB, of which this is to be a part; for a machine with more use --assume host=256GiB",
         ),
-        ("--gpu-memory 48 --machine 2xrtx4090", "for a machine with more use --assume gpus=2x48GiB"),
-        ("--machines", "drop --model, or name one with --machine"),
+        ("--max-gpu-memory 48 --machine 2xrtx4090", "for a machine with more use --assume gpus=2x48GiB"),
+        ("--machines", "drop the model, or name a machine with --machine"),
         (f"--verify -1 --assume {LINE}", "must be 0 or more"),
         (f"--quant-bits 4 --engine resident --assume {LINE}", "none of these engines"),
     ],
@@ -284,7 +287,7 @@ def test_several_gpus_are_planned_as_a_launcher_plans_them(monkeypatch, capfd):
 
 def test_more_gpus_bring_the_weights_sooner_and_say_what_is_not_known(capfd):
     asked = "plan --model opt-30b --dummy --engine stream --quant-bits 16 --kv-offload off --batch-size 8".split()
-    machine = ["--assume", LINE.replace("1x24GiB", "4x24GiB"), "--gpu-memory", "14"]
+    machine = ["--assume", LINE.replace("1x24GiB", "4x24GiB"), "--max-gpu-memory", "14"]
     assert console_main(["zero-inference", *asked, *machine, "--num-gpus", "2", "4"]) == 0
     out = capfd.readouterr().out
     assert " GPUs " in out.splitlines()[2] and "how fast GPUs send each other weights is not known" in out
@@ -559,7 +562,9 @@ def test_a_part_of_the_device_is_in_the_command_too(capfd):
         "--batch-size",
         "1",
     ]
-    assert console_main(["zero-inference", *asked, "--gpu-memory", "10", "--kv-offload", "off", "--assume", LINE]) == 0
+    assert (
+        console_main(["zero-inference", *asked, "--max-gpu-memory", "10", "--kv-offload", "off", "--assume", LINE]) == 0
+    )
     answer = json.loads(capfd.readouterr().out)
     (only,) = answer["configurations"]
     command = only["command"].split()[2:]
@@ -584,25 +589,14 @@ def test_what_the_stream_engine_refuses_is_no_candidate():
     [
         "--engine stream --pin-memory 0",
         "--engine stream --pin-memory 1",
-        "--dummy --quality perplexity,mmlu --quality-data x",
+        "--quality perplexity,mmlu --quality-data .",
     ],
 )
 def test_options_are_written_as_they_are_read(options):
-    config = RunConfig(**run_config_fields(options))
-    assert run_config_fields(shlex.join(options_of(config))) == run_config_fields(options)
-
-
-def run_config_fields(options: str) -> dict:
-    import argparse
-
-    from zero_inference.config import FIELD_NAMES
-    from zero_inference.options import add_run_arguments
-
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    args = parser.parse_args(shlex.split(options))
-    values = {name: getattr(args, name) for name in FIELD_NAMES}
-    return values | {"pin_memory": None if values["pin_memory"] is None else bool(values["pin_memory"])}
+    if "--quality" in options:
+        need_lm_eval()
+    config = run_config([*shlex.split(options), "--model", "opt-125m"])
+    assert run_config(options_of(config)) == config
 
 
 def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch):

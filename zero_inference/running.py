@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from zero_inference.machine.machine import Machine
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
-from zero_inference.models.prompts import prompt_ids
+from zero_inference.models.prompts import end_ids, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
+from zero_inference.options import options_asked
+from zero_inference.options.file import save_options
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.planning.changes import refuse_hopeless
 from zero_inference.planning.checks import check_launch, check_model
@@ -74,6 +77,7 @@ def run(
     ranks = machine.ranks_there(detect_ranks(local_rank))
     check_alone(config, ranks)
     check_launch(config, ranks, machine)
+    asked = config
     config, spec, chosen = _resolved(config, ranks, machine)
     questions = quality.prepare(config)
     quality.check_lengths(config, spec.max_positions)
@@ -82,6 +86,8 @@ def run(
             f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality."
         )
     if config.dry_run:
+        if config.save_config and ranks.is_first:
+            _save_options(config.save_config, asked)
         _dry_run(config, spec, ranks, machine)
         return None
     request = replace(request_of(config, spec, ranks, argv), chosen=chosen)
@@ -96,7 +102,7 @@ def run(
         ranks.barrier()
     try:
         if ranks.is_first:
-            publish(files, output_ids, tokenizer, before=watch.stop)
+            publish(files, output_ids, tokenizer, before=watch.stop, ends=end_ids(spec, tokenizer))
         watch.stop()
     except BaseException:
         leave_process_group(ranks)
@@ -108,6 +114,7 @@ def run(
 def _resolved(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[RunConfig, ModelSpec, Chosen | None]:
     """What is run: the model, and what the plan finds of what was left open."""
     spec = resolve_model(config, ranks.device.type)
+    config = with_prompt_length(config, spec)
     check_model(config, spec)
     say = (
         functools.partial(print, file=sys.stderr, flush=True)
@@ -119,6 +126,11 @@ def _resolved(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[RunCon
         check_launch(found, ranks, machine)
         check_model(found, spec)
     return found, spec, chosen
+
+
+def _save_options(path: str, asked: RunConfig) -> None:
+    save_options(path, options_asked(asked), f"run with: python run_model.py --config {shlex.quote(path)}")
+    print(f"options: {path}", file=sys.stderr, flush=True)
 
 
 def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine) -> None:

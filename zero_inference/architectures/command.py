@@ -15,6 +15,7 @@ from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import RunError, UsageError
+from zero_inference.options import examples
 from zero_inference.runtime.signals import exit_on_stop
 from zero_inference.runtime.tables import FORMATS
 
@@ -25,40 +26,51 @@ Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of e
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference compare`; what follows `--` is run_model.py's, for every arm."""
+    parser.epilog = examples(
+        "zero-inference compare --model opt-125m --model opt-350m -- --dummy --engine resident",
+        'zero-inference compare --arm "fp16=opt-13b" --arm "int4=opt-13b --quant-bits 4" -- --dummy --engine stream',
+    )
     parser.usage = (
         '%(prog)s (--model NAME | --arm "NAME=OPTIONS") ... [options] [-- options of run_model.py for every arm]'
     )
-    parser.add_argument("--model", action="append", default=[], metavar="NAME", help="an arm: this model; repeat")
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME", help="compare this model; repeat it for each"
+    )
     parser.add_argument(
         "--arm",
         action="append",
         default=[],
         metavar="NAME=OPTIONS",
-        help='an arm: options of run_model.py, such as "int4=--model X --quant-bits 4 --engine stream"; repeat',
+        help="compare this configuration: a name, and options of run_model.py, as in 'int4=MODEL --quant-bits 4'; repeat it for each",
     )
-    parser.add_argument("--baseline", metavar="NAME", help="the arm that others are held against (default: the first)")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="the arm that the others are compared with (default: the first)"
+    )
     parser.add_argument(
         "--rounds",
         type=_at_least_one,
         default=3,
         metavar="N",
-        help="times through the arms and back, A B B A: two runs of each (default: 3, the least for a verdict)",
+        help="rounds of runs, each through all arms and back, A B B A; fewer than 3 give no verdict (default: 3)",
     )
     parser.add_argument(
         "--warmup-tries",
         type=_at_least_three,
         default=10,
         metavar="N",
-        help=f"most warm-up loops of a run, until they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)",
+        help=f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)",
     )
     parser.add_argument(
-        "--num-gpus", type=_at_least_one, default=1, metavar="N", help="processes of each run (default: 1)"
+        "--num-gpus", type=_at_least_one, default=1, metavar="N", help="GPUs, or processes, of each run (default: 1)"
     )
     parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="for logs and records (default: a new folder in logs/)"
+        "--log-dir", type=Path, metavar="DIR", help="folder for logs and records (default: a new one in logs/)"
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+        "--format",
+        choices=FORMATS,
+        default="table",
+        help="of the output; csv and json have full precision (default: table)",
     )
 
 

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zero_inference.options import examples
+
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
     from zero_inference.link.engines import EnginesProcess
@@ -23,21 +25,22 @@ HERE = Path()  # --save without a name
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference link`."""
+    parser.epilog = examples("zero-inference link --save", "zero-inference link --disk /tmp --save box.json")
     parser.add_argument(
         "--disk",
         metavar="DIR",
         type=Path,
-        help="read from the disk of this folder too; writes 1 GiB there and removes it",
+        help="also measure reading from the disk of this folder; writes a file of 1 GiB there and removes it",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument(
         "--save",
         metavar="FILE",
         type=Path,
         nargs="?",
         const=HERE,
-        help="write memory and rates to a file, for --machine FILE, or without a name for runs and plans on this machine, which "
-        "use them until a version or a GPU changes; a minute or so, with a GPU and DeepSpeed another one the first time, to compile",
+        help="keep what was measured. With FILE, for plans of this machine elsewhere (--machine FILE); without, for plans and runs on this "
+        "machine, until a version or a GPU changes. Takes a minute, and another one the first time, to compile DeepSpeed's kernel",
     )
     parser.add_argument(
         "--engines", action="store_true", help=argparse.SUPPRESS

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from typing import Any, get_args
 
 from zero_inference.errors import UsageError
 from zero_inference.link.description import MOST, CoreRates, Cores, Description, Gpu, Products, Source
+from zero_inference.runtime.near import did_you_mean
+from zero_inference.runtime.sizes import BYTES_OF, UNITS, number_and_unit
 
 # Of a GPU, left to CUDA itself: an estimate, where a measured machine has what was found.
 CONTEXT_BYTES = 512 << 20
@@ -16,9 +17,6 @@ ROWS = (1, 1 << 16)  # tokens of a pass, between which an assumed rate of the co
 MOST_GPUS = 1024
 EXAMPLE = "gpus=1x24GiB,host=128GiB,link=25GB/s"
 
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_BY_LOWER = {unit.lower(): nbytes for unit, nbytes in _UNITS.items()}
-_NUMBER = re.compile(r"([+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z/]*)")
 _GPUS = re.compile(r"([0-9]{1,6})\s*[xX]\s*(.*)")
 
 
@@ -66,8 +64,8 @@ def _parts(text: str) -> dict[str, Any]:
         name = name.lower().replace("-", "_")
         if not equals or name not in _READERS:
             what = part.strip() or "nothing between two commas, or behind the last one"
-            near = difflib.get_close_matches(name, _READERS, n=1) if equals else []
-            meant = f" (did you mean {near[0]}=?)" if near else ""
+            near = did_you_mean(f"{name}=", [f"{each}=" for each in _READERS]) if equals else ""
+            meant = f" ({near})" if near else ""
             raise UsageError(
                 f"--assume {what}{meant}: say {', '.join(_READERS)} with commas between them, as in {EXAMPLE}."
             )
@@ -131,17 +129,17 @@ def _gpus(name: str, text: str) -> tuple[Gpu, ...]:
 
 def _size(name: str, text: str) -> int:
     number, unit = _split(name, text, "128GiB")
-    if unit not in _BY_LOWER:
-        raise UsageError(f"--assume {_said(name, text)}: the unit is one of {', '.join(_UNITS)}, as in 128GiB.")
-    return int(_in_range(name, text, number * _BY_LOWER[unit], least=0))
+    if unit not in BYTES_OF:
+        raise UsageError(f"--assume {_said(name, text)}: the unit is one of {', '.join(UNITS)}, as in 128GiB.")
+    return int(_in_range(name, text, number * BYTES_OF[unit], least=0))
 
 
 def _rate(name: str, text: str) -> float:
     """GB/s of 1e9 bytes."""
     number, unit = _split(name, text, "25GB/s")
-    if not unit.endswith("/s") or unit.removesuffix("/s") not in _BY_LOWER:
+    if not unit.endswith("/s") or unit.removesuffix("/s") not in BYTES_OF:
         raise UsageError(f"--assume {name}={text}: the unit is GB/s (1e9 bytes a second) or such, as in 25GB/s.")
-    return _in_range(name, text, number * _BY_LOWER[unit.removesuffix("/s")] / 1e9)
+    return _in_range(name, text, number * BYTES_OF[unit.removesuffix("/s")] / 1e9)
 
 
 def _peers(name: str, text: str) -> float | str:
@@ -158,10 +156,10 @@ def _tflops(name: str, text: str) -> float:
 
 def _split(name: str, text: str, example: str) -> tuple[float, str]:
     """The number, and the unit in lower case."""
-    found = _NUMBER.fullmatch(text)
+    found = number_and_unit(text)
     if found is None:
         raise UsageError(f"--assume {_said(name, text)}: no number with a unit, as in {example}.")
-    return float(found[1]), found[2].lower()
+    return found
 
 
 def _in_range(name: str, text: str, value: float, least: float | None = None) -> float:

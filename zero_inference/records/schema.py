@@ -62,6 +62,11 @@ class Request:
     )
     cpu_compute: str = key("", "as asked: auto, off, or the share of the weights in host memory for the host's cores")
     cpu_threads: int | None = key("threads", "as asked; null where the engine chose")
+    options: dict[str, Any] = key(
+        "",
+        "every option that differs from its default, by name: what was typed, what a file of --config said, and what the plan found of "
+        "what was auto. As lines of YAML they are a file for --config",
+    )
     weights_place: str = key(
         "",
         "where the weights waited: cpu (host memory), disk or gpu; cpu also for a run without offload on a machine without a GPU. "

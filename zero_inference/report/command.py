@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.errors import UsageError
+from zero_inference.options import examples
 from zero_inference.records.read import warn
 from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.report.columns import COLUMNS
@@ -29,6 +30,7 @@ from zero_inference.runtime.tables import FORMATS, texts_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference report`."""
+    parser.epilog = examples("zero-inference report logs", "zero-inference report logs --html runs.html")
     parser.add_argument(
         "log_dir", metavar="LOGDIR", type=Path, nargs="?", help="folder with the .jsonl and .log files of runs"
     )

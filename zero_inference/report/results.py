@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from zero_inference.errors import RunError
@@ -21,12 +21,15 @@ from zero_inference.utils import GB
 SHOWN_TEXTS = 3
 
 
-def publish(files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[], None]) -> None:
+def publish(
+    files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[], None], ends: Collection[int] = ()
+) -> None:
     """Print and write the results of a run that went well. On the screen first: it is what stays where the files cannot be written.
 
     Args:
         output_ids: int64 [batch, gen_len].
         tokenizer: None shows no texts.
+        ends: ids that end a text.
         before: called first; what it raises does not keep the files from being written.
 
     Raises:
@@ -36,7 +39,7 @@ def publish(files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[],
     try:
         before()
         if tokenizer is not None:
-            print_texts(output_ids, tokenizer)
+            print_texts(output_ids, tokenizer, ends)
         print_results(files.block(), files.result)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
@@ -53,10 +56,12 @@ def publish(files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[],
     print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
 
 
-def print_texts(output_ids: Any, tokenizer: Any) -> None:
-    """The first of the generated texts; `output_ids` int64 [batch, gen_len]."""
+def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = ()) -> None:
+    """The first of the generated texts, each up to the first id of `ends`; `output_ids` int64 [batch, gen_len]."""
     for number, row in enumerate(output_ids[:SHOWN_TEXTS]):
-        text = tokenizer.decode(row, skip_special_tokens=True).strip()
+        ids = row.tolist()
+        length = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+        text = tokenizer.decode(ids[:length], skip_special_tokens=True).strip()
         print(f"[{number}] {printable(text)}")
     hidden = len(output_ids) - SHOWN_TEXTS
     print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)

@@ -6,90 +6,28 @@ import argparse
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_inference.config import DTYPES, ENGINES, GOALS, QUANT_BITS, RunConfig
+from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.config.choices import MOST_GIB
 from zero_inference.errors import UsageError
+from zero_inference.options import model_of
 from zero_inference.runtime import garbage
+from zero_inference.search.arguments import SHOWN
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
     from zero_inference.machine.machine import Machine
     from zero_inference.search.candidates import Found, Free
 
-SHOWN = 10
 # By goal what comes first.
 FIRST = {"throughput": "most token/s of decoding", "latency": "shortest decode step", "memory": "least memory"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zero-inference plan`; what is left out is free, but for the lengths."""
-    parser.add_argument("--model", metavar="NAME_OR_PATH", help="hub name, local folder or preset; always needed")
-    parser.add_argument("--dummy", action="store_true", help="random weights of its shape, as for run_model.py")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="(default: %(default)s)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let the checkpoint's own code run")
-    parser.add_argument("--prompt-len", type=int, metavar="P", default=512, help="(default: %(default)s)")
-    parser.add_argument("--gen-len", type=int, metavar="G", default=32, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, metavar="B", nargs="+", help="one or several (default: 1 to 64)")
-    parser.add_argument("--quant-bits", type=int, choices=QUANT_BITS, nargs="+", help="(default: 16, 8 and 4)")
-    parser.add_argument("--engine", choices=ENGINES, nargs="+", help="(default: all)")
-    parser.add_argument("--kv-offload", choices=("on", "off"), help="keys and values in host memory (default: both)")
-    parser.add_argument(
-        "--goal",
-        choices=GOALS,
-        default="throughput",
-        help="what to rank by: token/s of decoding, seconds of a decode step, or device and host memory (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--verify",
-        type=int,
-        metavar="N",
-        default=0,
-        help="run the N best for some steps each, on this machine, and rank them by what they do",
-    )
-    parser.add_argument("--all", action="store_true", help=f"show more than the best {SHOWN}")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
-    _add_machine_arguments(parser)
-
-
-def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--num-gpus",
-        type=int,
-        metavar="N",
-        nargs="+",
-        help="GPUs to use, one or several numbers, where they divide the batch (default: 1, 2, 4 and so on, and all)",
-    )
-    parser.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="use no more of the device (default: what is free)"
-    )
-    parser.add_argument(
-        "--host-memory", type=float, metavar="GIB", help="use no more of the host (default: what is free)"
-    )
-    parser.add_argument(
-        "--machine",
-        metavar="FILE_OR_NAME",
-        help="another machine: a file of `zero-inference link --save FILE` measured there, or a typical one by its name, with "
-        "several GPUs as in 2xrtx4090",
-    )
-    parser.add_argument(
-        "--machines",
-        action="store_true",
-        help="instead of a plan: the typical machines, from datasheets, with their figures",
-    )
-    parser.add_argument(
-        "--assume",
-        metavar="gpus=1x24GiB,host=128GiB,...",
-        help="a machine that is not there, or what is different about that of --machine, such as host=256GiB; see run_model.py --help",
-    )
-
-
 def main(args: argparse.Namespace) -> int:
     """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
+    args.model = model_of(args)
     if args.machines:
         return _list_machines(args)
     with garbage.postponed():
@@ -102,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
 def search(args: argparse.Namespace) -> tuple[Job, Found]:
     """What the options of `add_arguments` leave open, planned. Raises UsageError: they cannot be meant, or the model cannot be planned."""
     if args.model is None:
-        raise UsageError("--model: say for which model, a hub name, a local folder or a preset.")
+        raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
     config = RunConfig(
         model=args.model,
         dummy=args.dummy,
@@ -141,14 +79,14 @@ def _list_machines(args: argparse.Namespace) -> int:
 
     if args.model is not None:
         raise UsageError(
-            "--machines lists typical machines and plans nothing: drop --model, or name one with --machine."
+            "--machines lists typical machines and plans nothing: drop the model, or name a machine with --machine."
         )
     print_typical("json" if args.json else "table")
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("gpu_memory", "host_memory"):
+    for name in ("max_gpu_memory", "max_host_memory"):
         value = getattr(args, name)
         if value is not None and not 0 < value <= MOST_GIB:
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 GiB.")
@@ -177,14 +115,20 @@ def _machine(args: argparse.Namespace) -> Machine:
     machine = machine_of(args.machine, args.assume)
     if machine.is_here and machine.described() is None:
         measure_and_keep(_say)
-    if args.gpu_memory is not None and not machine.gpus():
-        raise UsageError(f"--gpu-memory {args.gpu_memory:g}: the machine has no GPU; use --host-memory, or drop it.")
+    if args.max_gpu_memory is not None and not machine.gpus():
+        raise UsageError(
+            f"--max-gpu-memory {args.max_gpu_memory:g}: the machine has no GPU; use --max-host-memory, or drop it."
+        )
     description = None if machine.is_here else machine.described()
     if description is not None:
-        _check_part("--host-memory", args.host_memory, description.host_memory_bytes, "host={:g}GiB", description.name)
+        _check_part(
+            "--max-host-memory", args.max_host_memory, description.host_memory_bytes, "host={:g}GiB", description.name
+        )
         least = min((gpu.memory_bytes for gpu in description.gpus), default=0)
-        _check_part("--gpu-memory", args.gpu_memory, least, f"gpus={machine.gpus()}x{{:g}}GiB", description.name)
-    device, host = (None if gib is None else int(gib * 2**30) for gib in (args.gpu_memory, args.host_memory))
+        _check_part(
+            "--max-gpu-memory", args.max_gpu_memory, least, f"gpus={machine.gpus()}x{{:g}}GiB", description.name
+        )
+    device, host = (None if gib is None else int(gib * 2**30) for gib in (args.max_gpu_memory, args.max_host_memory))
     return machine if device is None and host is None else LimitedMachine(machine, device, host)
 
 
@@ -257,7 +201,7 @@ def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
         _say(f"picture: {args.plot}")
     too_large = what_does_not_fit(found.too_large)
     if args.json:
-        names = ("model", "goal", "prompt_len", "gen_len", "gpu_memory", "host_memory")
+        names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
         answer = {name: getattr(args, name) for name in names} | {
             "machine": None if description is None else description.in_words(),
             "machine_source": None if description is None else description.source,
@@ -291,7 +235,7 @@ def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
 
 
 def _limits(args: argparse.Namespace) -> str:
-    parts = {"device": args.gpu_memory, "host": args.host_memory}
+    parts = {"device": args.max_gpu_memory, "host": args.max_host_memory}
     words = " and ".join(f"{gib:g} GiB of {where} memory" for where, gib in parts.items() if gib is not None)
     return f"; at most {words} used" if words else ""
 
