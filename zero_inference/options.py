@@ -228,7 +228,10 @@ def _add_output_options(output: argparse._ArgumentGroup) -> None:
     output.add_argument(
         "--dry-run",
         action="store_true",
-        help="show the configuration, the sizes and whether they fit (exit code 2 if not); load nothing",
+        help="say whether it fits (exit code 2 if not), how fast it is predicted to be and where everything goes; load nothing",
+    )
+    output.add_argument(
+        "--json", action="store_true", help="--dry-run as one JSON object, with every option as resolved"
     )
     output.add_argument(
         "--machine",

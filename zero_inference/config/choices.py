@@ -126,6 +126,7 @@ class Choices:
     verbose: int = 1
     trust_remote_code: bool = False
     dry_run: bool = False
+    json: bool = False
     machine: str | None = None
     assume: str | None = None
     auto: tuple[str, ...] = ()  # fields that the plan is to find; what they say until then is not meant

@@ -134,7 +134,7 @@ def options_of(config: RunConfig) -> list[str]:
     words = []
     for name, value in config.as_dict().items():
         implied = name == "cpu_offload" and config.engine == "stream"  # by itself
-        if implied or value == DEFAULTS[name] or name in ("dry_run", "machine", "assume"):
+        if implied or value == DEFAULTS[name] or name in ("dry_run", "json", "machine", "assume"):
             continue
         words.append(f"--{name.replace('_', '-')}")
         if name == "pin_memory":

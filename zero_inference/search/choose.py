@@ -16,7 +16,7 @@ from zero_inference.records.schema import Chosen
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.search.candidates import BATCH_SIZES, Candidate, Free, command_of, find_candidates
 from zero_inference.search.ranking import ranked
-from zero_inference.search.table import why_none
+from zero_inference.search.words import why_none
 
 DEFAULT_GOAL = "throughput"
 MOST_OTHERS = 5

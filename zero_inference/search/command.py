@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +13,23 @@ from zero_inference.config.checks import batch_advice
 from zero_inference.config.choices import MOST_GIB
 from zero_inference.errors import UsageError
 from zero_inference.runtime import garbage
+from zero_inference.runtime.amounts import amount
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
     from zero_inference.machine.machine import Machine
     from zero_inference.search.candidates import Found, Free
 
-SHOWN = 10
-# By goal what comes first.
-FIRST = {"throughput": "most token/s of decoding", "latency": "shortest decode step", "memory": "least memory"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `zero-inference plan`; what is left out is free, but for the lengths."""
-    parser.add_argument("--model", metavar="NAME_OR_PATH", help="hub name, local folder or preset; always needed")
-    parser.add_argument("--dummy", action="store_true", help="random weights of its shape, as for run_model.py")
+    """The options of `zero-inference plan`; what is not given is tried in every way, but for the lengths."""
+    parser.add_argument("--model", metavar="NAME_OR_PATH", help="hub name, local folder or preset; required")
+    parser.add_argument("--dummy", action="store_true", help="random weights, as for run_model.py")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="(default: %(default)s)")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the checkpoint's own code run")
     parser.add_argument("--prompt-len", type=int, metavar="P", default=512, help="(default: %(default)s)")
     parser.add_argument("--gen-len", type=int, metavar="G", default=32, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, metavar="B", nargs="+", help="one or several (default: 1 to 64)")
+    parser.add_argument("--batch-size", type=int, metavar="B", nargs="+", help="one or more (default: 1 to 64)")
     parser.add_argument("--quant-bits", type=int, choices=QUANT_BITS, nargs="+", help="(default: 16, 8 and 4)")
     parser.add_argument("--engine", choices=ENGINES, nargs="+", help="(default: all)")
     parser.add_argument("--kv-offload", choices=("on", "off"), help="keys and values in host memory (default: both)")
@@ -41,16 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--goal",
         choices=GOALS,
         default="throughput",
-        help="what to rank by: token/s of decoding, seconds of a decode step, or device and host memory (default: %(default)s)",
+        help="what to rank by: token/s of decoding, time of a decode step, or device and host memory (default: %(default)s)",
     )
     parser.add_argument(
         "--verify",
         type=int,
         metavar="N",
         default=0,
-        help="run the N best for some steps each, on this machine, and rank them by what they do",
+        help="run the N best for a few steps each on this machine, and rank them by their measured speed",
     )
-    parser.add_argument("--all", action="store_true", help=f"show more than the best {SHOWN}")
+    parser.add_argument(
+        "--all", action="store_true", help="show all configurations, not only the best 10, with more columns"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
     _add_machine_arguments(parser)
@@ -62,29 +60,29 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         nargs="+",
-        help="GPUs to use, one or several numbers, where they divide the batch (default: 1, 2, 4 and so on, and all)",
+        help="numbers of GPUs to try, where they divide the batch (default: 1, 2, 4 and so on, and all)",
     )
     parser.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="use no more of the device (default: what is free)"
+        "--gpu-memory", type=float, metavar="GIB", help="use at most this much device memory (default: what is free)"
     )
     parser.add_argument(
-        "--host-memory", type=float, metavar="GIB", help="use no more of the host (default: what is free)"
+        "--host-memory", type=float, metavar="GIB", help="use at most this much host memory (default: what is free)"
     )
     parser.add_argument(
         "--machine",
         metavar="FILE_OR_NAME",
-        help="another machine: a file of `zero-inference link --save FILE` measured there, or a typical one by its name, with "
-        "several GPUs as in 2xrtx4090",
+        help="plan for another machine: a file written there by `zero-inference link --save FILE`, or the name of a typical one "
+        "such as rtx4090 or 2xrtx4090 (--machines lists them)",
     )
     parser.add_argument(
         "--machines",
         action="store_true",
-        help="instead of a plan: the typical machines, from datasheets, with their figures",
+        help="list the typical machines with their datasheet rates, instead of a plan",
     )
     parser.add_argument(
         "--assume",
         metavar="gpus=1x24GiB,host=128GiB,...",
-        help="a machine that is not there, or what is different about that of --machine, such as host=256GiB; see run_model.py --help",
+        help="describe a machine, or change that of --machine, as in host=256GiB; see run_model.py --help",
     )
 
 
@@ -93,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     if args.machines:
         return _list_machines(args)
     if args.model is None:
-        raise UsageError("--model: say for which model, a hub name, a local folder or a preset.")
+        raise UsageError("--model is required: a hub name, a local folder or a preset.")
     config = RunConfig(
         model=args.model,
         dummy=args.dummy,
@@ -110,7 +108,9 @@ def main(args: argparse.Namespace) -> int:
     with garbage.postponed():
         job, found = _search(args, config)
         garbage.look_from_here()
-        _tell(args, job, found)
+        from zero_inference.search.answer import answer
+
+        answer(args, job, found, _say)
     return 0
 
 
@@ -123,7 +123,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
 
     machine, ranks = _machine(args), detect_ranks()
     if ranks.world_size > 1:
-        raise UsageError("zero-inference plan answers for one process: start it without a launcher.")
+        raise UsageError("zero-inference plan runs in one process: start it without a launcher.")
     ranks = machine.ranks_there(ranks)
     spec = resolve_model(config, ranks.device.type)
     check_model(config, spec)
@@ -151,7 +151,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--verify {args.verify}: must be 0 or more configurations.")
     if args.verify and (args.machine or args.assume):
         raise UsageError(
-            "--verify runs configurations, which another machine cannot be asked to: drop it, or --machine and --assume."
+            "--verify runs configurations on this machine, not on another one: drop it, or drop --machine and --assume."
         )
     for size in args.batch_size or ():
         if not 1 <= size < 2**31:
@@ -160,7 +160,7 @@ def _check(args: argparse.Namespace) -> None:
         from zero_inference.runtime.replace import check_output_file
 
         if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-            raise UsageError(f"--plot {args.plot}: end its name in .png, .pdf or .svg.")
+            raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
         check_output_file("--plot", str(args.plot))
 
 
@@ -187,8 +187,7 @@ def _check_part(option: str, gib: float | None, there: int, instead: str, name: 
     """Raises UsageError where a part of the memory is asked for that is larger than all of it."""
     if gib is not None and gib * 2**30 > there:
         raise UsageError(
-            f"{option} {gib:g}: {name} has {there / 2**30:.1f} GiB, of which this is to be a part; for a machine with more use "
-            f"--assume {instead.format(gib)}."
+            f"{option} {gib:g}: {name} has only {amount(there)}; for a machine with more use --assume {instead.format(gib)}."
         )
 
 
@@ -221,74 +220,6 @@ def _free(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> Free:
         kv_offload=free.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
         world_sizes=world_sizes,
     )
-
-
-def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
-    from zero_inference.runtime.tables import print_rows
-    from zero_inference.search.ranking import ranked
-    from zero_inference.search.table import (
-        COLUMNS,
-        draw,
-        in_json,
-        rows_of,
-        what_does_not_fit,
-        what_is_not_known,
-        why_none,
-        why_not_predicted,
-    )
-
-    description = job.machine.described()
-    if not found.candidates:
-        raise UsageError(why_none(found, args.model))
-    best = ranked(found.candidates, args.goal)
-    if args.verify:
-        from zero_inference.search.verify import verified
-
-        best = verified(best, args.verify, args.goal, _say)
-    shown = best if args.all or args.json else best[:SHOWN]
-    rows = rows_of(shown, best)
-    if args.plot is not None:
-        draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
-        _say(f"picture: {args.plot}")
-    too_large = what_does_not_fit(found.too_large)
-    if args.json:
-        names = ("model", "goal", "prompt_len", "gen_len", "gpu_memory", "host_memory")
-        answer = {name: getattr(args, name) for name in names} | {
-            "machine": None if description is None else description.in_words(),
-            "machine_source": None if description is None else description.source,
-            "configurations": in_json(rows, shown),
-            "too_large": too_large,
-            "not_predicted": {"count": len(found.unknown), "because": why_not_predicted(found.unknown) or None},
-        }
-        print(json.dumps(answer, indent=1))
-        return
-    if description is not None:
-        print(f"predicted for {description.in_words()}{_limits(args)}")
-        if caveat := description.caveat():
-            print(caveat)
-    print(
-        f"prompt {args.prompt_len}, {args.gen_len} new tokens; {FIRST[args.goal]} first; "
-        "*: no other has both a shorter step and more token/s"
-    )
-    hidden = () if job.machine.gpus() > 1 else ("gpus",)
-    columns = [each for each in COLUMNS if each.name not in hidden and any(row[each.name] is not None for row in rows)]
-    print_rows(rows, columns, "table")
-    if len(best) > len(shown):
-        print(f"{len(best) - len(shown)} more with --all")
-    for line in what_is_not_known(shown):
-        print(line)
-    for line in too_large:
-        print(f"does not fit: {line}")
-    if found.unknown:
-        print(f"not predicted: {len(found.unknown)} more that fit: {why_not_predicted(found.unknown)}")
-    for place, each in enumerate([each for each in shown if not each.failed][:3], 1):
-        print(f"{place}: {each.command()}")
-
-
-def _limits(args: argparse.Namespace) -> str:
-    parts = {"device": args.gpu_memory, "host": args.host_memory}
-    words = " and ".join(f"{gib:g} GiB of {where} memory" for where, gib in parts.items() if gib is not None)
-    return f"; at most {words} used" if words else ""
 
 
 def _say(line: str) -> None:
