@@ -158,6 +158,6 @@ def _texts(row: dict[str, Any], candidate: Candidate) -> dict[str, str | None]:
         "total_s": least + significant(row["total_s"]),
         "device": None if row["device_bytes"] is None else in_gib(row["device_bytes"]),
         "host": in_gib(row["host_bytes"]),
-        "cores": f"{cores:.0%}" if cores else None,
+        "cores": "?" if candidate.plan.weights.lacks_cores else f"{cores:.0%}" if cores else None,
         "bound_by": BOUND_BY[row["bound_by"]],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_inference.planning.changes import changes_that_fit
-from zero_inference.planning.memory import DEVICE_MEMORY, Need
+from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.timing import why_unknown
 from zero_inference.planning.verdict import NOT_MEASURED
@@ -63,8 +63,7 @@ def notes(candidates: Sequence[Candidate]) -> list[str]:
     lines = []
     reasons = dict.fromkeys(reason for each in candidates for reason in each.times.bounds_because)
     if reasons:
-        every = all(each.times.at_least for each in candidates)
-        lines.append(f"≤, ≥: {'' if every else 'where '}{'; '.join(reasons)}")
+        lines.append(f"≤, ≥: bounds, because {'; '.join(reasons)}")
     left_out = dict.fromkeys(what for each in candidates for what in each.times.left_out())
     if left_out:
         lines.append(f"not counted: {'; '.join(left_out)}")
@@ -100,7 +99,10 @@ def why_none(found: Found, model: str) -> str:
     if not found.too_large:
         return f"{model}: none of these engines can run it with these options; drop some of them."
     available = {
-        need.name: need.available for plan in found.too_large for need in plan.needs if need.available is not None
+        need.name: need.available
+        for plan in found.too_large
+        for need in plan.needs
+        if need.available is not None and need.place != PAGE_LOCKED
     }
     there = ", ".join(f"{amount(nbytes)} of {place}" for place, nbytes in available.items())
     return (
