@@ -6,6 +6,7 @@ are what a prefill keeps at its peak (models/activations.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_inference.engines.base import EnginePlan, Job
@@ -39,13 +40,19 @@ class Need:
         return f"{needed} of {there} {unit} free"
 
     def shortage(self) -> str:
-        """`24.8 GiB of host memory, and 23.5 GiB is free`."""
+        """`24.8 GiB of host memory (23.5 GiB free)`."""
         needed, there, unit = compared(self.needed, self.available or 0)
-        return f"{needed} {unit} of {self.name}, and {there} {unit} is free"
+        return f"{needed} {unit} of {self.name} ({there} {unit} free)"
 
     @property
     def name(self) -> str:
         return f"{self.place} {self.which}".rstrip()
+
+
+def shown(needs: Sequence[Need]) -> list[Need]:
+    """Without page-locked memory, which is a part of host memory, unless it alone does not fit."""
+    host_fits = all(need.fits for need in needs if need.place == HOST_MEMORY)
+    return [need for need in needs if need.place != PAGE_LOCKED or (host_fits and not need.fits)]
 
 
 def memory_needs(plan: EnginePlan) -> list[Need]:

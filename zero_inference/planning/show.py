@@ -15,7 +15,7 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.planning.log_sizes import log_sizes
-from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need
+from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, shown
 from zero_inference.planning.outlook import limit_in_words
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.plan_json import plan_in_json
@@ -84,15 +84,14 @@ def _machine_rows(job: Job) -> list[Row]:
 
 
 def _needs_rows(needs: Sequence[Need]) -> list[Row]:
-    """A line a place; what is page-locked is part of host memory, unless it alone does not fit."""
+    """A line a place."""
     locked = next((need for need in needs if need.place == PAGE_LOCKED), None)
     rows = []
-    for need in needs:
+    for need in shown(needs):
         said = need.in_words() + ("" if need.fits else "  <- does not fit")
         if need.place == HOST_MEMORY and locked is not None and locked.needed:
             said += f"; {amount(locked.needed)} of it page-locked"
-        if need is not locked or not need.fits:
-            rows.append((need.place, f"{said} {need.which}".rstrip()))
+        rows.append((need.place, f"{said} {need.which}".rstrip()))
     return rows
 
 

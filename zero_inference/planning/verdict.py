@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
 from zero_inference.planning.changes import changes_that_fit, more_memory, one_of
+from zero_inference.planning.memory import shown
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.timing import why_unknown
 from zero_inference.runtime.tables import significant
@@ -51,7 +52,7 @@ def verdict_of(job: Job, plan: Plan | DoesNotFit) -> Verdict:
 
 
 def _shortages(plan: Plan) -> str:
-    return f"It needs {'; and '.join(need.shortage() for need in plan.needs if not need.fits)}."
+    return f"It needs {' and '.join(need.shortage() for need in shown(plan.needs) if not need.fits)}."
 
 
 def _why_unpredicted(plan: Plan) -> str | None:
