@@ -201,14 +201,14 @@ def test_bounds_that_do_not_apply_are_left_out():
 
 def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart():
     assert limit_in_words(limit_of(), MOVED, on_gpu=True) == (
-        "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit"
+        "decode moves 0.931 GiB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit"
     )
 
 
 def test_the_line_names_what_binds_and_there_is_none_where_nothing_does():
     on_disk = limit_of(moved=replace(MOVED, disk_read_bytes_per_step=2 * 10**9))
     assert limit_in_words(on_disk, replace(MOVED, disk_read_bytes_per_step=2 * 10**9), on_gpu=True) == (
-        "decode reads 2.000 GB a step from disk (5.00 GB/s) and runs at 1600.0% of that limit"
+        "decode reads 1.86 GiB a step from disk (5.00 GB/s) and runs at 1600.0% of that limit"
     )
     products = limit_of(on_gpu=False)
     assert limit_in_words(products, MOVED, on_gpu=False) == (

@@ -227,8 +227,8 @@ def test_a_good_link_warns_of_nothing():
         (replace(GPU, generation=3), HOST, 13.0, ["generation 3", "could do 5", "idle"]),
         (replace(GPU, numa_node=1), HOST, 55.5, ["NUMA node 1", "--cpunodebind=1 --membind=1"]),
         (GPU, HOST, 31.0, ["31.0 GB/s", "49%", "63.0 GB/s", "generation 5 x16"]),
-        (GPU, replace(HOST, memlock_bytes=8 << 20), 55.5, ["8.00 MiB", "60.0 GiB", "may be refused", "libaio"]),
-        (None, replace(HOST, memlock_bytes=2 * GIB), None, ["2.0 GiB", "ulimit -l"]),
+        (GPU, replace(HOST, memlock_bytes=8 << 20), 55.5, ["8 MiB", "60 GiB", "may be refused", "libaio"]),
+        (None, replace(HOST, memlock_bytes=2 * GIB), None, ["2 GiB", "ulimit -l"]),
     ],
     ids=["lanes", "generation", "numa", "rate", "memlock", "memlock without a GPU"],
 )

@@ -64,7 +64,7 @@ def test_the_results_of_a_gpu(use, words, capsys):
     assert lines == [
         "the block",
         "decode latency of 2 loops: 0.100 to 0.100 s, 0.0% of the median apart",
-        "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.0%) and runs at 80.0% of that limit",
+        "decode moves 0.931 GiB to the device a step (host to device, pinned: 50.0 GB/s +- 1.0%) and runs at 80.0% of that limit",
         "quantized: 97.5% of the weights, 1.500 GB stored",
         "mmlu: accuracy 50.0% +- 25.0% (2 of 4)",
     ]
@@ -100,10 +100,10 @@ def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
 def test_what_the_cores_read():
     moved = MovedPerStep(10**9, 0, 0, 4 * 10**9, 0.05)
     assert cores_in_words(moved, 0.1, 90.0, True) == (
-        "each decode step: 1.000 GB copied to the device, 4.000 GB read by the host's cores at 80.0 GB/s (90.0 measured before, beside a "
+        "each decode step: 0.931 GiB copied to the device, 3.73 GiB read by the host's cores at 80.0 GB/s (90.0 measured before, beside a "
         "busy link), busy 50% of the time"
     )
     assert cores_in_words(moved, 0.1, None, True).endswith("at 80.0 GB/s, busy 50% of the time")
     assert cores_in_words(MovedPerStep(0, 0, 0, 4 * 10**9), 0.1, None, False) == (
-        "each decode step: 0.000 GB fetched, 4.000 GB read by the host's cores"
+        "each decode step: 0 bytes fetched, 3.73 GiB read by the host's cores"
     )

@@ -129,14 +129,14 @@ def test_a_case_that_was_not_run_again_is_a_difference(tmp_path, capsys):
         ),
         ("peak gpu mem: 1.250 GB\tcache size: 0.019 GB", "peak gpu mem: # GB\tcache size: 0.019 GB"),
         (
-            "decode reads 1.2 GB a step from disk (1.44 GB/s) and runs at 7.5% of that limit",
+            "decode reads 1.2 GiB a step from disk (1.44 GB/s) and runs at 7.5% of that limit",
             "decode LIMIT and runs at #% of that limit",
         ),
         (
             "decode latency of 3 loops: 1.944 to 1.968 s, 1.2% of the median apart; decode step 2 of loop 1 took 4.000 s",
             "decode latency of 3 loops: # to # s, #% of the median apart",
         ),
-        ("host memory: 0.42 GiB needed, 22.74 GiB free", "host memory: 0.42 GiB needed, # GiB free"),
+        ("  host memory  0.42 of 22.74 GiB free", "  host memory  0.42 of # GiB free"),
         ("quantized: 93.8% of the weights, 0.001 GB stored", "quantized: 93.8% of the weights, 0.001 GB stored"),
     ],
 )

@@ -134,13 +134,14 @@ def _save_options(path: str, asked: RunConfig) -> None:
 
 
 def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine) -> None:
-    job = describe_job(config, spec, ranks, machine=machine)
     plan: Plan | DoesNotFit
-    try:
-        plan = make_plan(job)
-        plan.check()
-    except DoesNotFit as error:
-        plan = error
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
+        job = describe_job(config, spec, ranks, machine=machine)
+        try:
+            plan = make_plan(job)
+            plan.check()
+        except DoesNotFit as error:
+            plan = error
     if ranks.is_first:
         print_plan(job, plan)
 

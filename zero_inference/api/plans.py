@@ -174,8 +174,8 @@ def plan(
     kv_offload: bool | None = None,
     prompt_len: int = 512,
     gen_len: int = 32,
-    gpu_memory: Any = None,
-    host_memory: Any = None,
+    max_gpu_memory: Any = None,
+    max_host_memory: Any = None,
     num_gpus: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Plans:
@@ -193,7 +193,7 @@ def plan(
         goal: what comes first: "throughput", "latency" or "memory".
         batch_size, quant_bits, engine, kv_offload: one value or a list to choose from; None tries all (batch 1 to 64; 16, 8, 4 bits).
         prompt_len, gen_len: tokens.
-        gpu_memory, host_memory: GiB, no more of which is used.
+        max_gpu_memory, max_host_memory: GiB, no more of which is used.
         num_gpus: how many to use; None tries 1, 2, 4 and so on.
         **options: `dtype`, `dummy`, `trust_remote_code`, and `verify` (run so many of the best for a few steps, on this machine).
 
@@ -203,7 +203,7 @@ def plan(
     """
     check_names("plan", options, (*OTHERS, *SEVERAL), ELSEWHERE)
     values = {"machine": machine, "assume": assume, "goal": goal, "prompt_len": prompt_len, "gen_len": gen_len}
-    values |= {"gpu_memory": gpu_memory, "host_memory": host_memory, **options}
+    values |= {"max_gpu_memory": max_gpu_memory, "max_host_memory": max_host_memory, **options}
     if kv_offload is not None:
         values["kv_offload"] = {True: "on", False: "off"}.get(kv_offload, kv_offload)
     words = options_from({"model": model, **values})
@@ -224,8 +224,8 @@ class _Words(Parser):
 
 def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
     from zero_inference.search.ranking import ranked
-    from zero_inference.search.table import what_does_not_fit, what_is_not_known, why_none, why_not_predicted
     from zero_inference.search.verify import verified
+    from zero_inference.search.words import headline, notes, what_does_not_fit, why_none, why_not_predicted
 
     best = ranked(found.candidates, args.goal)
     if args.verify and best:
@@ -233,22 +233,14 @@ def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
     rows = [_row(each.plan, each, None) for each in best if not each.failed]
     rows += [_row(each, None, None) for each in found.unknown]
     rows += [_row(each, None, what_does_not_fit([each])[0]) for each in found.too_large]
-    notes = what_is_not_known(best)
+    remarks = notes(best)
     if found.unknown:
-        notes.append(f"speed not known of {len(found.unknown)} that fit: {why_not_predicted(found.unknown)}")
+        remarks.append(f"speed not known of {len(found.unknown)} that fit: {why_not_predicted(found.unknown)}")
     description = job.machine.described()
     if description is not None and (caveat := description.caveat()):
-        notes.append(caveat)
-    first = next((row for row in rows if row.fits), None)
-    verdict = why_none(found, args.model) if not found.candidates else _verdict(args.model, first)
-    return Plans(rows, verdict, None if description is None else description.in_words(), notes)
-
-
-def _verdict(model: str, best: PlannedRun | None) -> str:
-    if best is None:
-        return f"{model}: each configuration that was tried failed."
-    speed = "" if best.tokens_per_s is None else f": {best.tokens_per_s:.3g} token/s"
-    return f"{model} fits{speed} with engine {best.engine}, {best.bits} bits and batch {best.batch}."
+        remarks.append(caveat)
+    verdict = headline(best, args.goal) if found.candidates else why_none(found, args.model)
+    return Plans(rows, verdict, None if description is None else description.in_words(), remarks)
 
 
 def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> PlannedRun:
@@ -259,7 +251,7 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
     options = {
         name: value
         for name, value in config.as_dict().items()
-        if value != DEFAULTS[name] and name not in ("dry_run", "machine", "assume", "auto", "goal")
+        if value != DEFAULTS[name] and name not in ("dry_run", "json", "machine", "assume", "auto", "goal")
     }
     if config.engine == "stream":
         options.pop("cpu_offload", None)  # it is implied

@@ -19,7 +19,7 @@ from zero_inference.runtime.processes import isolated_ranks
 from zero_inference.runtime.text import file_stem
 
 # What `compare` says itself, to every run.
-TAKEN = {"log-file", "log-dir", "dry-run", "save-config", "warmup", "warmup-spread", "verbose", "local-rank"}
+TAKEN = {"log-file", "log-dir", "dry-run", "json", "save-config", "warmup", "warmup-spread", "verbose", "local-rank"}
 # Files that a run writes where an option says; two arms would overwrite each other's.
 OWN_FILES = ("quality_items", "trace")
 

@@ -149,6 +149,7 @@ def check_companions(choices: Choices) -> None:
         ("async_kv_offload", "--kv-offload", choices.kv_offload),
         ("offload_dir", "--disk-offload", choices.disk_offload or "engine" in choices.auto),
         ("quant_group_size", "--quant-bits 8 or 4", choices.quantized),
+        ("json", "--dry-run", choices.dry_run),
     ):
         if getattr(choices, name) != DEFAULTS[name] and not other_given:
             raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")

@@ -131,6 +131,7 @@ class Choices:
     trust_remote_code: bool = False
     dry_run: bool = False
     save_config: str | None = None
+    json: bool = False
     machine: str | None = None
     assume: str | None = None
     auto: tuple[str, ...] = ()  # fields that the plan is to find; what they say until then is not meant

@@ -28,7 +28,7 @@ def assumed(text: str, base: Description | None = None) -> Description:
     """
     said = _parts(text)
     if base is None and (missing := [name for name in ("gpus", "host") if name not in said]):
-        raise UsageError(f"--assume {text}: {' and '.join(missing)} not said; as in {EXAMPLE}.")
+        raise UsageError(f"--assume {text}: {' and '.join(missing)} missing; write it as in {EXAMPLE}.")
     if base is None:
         start = Description(source="assumed", name="a machine that is not there", gpus=(), host_memory_bytes=0)
     else:
@@ -63,14 +63,14 @@ def _parts(text: str) -> dict[str, Any]:
         name, equals, value = (each.strip() for each in part.partition("="))
         name = name.lower().replace("-", "_")
         if not equals or name not in _READERS:
-            what = part.strip() or "nothing between two commas, or behind the last one"
+            what = part.strip() or "has nothing between two commas, or after the last one"
             near = did_you_mean(f"{name}=", [f"{each}=" for each in _READERS]) if equals else ""
             meant = f" ({near})" if near else ""
             raise UsageError(
-                f"--assume {what}{meant}: say {', '.join(_READERS)} with commas between them, as in {EXAMPLE}."
+                f"--assume {what}{meant}: use {', '.join(_READERS)}, separated by commas, as in {EXAMPLE}."
             )
         if name in said:
-            raise UsageError(f"--assume: {name} is there twice; say it once.")
+            raise UsageError(f"--assume: {name} is given twice; give it once.")
         said[name] = _READERS[name](name, value)
     return said
 
@@ -97,7 +97,7 @@ def _cores(gb_per_s: float, machine: Description) -> Cores:
     if link_gb_per_s is None or machine.device_gb_per_s is None:
         missing = "link" if link_gb_per_s is None else "memory"
         raise UsageError(
-            f"--assume cores: their share depends on the rate of {missing}, which is not known; say {missing}= too."
+            f"--assume cores: their share of the work depends on {missing}, whose rate is not known; add {missing}=."
         )
     rates = [
         CoreRates(
@@ -119,7 +119,7 @@ def _gpus(name: str, text: str) -> tuple[Gpu, ...]:
         return ()
     found = _GPUS.fullmatch(text)
     if found is None or not 1 <= int(found[1]) <= MOST_GPUS:
-        raise UsageError(f"--assume {name}={text}: say how many and how large, as in 1x24GiB, or 0 for none.")
+        raise UsageError(f"--assume {name}={text}: give their number and memory, as in 1x24GiB, or 0 for none.")
     memory = _size(f"{name}={found[1]}x", found[2])
     if memory < 2 * CONTEXT_BYTES:
         raise UsageError(f"--assume {name}={text}: a GPU has 1 GiB or more.")
@@ -138,7 +138,7 @@ def _rate(name: str, text: str) -> float:
     """GB/s of 1e9 bytes."""
     number, unit = _split(name, text, "25GB/s")
     if not unit.endswith("/s") or unit.removesuffix("/s") not in BYTES_OF:
-        raise UsageError(f"--assume {name}={text}: the unit is GB/s (1e9 bytes a second) or such, as in 25GB/s.")
+        raise UsageError(f"--assume {name}={text}: the unit must be bytes a second, such as GB/s (1e9), as in 25GB/s.")
     return _in_range(name, text, number * BYTES_OF[unit.removesuffix("/s")] / 1e9)
 
 

@@ -22,6 +22,7 @@ from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.progress import Progress
 from zero_inference.runtime.replace import replacing
 
@@ -51,7 +52,7 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
     try:
         job.ranks.barrier()
         load_s = time.perf_counter() - start
-        progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
+        progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {load_s:.1f} s")
         for line in plan.weights.in_words():
             progress.say(line)
         loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)

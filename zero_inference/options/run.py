@@ -158,6 +158,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="load nothing; show whether the run fits and how fast it is predicted to be (exit code 2 if it does not fit)",
     )
     plan.add_argument(
+        "--json", action="store_true", help="print the dry run as one JSON object, with every option as resolved"
+    )
+    plan.add_argument(
         "--machine",
         metavar="FILE_OR_NAME",
         help="--dry-run for another machine: a file that `zero-inference link --save FILE` wrote there, or a typical machine such as "

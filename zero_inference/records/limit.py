@@ -9,14 +9,14 @@ from zero_inference.records.key import inline, key
 # What bounds a pass, in words.
 RATE_WORDS = {
     "device_memory": "device memory",
-    "host_memory": "memory",
+    "host_memory": "host memory",
     "matmul": "matrix products",
     "link": "the link",
-    "peers": "what GPUs send each other",
+    "peers": "copies between GPUs",
     "link_and_cores": "link and cores",
     "cores": "the host's cores",
     "disk": "the disk",
-    "launches": "the host's launches",
+    "launches": "kernel launches",
 }
 HOST_COPY = "host memory copy"  # `link_kind` where there is no GPU, and so no link
 _STREAM = "--engine stream"

@@ -15,6 +15,7 @@ from zero_inference.records.loops import ExpertUse, MovedPerStep
 from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import DecodeGraph, Result
 from zero_inference.runtime import signals
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.text import printable
 from zero_inference.utils import GB
 
@@ -105,18 +106,17 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
     if limit.bound_by == "link":
         spread = " in the loops themselves" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
         what = (
-            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step ({rates.link_kind}: "
+            f"moves {amount(moved.host_to_device_bytes_per_step or 0)} to the device a step ({rates.link_kind}: "
             f"{rates.link_gb_per_s:.1f} GB/s{spread})"
         )
     elif limit.bound_by == "link_and_cores":
         what = (
-            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step (link: "
-            f"{rates.link_beside_cores_gb_per_s or 0:.1f} GB/s beside the cores), multiplies {(moved.cores_bytes_per_step or 0) / 1e9:.3f} "
-            f"GB on the host's cores ({rates.cores_gb_per_s or 0:.1f} GB/s beside the link)"
+            f"moves {amount(moved.host_to_device_bytes_per_step or 0)} to the device a step (link: "
+            f"{rates.link_beside_cores_gb_per_s or 0:.1f} GB/s beside the cores), multiplies {amount(moved.cores_bytes_per_step or 0)} "
+            f"on the host's cores ({rates.cores_gb_per_s or 0:.1f} GB/s beside the link)"
         )
     elif limit.bound_by == "disk":
-        read = (moved.disk_read_bytes_per_step or 0) / 1e9
-        what = f"reads {read:.3f} GB a step from disk ({rates.disk_gb_per_s:.2f} GB/s)"
+        what = f"reads {amount(moved.disk_read_bytes_per_step or 0)} a step from disk ({rates.disk_gb_per_s:.2f} GB/s)"
     elif limit.bound_by == "device_memory":
         memory = "device memory" if on_gpu else "this machine's memory"
         what = f"is bound by {memory} (copies at {rates.device_copy_gb_per_s:.1f} GB/s)"
@@ -129,23 +129,21 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
 
 def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None, on_gpu: bool) -> str:
     """One line: what went each way in a decode step of `step_s`, and how fast the cores were, beside what was measured before."""
-    to_device, of_cores = (
-        (value or 0) / 1e9 for value in (moved.host_to_device_bytes_per_step, moved.cores_bytes_per_step)
-    )
+    to_device, of_cores = moved.host_to_device_bytes_per_step or 0, moved.cores_bytes_per_step or 0
     copied = "copied to the device" if on_gpu else "fetched"
-    line = f"each decode step: {to_device:.3f} GB {copied}, {of_cores:.3f} GB read by the host's cores"
+    line = f"each decode step: {amount(to_device)} {copied}, {amount(of_cores)} read by the host's cores"
     if not moved.cores_busy_s_per_step:
         return line
     busy = moved.cores_busy_s_per_step / step_s
     beside = "" if cores_gb_per_s is None else f" ({cores_gb_per_s:.1f} measured before, beside a busy link)"
-    return f"{line} at {of_cores / moved.cores_busy_s_per_step:.1f} GB/s{beside}, busy {busy:.0%} of the time"
+    return f"{line} at {of_cores / moved.cores_busy_s_per_step / 1e9:.1f} GB/s{beside}, busy {busy:.0%} of the time"
 
 
 def experts_in_words(use: ExpertUse) -> str:
     """One line: what the experts that device memory keeps were good for."""
     return (
-        f"experts: {use.hit_rate:.1%} of the choices were on the device, {use.saved_bytes_per_step / 1e9:.3f} GB a step not read from host "
-        f"memory, {use.loaded_bytes_per_step / 1e9:.3f} GB a step brought in"
+        f"experts: {use.hit_rate:.1%} of the choices were on the device, {amount(use.saved_bytes_per_step)} a step not read from host "
+        f"memory, {amount(use.loaded_bytes_per_step)} a step brought in"
     )
 
 

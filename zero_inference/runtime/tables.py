@@ -164,14 +164,17 @@ def pipe_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def terminal_table(columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None) -> str:
-    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red."""
+def terminal_table(
+    columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None, gap: int = 3
+) -> str:
+    """A table of `texts` for a terminal of `width` columns, as wide as needed without one, with `gap` (1 to 3) spaces between its columns.
+    The column named `error` is red."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap // 2, 0, (gap - 1) // 2))
     for column in columns:
         # Folded, never cut: a table too wide for the terminal still holds every digit.
         table.add_column(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,16 +13,12 @@ from zero_inference.config.choices import MOST_GIB
 from zero_inference.errors import UsageError
 from zero_inference.options import model_of
 from zero_inference.runtime import garbage
-from zero_inference.search.arguments import SHOWN
+from zero_inference.runtime.amounts import amount
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
     from zero_inference.machine.machine import Machine
     from zero_inference.search.candidates import Found, Free
-
-# By goal what comes first.
-FIRST = {"throughput": "most token/s of decoding", "latency": "shortest decode step", "memory": "least memory"}
-
 
 def main(args: argparse.Namespace) -> int:
     """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
@@ -33,7 +28,9 @@ def main(args: argparse.Namespace) -> int:
     with garbage.postponed():
         job, found = search(args)
         garbage.look_from_here()
-        _tell(args, job, found)
+        from zero_inference.search.answer import answer
+
+        answer(args, job, found, _say)
     return 0
 
 
@@ -66,7 +63,7 @@ def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
 
     machine, ranks = _machine(args), detect_ranks()
     if ranks.world_size > 1:
-        raise UsageError("zero-inference plan answers for one process: start it without a launcher.")
+        raise UsageError("zero-inference plan runs in one process: start it without a launcher.")
     ranks = machine.ranks_there(ranks)
     spec = resolve_shape(config, ranks.device.type)
     check_model(config, spec)
@@ -94,7 +91,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--verify {args.verify}: must be 0 or more configurations.")
     if args.verify and (args.machine or args.assume):
         raise UsageError(
-            "--verify runs configurations, which another machine cannot be asked to: drop it, or --machine and --assume."
+            "--verify runs configurations on this machine, not on another one: drop it, or drop --machine and --assume."
         )
     for size in args.batch_size or ():
         if not 1 <= size < 2**31:
@@ -103,7 +100,7 @@ def _check(args: argparse.Namespace) -> None:
         from zero_inference.runtime.replace import check_output_file
 
         if args.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
-            raise UsageError(f"--plot {args.plot}: end its name in .png, .pdf or .svg.")
+            raise UsageError(f"--plot {args.plot}: the name must end in .png, .pdf or .svg.")
         check_output_file("--plot", str(args.plot))
 
 
@@ -136,8 +133,7 @@ def _check_part(option: str, gib: float | None, there: int, instead: str, name: 
     """Raises UsageError where a part of the memory is asked for that is larger than all of it."""
     if gib is not None and gib * 2**30 > there:
         raise UsageError(
-            f"{option} {gib:g}: {name} has {there / 2**30:.1f} GiB, of which this is to be a part; for a machine with more use "
-            f"--assume {instead.format(gib)}."
+            f"{option} {gib:g}: {name} has only {amount(there)}; for a machine with more use --assume {instead.format(gib)}."
         )
 
 
@@ -170,74 +166,6 @@ def _free(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> Free:
         kv_offload=free.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
         world_sizes=world_sizes,
     )
-
-
-def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
-    from zero_inference.runtime.tables import print_rows
-    from zero_inference.search.ranking import ranked
-    from zero_inference.search.table import (
-        COLUMNS,
-        draw,
-        in_json,
-        rows_of,
-        what_does_not_fit,
-        what_is_not_known,
-        why_none,
-        why_not_predicted,
-    )
-
-    description = job.machine.described()
-    if not found.candidates:
-        raise UsageError(why_none(found, args.model))
-    best = ranked(found.candidates, args.goal)
-    if args.verify:
-        from zero_inference.search.verify import verified
-
-        best = verified(best, args.verify, args.goal, _say)
-    shown = best if args.all or args.json else best[:SHOWN]
-    rows = rows_of(shown, best)
-    if args.plot is not None:
-        draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
-        _say(f"picture: {args.plot}")
-    too_large = what_does_not_fit(found.too_large)
-    if args.json:
-        names = ("model", "goal", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
-        answer = {name: getattr(args, name) for name in names} | {
-            "machine": None if description is None else description.in_words(),
-            "machine_source": None if description is None else description.source,
-            "configurations": in_json(rows, shown),
-            "too_large": too_large,
-            "not_predicted": {"count": len(found.unknown), "because": why_not_predicted(found.unknown) or None},
-        }
-        print(json.dumps(answer, indent=1))
-        return
-    if description is not None:
-        print(f"predicted for {description.in_words()}{_limits(args)}")
-        if caveat := description.caveat():
-            print(caveat)
-    print(
-        f"prompt {args.prompt_len}, {args.gen_len} new tokens; {FIRST[args.goal]} first; "
-        "*: no other has both a shorter step and more token/s"
-    )
-    hidden = () if job.machine.gpus() > 1 else ("gpus",)
-    columns = [each for each in COLUMNS if each.name not in hidden and any(row[each.name] is not None for row in rows)]
-    print_rows(rows, columns, "table")
-    if len(best) > len(shown):
-        print(f"{len(best) - len(shown)} more with --all")
-    for line in what_is_not_known(shown):
-        print(line)
-    for line in too_large:
-        print(f"does not fit: {line}")
-    if found.unknown:
-        print(f"not predicted: {len(found.unknown)} more that fit: {why_not_predicted(found.unknown)}")
-    for place, each in enumerate([each for each in shown if not each.failed][:3], 1):
-        print(f"{place}: {each.command()}")
-
-
-def _limits(args: argparse.Namespace) -> str:
-    parts = {"device": args.max_gpu_memory, "host": args.max_host_memory}
-    words = " and ".join(f"{gib:g} GiB of {where} memory" for where, gib in parts.items() if gib is not None)
-    return f"; at most {words} used" if words else ""
 
 
 def _say(line: str) -> None:

@@ -35,7 +35,7 @@ def verified(best: Sequence[Candidate], count: int, goal: str, say: Callable[[st
                 say(f"  {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}")
                 tried.append(replace(candidate, measured_tokens_per_s=rate))
     if not tried:
-        raise RunError(f"--verify {count}: none of them ran; what each said is above.")
+        raise RunError(f"--verify {count}: none of them ran; the reasons are above.")
     return ranked(tried, goal) + list(best[count:]) + failed
 
 
