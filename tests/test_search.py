@@ -222,7 +222,7 @@ def test_what_cannot_be_planned(options, said, capfd):
 
 def test_a_model_is_needed(capfd):
     assert console_main(["zero-inference", "plan", "--machine", "rtx4090"]) == 2
-    assert "--model is required: a hub name" in capfd.readouterr().err
+    assert "name a model first" in capfd.readouterr().err
 
 
 def test_typical_machines_are_listed(capfd):

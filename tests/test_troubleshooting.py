@@ -10,7 +10,11 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 def texts_of(source: str) -> list[str]:
     """Its string constants, and the constant parts of its f-strings; adjacent strings are one, as Python reads them."""
-    return [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def test_quoted_messages_are_in_the_code():

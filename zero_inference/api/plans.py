@@ -19,7 +19,7 @@ from zero_inference.errors import UsageError
 from zero_inference.options import Parser
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime import garbage
-from zero_inference.search import command
+from zero_inference.search import arguments, command
 from zero_inference.utils import GB
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def plan(
     for name, value in zip(SEVERAL, (batch_size, quant_bits, engine, num_gpus)):
         words += several(name, value)
     parser = _Words(prog="zero-inference plan", add_help=False)
-    command.add_arguments(parser)
+    arguments.add_arguments(parser)
     args = parser.parse_args(words)
     with garbage.postponed(), left_as_found(verbose=1):
         job, found = command.search(args)

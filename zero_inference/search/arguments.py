@@ -16,6 +16,7 @@ BITS = ",".join(map(str, QUANT_BITS))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference plan`; what is left out is free, but for the lengths."""
+    parser.usage = "%(prog)s MODEL [options]"
     model = parser.add_argument_group(
         "model and work", examples("zero-inference plan facebook/opt-66b --batch-size 1 8")
     )

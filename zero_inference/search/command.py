@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zero_inference.machine.machine import Machine
     from zero_inference.search.candidates import Found, Free
 
+
 def main(args: argparse.Namespace) -> int:
     """Prints the table; 0. Raises UsageError where nothing fits, or nothing can be predicted."""
     args.model = model_of(args)
