@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,16 @@ def decimals(count: int) -> Callable[[float], str]:
 def significant(value: float) -> str:
     """Three digits that count, and whole numbers from 1000 on."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def three_digits(value: float, most_decimals: int = 6) -> str:
+    """Three significant digits, trailing zeros kept and without an exponent; whole numbers from 1000 on."""
+    if not value:
+        return "0"
+    digits = 1 + math.floor(math.log10(abs(value)))
+    if digits < 3 and round(abs(value), 3 - digits) >= 10**digits:  # 9.996 is 10.0
+        digits += 1
+    return f"{value:.{min(max(0, 3 - digits), most_decimals)}f}"
 
 
 def gib(nbytes: float) -> str:
@@ -171,7 +182,10 @@ def terminal_table(columns: Sequence[Column], texts: list[list[str]], colour: bo
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    head = (
+        box.SIMPLE_HEAD if colour else box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
+    )  # plain where it is not a terminal
+    table = Table(box=head, pad_edge=False, show_edge=False)
     for column in columns:
         # Folded, never cut: a table too wide for the terminal still holds every digit.
         table.add_column(

@@ -12,9 +12,9 @@ from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
+from zero_inference.report.short import model_in_short, weights_in_short
 from zero_inference.runtime.text import printable
 
-SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
 LONGEST_TEXT = 2000
 
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def short_model(self) -> str:
-        return self.model.rstrip("/").rpartition("/")[2] or self.model
+        return model_in_short(self.model)
 
     @property
     def engine(self) -> str:
@@ -82,12 +82,8 @@ class Run:
 
     @property
     def weights(self) -> str:
-        bits, dtype = self.whole("quant_bits"), self.text("dtype")
-        if bits is not None and bits < 16:
-            return f"int{bits}"
-        if bits is None and self.record.get("weight_quantize"):
-            return "quantized"
-        return SHORT_DTYPES.get(dtype, dtype) if dtype else "16 bit" if bits == 16 else "dtype unknown"
+        quantized = bool(self.record.get("weight_quantize"))
+        return weights_in_short(self.whole("quant_bits"), self.text("dtype"), quantized) or "dtype unknown"
 
     @property
     def place(self) -> str:
