@@ -463,7 +463,7 @@ def test_failed_runs_are_listed_with_their_error_and_are_never_the_fastest(tmp_p
 def test_an_empty_folder_gets_a_page_that_says_so(tmp_path, capsys):
     page = page_of(tmp_path)
     assert "No runs yet" in page.texts("h2") and "svg" not in page.tags
-    assert "warning: no .log or .jsonl" in capsys.readouterr().err
+    assert "warning: no run in the .log and .jsonl" in capsys.readouterr().err
 
 
 def test_logs_without_records_and_single_runs_have_a_page(tmp_path):

@@ -175,8 +175,13 @@ def pipe_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def terminal_table(columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None) -> str:
-    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red."""
+def terminal_table(
+    columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None, gap: int = 3
+) -> str:
+    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red.
+
+    `gap` is the number of characters between two columns, at least 1.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -185,11 +190,15 @@ def terminal_table(columns: Sequence[Column], texts: list[list[str]], colour: bo
     head = (
         box.SIMPLE_HEAD if colour else box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
     )  # plain where it is not a terminal
-    table = Table(box=head, pad_edge=False, show_edge=False)
+    table = Table(box=head, pad_edge=False, show_edge=False, padding=(0, (gap - 1) // 2, 0, gap // 2))
     for column in columns:
         # Folded, never cut: a table too wide for the terminal still holds every digit.
         table.add_column(
-            column.header, justify="right" if column.numeric else "left", overflow="fold", no_wrap=column.whole
+            column.header,
+            justify="right" if column.numeric else "left",
+            vertical="bottom",
+            overflow="fold",
+            no_wrap=column.whole,
         )
     for row in texts:
         # Text, not str: rich would read "[...]" in a name or an error as markup.
@@ -256,11 +265,13 @@ def print_rows(
     format: str,
     turn: bool = False,
     piped_width: int | None = None,
+    folded: bool = True,
 ) -> None:
-    """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide."""
+    """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide. Where it
+    is not `folded`, a table is as wide as its columns."""
     import shutil
     import sys
 
     terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else piped_width
+    width = (shutil.get_terminal_size().columns if terminal else piped_width) if folded else None
     print(render(rows, columns, format, colour=terminal, width=width, turn=turn), end="", flush=True)
