@@ -21,6 +21,7 @@ from zero_inference.runtime.tables import Column, one_line, terminal_table, thre
 
 PIPED_WIDTH = 100
 GAP = 2  # characters between two columns
+LONGEST_FOLDER = 16  # characters; the end of it tells most
 MOST_FAILURES = 10  # that get a note below the table
 BOUNDS = {"link_and_cores": "link+cores", "device_memory": "memory", "matmul": "products"}
 
@@ -128,11 +129,15 @@ def _settings(runs: Sequence[Run]) -> list[Shown]:
         rank = 2 if name.replace("-", "_") in STREAM_OPTIONS else 4
         return Shown(name.replace("-", "-\n", 1), lambda run: values[run.number - 1], rank, longest=16)
 
+    def folder(run: Run) -> str | None:
+        name = folders[run.number - 1]
+        return name if name is None or len(name) <= LONGEST_FOLDER else f"…{name[1 - LONGEST_FOLDER :]}"
+
     folders = short_folders([run.text("folder") for run in runs])
     found = [
         Shown("model", lambda run: run.short_model, 0),
         Shown("engine", lambda run: run.text("engine"), 0, longest=12),
-        Shown("weights", lambda run: run.weights if run.weights != "dtype unknown" else None, 1),
+        Shown("bits", lambda run: run.weights if run.weights != "dtype unknown" else None, 1),
         Shown("where", where, 1),
         Shown("batch", counted("batch_size"), 0, right=True),
         *(option(name, values) for name, values in differing_options(runs).items()),
@@ -140,7 +145,7 @@ def _settings(runs: Sequence[Run]) -> list[Shown]:
         Shown("prompt", counted("prompt_len"), 4, right=True),
         Shown("generated", counted("gen_len"), 4, right=True),
         Shown("ranks", counted("world_size"), 1, right=True),
-        Shown("folder", lambda run: folders[run.number - 1], 1, longest=20),
+        Shown("folder", folder, 0),
         Shown("gpu", lambda run: (run.gpus or "").replace("NVIDIA ", "") or None, 4),
         Shown("commit", lambda run: (run.text("environment.git_commit") or "")[:9] or None, 10),
     ]
