@@ -31,6 +31,8 @@ from zero_inference.runtime.tables import FORMATS, texts_of
 if TYPE_CHECKING:
     import pandas
 
+RESULTS = ("decode_throughput", "prefill_latency_s", "fraction_of_limit", "total_throughput")  # first on the page
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference report`."""
@@ -98,6 +100,10 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
     shown = shown.drop(
         columns=[column.name for column in COLUMNS if column.key.startswith("quality.")], errors="ignore"
     )
+    results = [name for name in RESULTS if name in shown.columns]
+    shown = shown[
+        [*results, *(name for name in shown.columns if name not in RESULTS)]
+    ]  # a phone shows the first columns
     columns, rows = columns_of(shown), rows_of(shown)
     values = [list(row.values()) for row in rows]
     table = Table(

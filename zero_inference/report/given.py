@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from zero_inference.config.choices import DEFAULTS, FIELD_NAMES, PATHS
+from zero_inference.config.choices import DEFAULTS, FIELD_NAMES, PATHS, STREAM_OPTIONS
 from zero_inference.records.read import number_of
 
 # Fields that a table shows in other columns, that say where something lies, or how long was measured.
@@ -15,6 +15,11 @@ _TOLD_ELSEWHERE = {
     *("pin_memory", "offload_dir", "trace", "log_file", "log_dir", "machine", "assume", "auto", "goal"),
     *("loops", "warmup", "warmup_spread", "verbose", "dry_run", "dtype"),
 }  # fmt: skip
+# Those that can make a run faster or slower, so that others with the same value are repetitions.
+OF_SPEED = tuple(
+    name.replace("_", "-")
+    for name in (*STREAM_OPTIONS, "norm_kernels", "quant_group_size", "ds_config", "async_kv_offload", "use_gds")
+)
 TOLD = tuple(name for name in FIELD_NAMES if name not in _TOLD_ELSEWHERE and "quality" not in name)
 
 
@@ -47,3 +52,17 @@ def given_number(record: Mapping[str, Any], name: str) -> float | None:
     """The value of an option that is a number; None where it was not given or is none."""
     value = given_options(record).get(name)
     return None if value is None else number_of(value)
+
+
+def differing_options(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
+    """The options in which runs differ, as typed but without the dashes: for each record its value, None where it was not given."""
+    told = [told_options(record) for record in records]
+    names = dict.fromkeys(name for each in told for name in each)
+    given = {name: [_in_brief(each.get(name)) for each in told] for name in names}
+    return {name: values for name, values in given.items() if len(set(values)) > 1}
+
+
+def _in_brief(value: str | None) -> str | None:
+    """A number in three digits; anything else as it is."""
+    number = None if value is None else number_of(value)
+    return value if number is None else f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"

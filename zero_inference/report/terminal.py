@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_inference.config.choices import STREAM_OPTIONS
-from zero_inference.report.brief import differing_options, where
+from zero_inference.config.choices import PAGE_LOCKING_ENGINES, STREAM_OPTIONS
 from zero_inference.report.folders import short_folders
+from zero_inference.report.given import differing_options
 from zero_inference.report.html.runs import Run
 from zero_inference.report.html.summary import seconds
 from zero_inference.report.prediction import time_over_predicted
@@ -121,6 +121,17 @@ def _score(metric: str) -> Callable[[Run], str | None]:
     return lambda run: next((score.text for score in run.quality if score.metric == metric), None)
 
 
+def _where(run: Run) -> str | None:
+    """Offload, page-locking and place of the KV cache, such as `cpu pinned, KV cpu`; None for a run that says nothing of it."""
+    if run.record.get("cpu_offload") is None and run.record.get("disk_offload") is None:
+        return None
+    place = {"host": "cpu", "device": "gpu"}.get(run.place, run.place)
+    pinned = run.record.get("pin_memory")
+    if place == "cpu" and run.engine in PAGE_LOCKING_ENGINES and isinstance(pinned, bool):
+        place += " pinned" if pinned else " pageable"
+    return f"{place}, KV cpu" if run.record.get("kv_offload") else place
+
+
 def _settings(runs: Sequence[Run]) -> list[Shown]:
     def counted(key: str) -> Callable[[Run], str | None]:
         return lambda run: None if (value := run.whole(key)) is None else str(value)
@@ -138,9 +149,9 @@ def _settings(runs: Sequence[Run]) -> list[Shown]:
         Shown("model", lambda run: run.short_model, 0),
         Shown("engine", lambda run: run.text("engine"), 0, longest=12),
         Shown("bits", lambda run: run.weights if run.weights != "dtype unknown" else None, 1),
-        Shown("where", where, 1),
+        Shown("where", _where, 1),
         Shown("batch", counted("batch_size"), 0, right=True),
-        *(option(name, values) for name, values in differing_options(runs).items()),
+        *(option(name, values) for name, values in differing_options([run.record for run in runs]).items()),
         Shown("dtype", lambda run: SHORT_DTYPES.get(run.text("dtype"), run.text("dtype")), 7),
         Shown("prompt", counted("prompt_len"), 4, right=True),
         Shown("generated", counted("gen_len"), 4, right=True),
