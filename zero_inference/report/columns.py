@@ -1,4 +1,4 @@
-"""The columns of a report of runs: what is read from a record, what every printer shows, and what `--sort` accepts follow from here."""
+"""The columns of a report of runs: what is read from a record, what each format shows, and what `--sort` accepts."""
 
 from __future__ import annotations
 

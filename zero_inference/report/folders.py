@@ -53,7 +53,7 @@ def _ours(path: Path) -> bool:
 
 
 def short_folders(folders: Sequence[str | None]) -> list[str | None]:
-    """The folders without what all of them begin with; None where none is known."""
+    """The folders without the path that they have in common; None for those that are not known."""
     known = sorted({folder for folder in folders if folder})
     if len(known) < 2:
         return list(folders)

@@ -1,4 +1,4 @@
-"""`zero-inference report LOGDIR --prediction`: what plans said, beside what the runs found."""
+"""`zero-inference report DIR... --prediction`: measured values beside the plans' predictions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def prediction_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The distribution of each quantity over `rows`: median, 10th and 90th percentile, and what is farthest from zero."""
+    """The distribution of each quantity over `rows`: median, 10th and 90th percentile, and the value farthest from zero."""
     import pandas
 
     found: list[dict[str, Any]] = [{"model": name} for name in (*SUMMARY, "largest")]
@@ -84,7 +84,7 @@ def summary_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_predictions(records: Iterable[dict[str, Any]], format: str) -> bool:
-    """The rows, and in a table their distribution behind them; false where no record says what was predicted."""
+    """Print the rows, in a table followed by their distribution; false where no record has a prediction."""
     rows = prediction_rows(records)
     if not rows:
         return False

@@ -31,7 +31,7 @@ _LOG_NAME = re.compile(
 
 
 def parse_log_name(stem: str) -> dict[str, Any]:
-    """What a run log's name says, as record keys; a name of another pattern is taken as the model's.
+    """The record keys that a run log's name holds; a name of another pattern is taken as the model's.
 
     The name says whether the weights were quantized but not to how many bits: `quant_bits` is 16 or missing.
     """
@@ -56,7 +56,7 @@ def parse_log_name(stem: str) -> dict[str, Any]:
 
 
 def _as_logged(run: dict[str, Any]) -> tuple[str | None, ...]:
-    """What tells a run's block and its record to be of one run: figures in the three decimals of the block."""
+    """Values by which a run's block and its record are matched, in the three decimals of the block."""
     values = (
         value_at(run, key, "Float64")
         for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput")
@@ -124,8 +124,7 @@ def load_records(folder: str | Path, only: Callable[[Path], bool] | None = None)
 def differing_columns(frame: pandas.DataFrame) -> pandas.DataFrame:
     """The frame with the columns that tell its runs apart, beside the model, the engine and the main results.
 
-    A value that one run has and another lacks is a difference, as not knowing is not being equal; but what a failed
-    run did not get to know is none.
+    A value that one run has and another lacks is a difference; but not one that is missing only from failed runs.
     """
     good = frame[frame["status"] == STATUS_OK]
 

@@ -1,4 +1,4 @@
-"""Fills page.html: one file that needs nothing beside it."""
+"""Fills page.html: one self-contained file."""
 
 from __future__ import annotations
 

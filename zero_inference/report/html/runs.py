@@ -1,4 +1,4 @@
-"""Records as the page needs them: what is missing or of another kind reads as None, and text is fit to be shown."""
+"""Records as the page needs them: missing or odd values read as None, and text is safe to show."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def bound_by(self) -> str | None:
-        """What binds a decode step: link, disk, device_memory or matmul. Older records name none, but knew only link and disk."""
+        """What limits a decode step: link, disk, device_memory or matmul. Older records do not name it; they had only link and disk."""
         if self.share_of_limit is None:
             return None
         disk_bytes, disk_gb_per_s = self.amount("transfers.disk_read_bytes_per_step"), self.amount("limit.disk_gbps")

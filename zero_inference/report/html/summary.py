@@ -25,7 +25,7 @@ LINK_CAUSES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The fastest run of one model at one length, and those that the spread of the loops does not tell from it.
+    """The fastest run of one model at one length, and those too close to it for the spread of the loops to tell apart.
 
     `leaders` are numbers and names, the fastest first, of which `more` are not named; `claim` is what can be said of them; `bound`
     is about the first, as are `figure` (its token/s), `phase` and `share` (of its limit, in words; empty where that is not known).
