@@ -37,6 +37,7 @@ COLUMNS = (
     Column("model", "model", dtype="string"),
     Column("engine", "engine", dtype="string"),
     *(Column(name, header, _signed_percent) for name, (header, _, _) in QUANTITIES.items()),
+    Column("folder", "folder", dtype="string"),
     Column("file", "file", dtype="string"),
 )
 
@@ -60,7 +61,7 @@ def prediction_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         if not isinstance(record.get("predicted"), dict):
             continue
-        row = {name: value_at(record, name, "string") for name in ("model", "engine", "file")}
+        row = {name: value_at(record, name, "string") for name in ("model", "engine", "folder", "file")}
         for name in QUANTITIES:
             predicted, measured = _said_and_found(record, name)
             row[name] = measured / predicted - 1 if predicted and measured is not None else None
@@ -88,7 +89,13 @@ def print_predictions(records: Iterable[dict[str, Any]], format: str) -> bool:
     rows = prediction_rows(records)
     if not rows:
         return False
-    shown = [each for each in COLUMNS if each.name not in QUANTITIES or any(row[each.name] is not None for row in rows)]
+    several = len({row["folder"] for row in rows}) > 1
+    shown = [
+        each
+        for each in COLUMNS
+        if (each.name not in QUANTITIES or any(row[each.name] is not None for row in rows))
+        and (each.name != "folder" or several)
+    ]
     more = summary_rows(rows) if format in ("table", "md") else []
     print_rows(rows + more, shown, format)
     return True
