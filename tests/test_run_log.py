@@ -61,7 +61,7 @@ def run(checkpoints, tmp_path, capfd):
 def test_a_full_disk_after_the_loops_costs_no_result(run, tmp_path, full, kept):
     (tmp_path / full).symlink_to("/dev/full")
     code, out, error = run()
-    assert code == 1 and "total throughput: " in out and "prefill latency: " in out
+    assert code == 1 and "time to first token (prefill)" in out and "\ntotal " in out
     assert f"not written to {tmp_path / full} (No space left on device)" in error and kept not in error
     if kept == "run.log":
         assert len(parse_log(tmp_path / kept)) == 1
@@ -89,7 +89,11 @@ def test_a_trace_that_cannot_be_written_costs_no_result(run, tmp_path):
     with small_disk(tmp_path / "disk", "4k") as disk:
         (disk / "full").write_bytes(bytes(4096))
         code, out, error = run("--trace", disk / "trace.json", "--engine", "stream")
-    assert code == 1 and "total throughput: " in out and f"the trace was not written to {disk / 'trace.json'}" in error
+    assert (
+        code == 1
+        and "time to first token (prefill)" in out
+        and f"the trace was not written to {disk / 'trace.json'}" in error
+    )
     assert read_records(tmp_path / "run.jsonl")[0]["status"] == "ok"
 
 

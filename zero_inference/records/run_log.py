@@ -15,7 +15,7 @@ from zero_inference.records.key import as_mapping
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Record, Request, Result
 from zero_inference.records.write import append_record, complete
 from zero_inference.runtime.append import check_appendable
-from zero_inference.utils import LOG_LINES, benchmark_block, write_benchmark_log
+from zero_inference.utils import LOG_LINES, write_benchmark_log
 
 
 @dataclass
@@ -64,10 +64,6 @@ class RunLog:
                     f"the {what} {path} cannot be written to ({error.strerror}); "
                     "choose another --log-dir or --log-file."
                 ) from error
-
-    def block(self) -> str:
-        """The log's four lines, as they are printed and logged."""
-        return benchmark_block(*self._values())
 
     def write(self) -> None:
         """Append the block and the record, each whether or not the other can be written."""
