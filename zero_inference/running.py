@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ from zero_inference.report.results import publish
 from zero_inference.runtime import garbage
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
-from zero_inference.runtime.progress import Progress
+from zero_inference.runtime.progress import Progress, reporting
 from zero_inference.search.choose import check_alone, choose, faster_than
 
 Questions = dict[str, list[dict]]
@@ -51,9 +48,14 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _quiet_libraries(config.verbose)
     machine = machine_of(config.machine, config.assume)
     ranks = machine.ranks_there(detect_ranks(local_rank))
+    with reporting(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
+        _run(config, argv, ranks, machine, progress)
+
+
+def _run(config: RunConfig, argv: list[str], ranks: Ranks, machine: Machine, progress: Progress) -> None:
     check_alone(config, ranks)
     check_launch(config, ranks, machine)
-    config, spec, chosen = _resolved(config, ranks, machine)
+    config, spec, chosen = _resolved(config, ranks, machine, progress)
     questions = quality.prepare(config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
@@ -69,9 +71,9 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
     )
     files.check()
-    progress = Progress(enabled=ranks.is_first and config.verbose > 0)
-    with contextlib.closing(progress), leaving_a_record(config, ranks, files, release=close_all) as watch:
+    with leaving_a_record(config, ranks, files, release=close_all) as watch:
         output_ids, tokenizer = _measured(config, spec, ranks, files, progress, questions)
+        progress.clear()
         ranks.barrier()
     try:
         if ranks.is_first:
@@ -83,16 +85,13 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     stop_process_group()
 
 
-def _resolved(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[RunConfig, ModelSpec, Chosen | None]:
+def _resolved(
+    config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress
+) -> tuple[RunConfig, ModelSpec, Chosen | None]:
     """What is run: the model, and what the plan finds of what was left open."""
     spec = resolve_model(config, ranks.device.type)
     check_model(config, spec)
-    say = (
-        functools.partial(print, file=sys.stderr, flush=True)
-        if config.verbose and ranks.is_first
-        else lambda line: None
-    )
-    found, chosen = choose(config, spec, ranks, machine, say)
+    found, chosen = choose(config, spec, ranks, machine, progress.say)
     if chosen is not None:
         check_launch(found, ranks, machine)
         check_model(found, spec)

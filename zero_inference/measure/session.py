@@ -98,18 +98,19 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
-    measurement = generation.measure(
-        loaded,
-        own,
-        config.gen_len,
-        config.loops,
-        config.warmup,
-        ranks,
-        make_cache,
-        around_loops=around,
-        progress=progress.update,
-        warmup_spread=config.warmup_spread,
-    )
+    with progress.task("generating") as task:
+        measurement = generation.measure(
+            loaded,
+            own,
+            config.gen_len,
+            config.loops,
+            config.warmup,
+            ranks,
+            make_cache,
+            around_loops=around,
+            progress=lambda words, left_s: task.at(words, left_s=left_s),
+            warmup_spread=config.warmup_spread,
+        )
     if measurement.warmed_up is False:
         progress.say(
             f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "

@@ -15,9 +15,8 @@ def score_run(
 ) -> Quality:
     """The scores of each task, with their errors; writes the items where --quality-items asks for them. All ranks call it."""
     config, ranks = job.config, job.ranks
-    evaluation = quality.evaluate(
-        questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks), progress.update
-    )
+    settings = quality.settings_of(config, ranks)
+    evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, settings, progress)
     for task, scores in evaluation.scores.items():
         if scores["truncated"]:
             progress.say(
