@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import UsageError
+from zero_inference.runtime.progress import add_verbose
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS
 
@@ -42,32 +43,37 @@ def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -
             type=_seconds,
             default=seconds,
             metavar="S",
-            help="seconds a figure is measured for (default: %(default)g)",
+            help="measure each figure for S seconds (default: %(default)g)",
         )
         each.add_argument(
-            "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+            "--format", choices=FORMATS, default="table", help="(default: table; csv and json have all digits)"
         )
-        each.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the figures too")
+        each.add_argument("--plot", metavar="FILE.png", type=Path, help="also draw the figures")
+        add_verbose(each)
     for name in ("matmul", "layer"):
         parsers[name].add_argument(
             "--longest-call",
             type=_seconds,
             default=LONGEST_CALL_S,
             metavar="S",
-            help="skip a size of which one call is expected to take longer (default: %(default)g)",
+            help="skip sizes where one call is expected to take more than S seconds (default: %(default)g)",
         )
     parsers["matmul"].add_argument("--sizes", nargs="+", type=_count, metavar="N", help=_default("n", MATMUL_SIZES))
-    parsers["matmul"].add_argument("--dtype", nargs="+", choices=KINDS, help="(default: all that the device has)")
+    parsers["matmul"].add_argument("--dtype", nargs="+", choices=KINDS, help="(default: all that the device supports)")
     parsers["elementwise"].add_argument(
-        "--sizes", nargs="+", type=_count, metavar="N", help="elements (default: 2^14 to 2^28 by 4, on a CPU to 2^26)"
+        "--sizes",
+        nargs="+",
+        type=_count,
+        metavar="N",
+        help="elements of a vector (default: 2^14 to 2^28 in steps of 4x, on a CPU to 2^26)",
     )
     layer = parsers["layer"]
     layer.add_argument(
         "--blocks",
         nargs="+",
         metavar="NAME",
-        help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, on a "
-        "CPU opt-1.3b and llama-3.2-1b of the last two)",
+        help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: the five named here; on a "
+        "CPU opt-1.3b and llama-3.2-1b)",
     )
     layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=_default("tokens", LAYER_SEQS))
     layer.add_argument("--batch", nargs="+", type=_count, metavar="B", help=_default("sequences", LAYER_BATCHES))
@@ -76,17 +82,17 @@ def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -
         "--norm-kernels",
         choices=NORM_KERNELS,
         default="auto",
-        help="a second row of each OPT and Llama block, with this package's norm kernels (default: auto, where "
-        "there are any)",
+        help="measure each OPT and Llama block a second time, with this package's norm kernels (default: auto, which does "
+        "so where they can run)",
     )
 
 
 def check_plot(path: Path) -> None:
     if path.suffix.lower() != ".png":
-        raise UsageError(f"--plot {path}: only PNG is drawn; end the name in .png.")
+        raise UsageError(f"--plot {path}: plots are PNG files; use a name that ends in .png.")
     check_output_file("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed; `pip install matplotlib`.")
+        raise UsageError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
 
 
 def _default(what: str, sizes: dict[str, tuple[int, ...]]) -> str:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from zero_inference.runtime.text import printable
 
 if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
+    import argparse
+
     from rich.console import Console
     from rich.live import Live
     from rich.progress import Progress as Bar
@@ -102,6 +104,13 @@ class Progress:
             self._show(None)
 
     close = clear
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is shown within, where results are printed to a stdout that may be the same terminal."""
+        with self._lock:
+            self.clear()
+            yield
 
     @property
     def on_terminal(self) -> bool:
@@ -287,6 +296,17 @@ def reporting(progress: Progress) -> Iterator[Progress]:
     finally:
         _current.remove(progress)
         progress.close()
+
+
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """`--verbose` of a command."""
+    parser.add_argument(
+        "--verbose",
+        type=int,
+        choices=(0, 1, 2),
+        default=1,
+        help="0: no progress and no warnings; 2: a traceback with an error (default: 1)",
+    )
 
 
 def importing(what: str, enabled: bool = True) -> contextlib.AbstractContextManager[Task]:

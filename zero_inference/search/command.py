@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from zero_inference.config.checks import batch_advice
 from zero_inference.config.choices import MOST_GIB
 from zero_inference.errors import UsageError
 from zero_inference.runtime import garbage
+from zero_inference.runtime.progress import Progress, add_verbose, current, importing, reporting
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
     _add_machine_arguments(parser)
+    add_verbose(parser)
 
 
 def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +108,9 @@ def main(args: argparse.Namespace) -> int:
         dry_run=True,
     ).validate()
     _check(args)
-    with garbage.postponed():
+    with garbage.postponed(), reporting(Progress(args.verbose > 0)):
+        with importing("torch and transformers", args.verbose > 0):
+            from zero_inference.planning import plan  # noqa: F401
         job, found = _search(args, config)
         garbage.look_from_here()
         _tell(args, job, found)
@@ -171,7 +174,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
     machine = machine_of(args.machine, args.assume)
     if machine.is_here and machine.described() is None:
-        measure_and_keep(_say)
+        measure_and_keep(current().say)
     if args.gpu_memory is not None and not machine.gpus():
         raise UsageError(f"--gpu-memory {args.gpu_memory:g}: the machine has no GPU; use --host-memory, or drop it.")
     description = None if machine.is_here else machine.described()
@@ -244,12 +247,12 @@ def _tell(args: argparse.Namespace, job: Job, found: Found) -> None:
     if args.verify:
         from zero_inference.search.verify import verified
 
-        best = verified(best, args.verify, args.goal, _say)
+        best = verified(best, args.verify, args.goal, current().say)
     shown = best if args.all or args.json else best[:SHOWN]
     rows = rows_of(shown, best)
     if args.plot is not None:
         draw(best, args.plot, f"{args.model}, prompt {args.prompt_len}, {args.gen_len} new tokens: predicted")
-        _say(f"picture: {args.plot}")
+        current().say(f"picture: {args.plot}")
     too_large = what_does_not_fit(found.too_large)
     if args.json:
         names = ("model", "goal", "prompt_len", "gen_len", "gpu_memory", "host_memory")
@@ -289,7 +292,3 @@ def _limits(args: argparse.Namespace) -> str:
     parts = {"device": args.gpu_memory, "host": args.host_memory}
     words = " and ".join(f"{gib:g} GiB of {where} memory" for where, gib in parts.items() if gib is not None)
     return f"; at most {words} used" if words else ""
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

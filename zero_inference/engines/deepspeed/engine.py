@@ -8,10 +8,8 @@ memory holds the stored weights and one layer; `deepspeed.initialize` then finds
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -44,6 +42,7 @@ from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.progress import SLOW_IMPORT_S, current
 
 connect = no_communicator
 
@@ -151,7 +150,7 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
         config.disk_offload,
         config.use_gds,
         dequantize_on_gpu=config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype),
-        say=functools.partial(print, file=sys.stderr, flush=True) if ranks.is_first and config.verbose > 0 else None,
+        say=current().say,
     )
     init_distributed(ranks)
     releases = ExitStack()
@@ -245,7 +244,7 @@ def _check_by_deepspeed(merged: dict[str, Any], path: str | None) -> None:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         what = f"--ds-config {path}" if path else "the DeepSpeed configuration made from these options"
-        raise UsageError(f"{what}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
+        raise UsageError(f"{what}: DeepSpeed rejects it: {' '.join(lines[:3])[:300]}") from error
 
 
 def compile_dequantization(ranks: Ranks, say: Callable[[str], None]) -> None:
@@ -271,6 +270,7 @@ def _prepare_environment(verbose: int, ranks: Ranks | None) -> None:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
-    from deepspeed.utils import logger
+    with current().slow("importing DeepSpeed", SLOW_IMPORT_S):
+        from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR if verbose < 2 else logging.INFO)
