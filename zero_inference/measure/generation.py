@@ -76,22 +76,21 @@ def measure(
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
         make_cache: gives the cache of a loop; None leaves it to transformers.
         around_loops: called before each measured loop and behind the last one.
-        progress: told after each token what is under way, and how many seconds all still takes, where that is known.
+        progress: told after each token what is under way, and the seconds to go, where they are known.
         warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
 
     Raises:
         RunError: logits of the first loop are not finite; told behind it.
     """
     use_repeatable_attention()
-    measurement = Measurement()
-    logits, remaining = FirstLogits(loaded.model), Remaining(warmup + loops, gen_len)
+    measurement, logits, remaining = Measurement(), FirstLogits(loaded.model), Remaining(warmup + loops, gen_len)
 
     def one(label: str, ends_early: Callable[[], bool] | None = None) -> tuple[Loop, torch.Tensor]:
         def tell(step: int) -> None:
             progress(f"{label}, token {step} of {gen_len}", remaining.token(step))
 
         remaining.begin(extra=ends_early is not None)
-        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, tell, ends_early or (lambda: False))
+        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, tell, ends_early)
         remaining.end()
         logits.require_finite(
             loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None)
@@ -132,9 +131,9 @@ def _one_loop(
     ranks: Ranks,
     make_cache,
     progress,
-    ends_early: Callable[[], bool] = lambda: False,
+    ends_early: Callable[[], bool] | None = None,
 ) -> tuple[Loop, torch.Tensor]:
-    clock = _StepClock(loaded, ids.shape[0], progress, ends_early)
+    clock = _StepClock(loaded, ids.shape[0], progress, ends_early or (lambda: False))
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
     ranks.barrier()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from zero_inference.runtime.durations import duration, to_go
 from zero_inference.runtime.text import printable
 
 if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
@@ -248,29 +249,6 @@ class Moved:
         else:
             self._next_shown = now + QUIET_S
             progress.say(f"{self._name}: {words}")
-
-
-def duration(seconds: float) -> str:
-    """Such as "45 s", "2 min 10 s" or "1 h 5 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def to_go(seconds: float | None) -> str:
-    """Such as ", about 4 min to go", no more exact than an estimate is; nothing without one, and at the end."""
-    if seconds is None or seconds < 1:
-        return ""
-    if seconds < 10:
-        return f", about {round(seconds)} s to go"
-    if seconds < 95:
-        return f", about {5 * round(seconds / 5)} s to go"
-    if seconds < 95 * 60:
-        return f", about {round(seconds / 60)} min to go"
-    return f", about {seconds / 3600:.1f} h to go"
 
 
 _NONE = Progress(enabled=False)
