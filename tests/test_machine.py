@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_is_refused_in_one_line(content, said, tmp_path, c
     assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--dry-run", "--machine", str(path)]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: --machine {path}: ") and said in line
-    assert line.endswith("zero-inference link --save FILE writes such a file.")
+    assert line.endswith("`zero-inference link --save FILE` writes one.")
 
 
 @pytest.mark.parametrize("path, said", [("nowhere.json", "No such file"), (".", "not a regular file")])

@@ -138,7 +138,7 @@ def test_a_lock_that_is_never_released_is_not_waited_for(run, tmp_path, monkeypa
         with (tmp_path / name).open("wb") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             code, _, error = run()
-            assert code == 2 and f"{name} cannot be written to (another process has kept it locked" in error
+            assert code == 2 and f"{name} is not writable (another process has kept it locked" in error
             with pytest.raises(TimeoutError, match="kept it locked"):
                 append_bytes(tmp_path / name, b"x")
     assert run()[0] == 0

@@ -337,7 +337,7 @@ def test_the_cores_do_not_attend_where_the_host_would_be_late_for_it():
     assert attending.weights.attending_layers == 40 and copying.weights.attending_layers == 0
     assert sooner.step.seconds < later.step.seconds < 40 * 0.03
     assert copying.weights.in_words() == [
-        "the host's cores stay out: a step in which they attend is predicted to take longer"
+        "the host's cores do not multiply: a step in which they attend is predicted to take longer"
     ]
     assert times_of(f"{options} --cpu-compute 0.5", slow)[0].weights.attending_layers == 40, "as it was asked for"
     weights = times_of(f"{options} --gpu-memory 0", slow)[0].weights

@@ -47,5 +47,5 @@ def _named(name: str) -> Description:
     meant = f" (did you mean {', '.join(near)}?)" if near else ""
     raise UsageError(
         f"--machine {name}: no such file, and no typical machine{meant}. There are {', '.join(NAMES)}, with several GPUs as in "
-        f"2x{NAMES[0]}; zero-inference link --save FILE writes such a file."
+        f"2x{NAMES[0]}; `zero-inference link --save FILE` writes one."
     )

@@ -57,8 +57,8 @@ def check_lengths(config: RunConfig, positions: int | None) -> None:
         perplexity_window(config.perplexity_window, config.perplexity_stride, positions)
     if "humaneval" in config.quality and config.humaneval_tokens >= positions:
         raise UsageError(
-            f"--humaneval-tokens {config.humaneval_tokens}: the model has {positions} positions for problem and "
-            "program; use fewer."
+            f"--humaneval-tokens {config.humaneval_tokens}: problem and program share the model's {positions} positions; "
+            "use fewer."
         )
 
 

@@ -69,8 +69,8 @@ class LoadedLM(HFLM):
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
                 raise RunError(
-                    f"{self.label}: an answer of {len(continuation)} tokens, and the model's context is "
-                    f"{self.max_length}; leave it out of the data."
+                    f"{self.label}: an answer has {len(continuation)} tokens, but the model's context is only "
+                    f"{self.max_length}; remove it from the data."
                 )
         self.truncated += sum(
             len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
@@ -134,7 +134,7 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
         values = [float(answer[0]) for answer in sample["filtered_resps"]]
         if not all(math.isfinite(value) for value in values):
             raise RunError(
-                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, which are not finite; "
+                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, some of them not finite; "
                 "try another --dtype or quantization."
             )
         scored.append(Choice(values, bool(sample["acc"]), bool(sample["acc_norm"])))
@@ -236,8 +236,8 @@ def complete_programs(
     longest = max(len(lm.tok_encode(prompt)) for prompt in prompts)
     if longest + new_tokens > lm.max_length:
         raise RunError(
-            f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model's context is "
-            f"{lm.max_length}; lower --humaneval-tokens."
+            f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones do not fit the model's context of "
+            f"{lm.max_length} tokens; lower --humaneval-tokens."
         )
     lm.label = "humaneval"
     settings = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}

@@ -20,8 +20,8 @@ def score_run(
     for task, scores in evaluation.scores.items():
         if scores["truncated"]:
             progress.say(
-                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
-                "and lost their beginning"
+                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context; "
+                "their beginnings were cut off"
             )
     if config.quality_items and ranks.is_first:
         with files.noting("items", config.quality_items):

@@ -191,7 +191,9 @@ def run_programs(
                 outcomes.append(outcome)
                 progress(len(outcomes))
         except IsolationError as error:
-            raise RunError(f"humaneval: a program could not be isolated ({error}), so none is run any more.") from error
+            raise RunError(
+                f"humaneval: a program could not be isolated ({error}), so no more programs are run."
+            ) from error
     return outcomes
 
 

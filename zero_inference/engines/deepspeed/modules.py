@@ -51,7 +51,7 @@ def check_aio(use_gds: bool) -> None:
             f"--disk-offload reads NVMe through libaio, which cannot be compiled against here: install {AIO_HEADERS}."
         )
     if use_gds and not GDSBuilder().is_compatible(verbose=False):
-        raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
+        raise UsageError("--use-gds: this machine has no GPUDirect Storage (libcufile); drop --use-gds.")
 
 
 def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Callable[[str], None] | None) -> None:

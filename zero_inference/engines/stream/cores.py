@@ -141,8 +141,8 @@ def why_cores_stay_out(job: Job) -> str | None:
         return "--cpu-compute off"
     if hosts > 1 and share is not None:
         raise UsageError(
-            f"--cpu-compute {job.config.cpu_compute}: the ranks are on {hosts} hosts, each with a part of every layer, and cores "
-            "multiply what the memory of one host has; use one host, or --cpu-compute off."
+            f"--cpu-compute {job.config.cpu_compute}: the ranks run on {hosts} hosts, each with a part of every layer, but cores "
+            "multiply only weights in the memory of their own host; use one host, or --cpu-compute off."
         )
     if hosts > 1:
         return "the ranks are on several hosts"
@@ -153,8 +153,8 @@ def why_cores_stay_out(job: Job) -> str | None:
         missing = next(filter(None, job.ranks.gather_objects(missing)), None)
     if missing and share is not None:
         raise UsageError(
-            f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled ({missing}); it takes a C++ compiler (g++ 10 or "
-            "newer, or what CXX names, such as clang++ 14); or use --cpu-compute off."
+            f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled ({missing}); install a C++ compiler (g++ 10 or "
+            "newer, or one named by CXX, such as clang++ 14), or use --cpu-compute off."
         )
     return f"their code could not be compiled: {missing}" if missing else None
 
@@ -201,7 +201,7 @@ def place_on_cores(
         residency = residency.with_share_computed(config.cpu_share)
         if not residency.computed and not can_attend:
             raise UsageError(
-                f"--cpu-compute {config.cpu_compute}: less than half of a block of {job.spec.name}, and blocks are not divided; use a "
+                f"--cpu-compute {config.cpu_compute}: this is less than half a block of {job.spec.name}, and blocks are not split; use a "
                 "larger share, or --cpu-compute off."
             )
         return residency.with_budget_used(), replace(plan, share=config.cpu_share)

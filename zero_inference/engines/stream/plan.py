@@ -188,10 +188,12 @@ class StreamPlan(EnginePlan):
         """See `EnginePlan`."""
         if not self.residency.in_host_memory:
             kept_out = self.cores is None and self.cores_stay_out and self.job.config.kv_offload
-            return [f"the host's cores stay out: {self.cores_stay_out}"] if kept_out else []
+            return [f"the host's cores do not multiply: {self.cores_stay_out}"] if kept_out else []
         line = f"a decode step fetches {self.fetched_bytes / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}"
         if self.cores is None:
-            return [line + (f" (the host's cores stay out: {self.cores_stay_out})" if self.cores_stay_out else "")]
+            return [
+                line + (f" (the host's cores do not multiply: {self.cores_stay_out})" if self.cores_stay_out else "")
+            ]
         computed = self.residency.computed_bytes
         stored = sum(self.residency.layouts[block].stored_bytes for block in self.residency.computed)
         lines = [f"{line}, and {self.cores.in_words(computed, stored)}"]
@@ -260,7 +262,7 @@ def _with_cores(
     if not divided.in_host_memory and not config.kv_offload:
         if config.cpu_share is not None:
             raise UsageError(
-                f"--cpu-compute {config.cpu_compute}: all weights stay on the device, so none is in host memory for the cores; lower "
+                f"--cpu-compute {config.cpu_compute}: all weights fit on the device, so the cores have none to multiply; lower "
                 "--gpu-memory, or drop --cpu-compute."
             )
         return None, None, None
