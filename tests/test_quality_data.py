@@ -112,7 +112,7 @@ def test_the_line_counts_in_every_kind_of_file(tmp_path):
 
 def test_what_is_not_data_is_said(tmp_path):
     cases = {
-        "empty.jsonl": ("", "no mmlu items in it"),
+        "empty.jsonl": ("", "holds no mmlu items"),
         "blank.json": ("[]", "holds no mmlu items"),
         "broken.jsonl": ("{\n", r"jsonl:1: not JSON"),
         "one.json": ('{"prompt": 1}', "holds an object"),
