@@ -378,7 +378,7 @@ def test_what_is_assumed_of_a_typical_machine():
         ("0xrtx4090", "did you mean rtx4090"),
         ("gameboy", "no such file, and no typical machine. There are rtx3090, rtx4090"),
         ("", "--machine is empty"),
-        ("rtx4090.json", "No such file or directory; zero-inference link --save FILE"),
+        ("rtx4090.json", "No such file or directory; `zero-inference link --save FILE`"),
     ],
 )
 def test_a_name_that_no_machine_has(name, said, capfd):
