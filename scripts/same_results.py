@@ -64,7 +64,7 @@ MASKS = tuple(
 )
 # Lines that come and go with the machine's speed and load.
 PASSING = re.compile(
-    r"loading [\d.]+ of |.*, token \d+/\d+$|decode step \d+ of loop"
+    r"loading [\d.]+ of |.*, token \d+/\d+$|loading weights: |generating: |importing |compiling or |decode step \d+ of loop"
     r"|warning: (the load average was|the decode times of)|-{20,}$"
     r"|.*\d(it/s|s/it)\b|.*DeepSpeed deepspeed\S* (built|compil)|.*Time to load \S+ op|USDT:.* profiler_"
 )

@@ -592,7 +592,7 @@ def test_the_table_of_recorded_runs(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--model", "a", "--model", "b", "--baseline", "c"], "--baseline c: there is no such arm; there are a, b"),
+        (["--model", "a", "--model", "b", "--baseline", "c"], "--baseline c: there is no such arm; the arms are a, b"),
         (["--model", "a", "--model", "b", "--rounds", "0"], "0 is less than 1"),
         (["--model", "a", "--model", "b", "--warmup-tries", "2"], "2 is less than 3"),
         (["--model", "a", "--model", "b", "--num-gpus", "2"], "arm a: --batch-size 1 does not divide"),

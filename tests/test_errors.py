@@ -362,7 +362,7 @@ def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
         ('{"zero_optimization": {"stage": 2}}', "stage 3"),
         ('{"zero_optimization": {"stage3_max_live_parameters": "many"}}', "a number is needed"),
         ('{"zero_optimization": {"stage3_param_persistence_threshold": "1"}}', "a number is needed"),
-        ('{"zero_optimization": {"unheard_of": 1}}', "DeepSpeed refuses"),
+        ('{"zero_optimization": {"unheard_of": 1}}', "DeepSpeed rejects"),
         ('{"zero_optimization": {"offload_param": {"nvme_path": "/data"}}}', "--offload-dir"),
         ('{"fp16": {"enabled": true}}', "--dtype"),
         ('{"bf16": {"enabled": "auto"}}', "--dtype"),

@@ -267,7 +267,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     # a PCI domain that no machine has, so that its own sysfs adds nothing
     fake_nvml(monkeypatch, second=told | {"width": 8, "bus_id": "0000FFF1:C1:00.0"}, bus_id="0000FFF1:1B:00.0", **told)
     monkeypatch.setattr(system, "read_host", lambda: HOST)
-    args = argparse.Namespace(disk=None, json=True, save=None, local_rank=None)
+    args = argparse.Namespace(verbose=1, disk=None, json=True, save=None, local_rank=None)
     assert command.main(args) == 0
     report = json.loads(capsys.readouterr().out)
     ceilings = report["ceilings"]
@@ -452,7 +452,7 @@ def test_the_table_of_one_process(no_gpu, monkeypatch, capsys):
     """Its rates are stand-ins: what measures them ran for the JSON."""
     monkeypatch.setattr(rooflines, "_measured", lambda roofline, ranks: (12.5, None))
     monkeypatch.setattr(system, "read_host", lambda: HOST)
-    assert command.main(argparse.Namespace(disk=None, json=False, save=None, local_rank=None)) == 0
+    assert command.main(argparse.Namespace(verbose=1, disk=None, json=False, save=None, local_rank=None)) == 0
     shown = capsys.readouterr()
     for words in (
         "roofline",

@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_is_refused_in_one_line(content, said, tmp_path, c
     assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--dry-run", "--machine", str(path)]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: --machine {path}: ") and said in line
-    assert line.endswith("zero-inference link --save FILE writes such a file.")
+    assert line.endswith("`zero-inference link --save FILE` writes one.")
 
 
 @pytest.mark.parametrize("path, said", [("nowhere.json", "No such file"), (".", "not a regular file")])
@@ -385,7 +385,7 @@ def test_what_is_assumed_of_a_typical_machine():
         ("0xrtx4090", "did you mean rtx4090"),
         ("gameboy", "no such file, and no typical machine of that name. There are rtx3090, rtx4090"),
         ("", "--machine is empty"),
-        ("rtx4090.json", "No such file or directory; zero-inference link --save FILE"),
+        ("rtx4090.json", "No such file or directory; `zero-inference link --save FILE`"),
     ],
 )
 def test_a_name_that_no_machine_has(name, said, capfd):

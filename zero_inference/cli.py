@@ -16,6 +16,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.options import Parser, add_run_arguments, config_of, examples, run_config
 from zero_inference.options.version import Version
 from zero_inference.runtime import garbage
+from zero_inference.runtime.progress import importing
 from zero_inference.runtime.text import printable
 
 FIRST_RANK_SPEAKS_S = 10.0
@@ -35,7 +36,8 @@ START_HERE = (
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     config = config_of(args)  # before torch is imported
     with garbage.postponed():
-        from zero_inference.running import run
+        with importing("torch and transformers", config.verbose > 0):
+            from zero_inference.running import run
 
         run(config, argv, args.local_rank)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import sys
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from zero_inference.report.results import publish
 from zero_inference.runtime import garbage
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
-from zero_inference.runtime.progress import Progress
+from zero_inference.runtime.progress import Progress, reporting
 from zero_inference.search.choose import check_alone, choose, faster_than
 
 Questions = dict[str, list[dict]]
@@ -75,10 +74,22 @@ def run(
     _quiet_libraries(config.verbose)
     machine = machine_of(config.machine, config.assume)
     ranks = machine.ranks_there(detect_ranks(local_rank))
+    with reporting(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
+        return _run(config, argv, ranks, machine, progress, publish)
+
+
+def _run(
+    config: RunConfig,
+    argv: list[str],
+    ranks: Ranks,
+    machine: Machine,
+    progress: Progress,
+    publish: Callable[..., None],
+) -> Finished | None:
     check_alone(config, ranks)
     check_launch(config, ranks, machine)
     asked = config
-    config, spec, chosen = _resolved(config, ranks, machine)
+    config, spec, chosen = _resolved(config, ranks, machine, progress)
     questions = quality.prepare(config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
@@ -96,9 +107,9 @@ def run(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
     )
     files.check()
-    progress = Progress(enabled=ranks.is_first and config.verbose > 0)
-    with contextlib.closing(progress), leaving_a_record(config, ranks, files, release=close_all) as watch:
+    with leaving_a_record(config, ranks, files, release=close_all) as watch:
         output_ids, tokenizer = _measured(config, spec, ranks, files, progress, questions)
+        progress.clear()
         ranks.barrier()
     try:
         if ranks.is_first:
@@ -111,17 +122,14 @@ def run(
     return Finished(files, output_ids, tokenizer)
 
 
-def _resolved(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[RunConfig, ModelSpec, Chosen | None]:
+def _resolved(
+    config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress
+) -> tuple[RunConfig, ModelSpec, Chosen | None]:
     """What is run: the model, and what the plan finds of what was left open."""
     spec = resolve_model(config, ranks.device.type)
     config = with_prompt_length(config, spec)
     check_model(config, spec)
-    say = (
-        functools.partial(print, file=sys.stderr, flush=True)
-        if config.verbose and ranks.is_first
-        else lambda line: None
-    )
-    found, chosen = choose(config, spec, ranks, machine, say)
+    found, chosen = choose(config, spec, ranks, machine, progress.say)
     if chosen is not None:
         check_launch(found, ranks, machine)
         check_model(found, spec)

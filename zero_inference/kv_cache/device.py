@@ -29,7 +29,7 @@ def check_layer_types(config) -> None:
     kinds = other_layer_types(config)
     if kinds:
         raise UsageError(
-            f"--kv-offload keeps keys and values, but {config.get_text_config(decoder=True).model_type} has layers of "
+            f"--kv-offload supports plain attention layers only, but {config.get_text_config(decoder=True).model_type} also has layers of "
             f"type {', '.join(sorted(kinds))}: drop --kv-offload."
         )
 
@@ -87,7 +87,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[2]
         if end > self.max_length:
-            raise RunError(f"the KV cache holds {self.max_length} positions and was given {end}.")
+            raise RunError(f"the KV cache has {self.max_length} positions, but {end} are needed.")
         self.length = end  # first: a pool may fetch this very layer for the next step
         return self.append((key_states, value_states), start, end)
 

@@ -52,6 +52,7 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
     try:
         job.ranks.barrier()
         load_s = time.perf_counter() - start
+        progress.clear()
         progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {load_s:.1f} s")
         for line in plan.weights.in_words():
             progress.say(line)
@@ -65,7 +66,7 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
             )
         if job.config.disk_offload and not plan.weights.footprint.disk:
             progress.say(
-                "warning: --disk-offload: no weight of this model is large enough for the disk; they wait in host memory"
+                "warning: --disk-offload: no weight of this model is large enough to be kept on disk; all stay in host memory"
             )
         yield loaded, load_s
     finally:
@@ -99,21 +100,22 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
-    measurement = generation.measure(
-        loaded,
-        own,
-        config.gen_len,
-        config.loops,
-        config.warmup,
-        ranks,
-        make_cache,
-        around_loops=around,
-        progress=progress.update,
-        warmup_spread=config.warmup_spread,
-    )
+    with progress.task("generating") as task:
+        measurement = generation.measure(
+            loaded,
+            own,
+            config.gen_len,
+            config.loops,
+            config.warmup,
+            ranks,
+            make_cache,
+            around_loops=around,
+            progress=lambda words, left_s: task.at(words, left_s=left_s),
+            warmup_spread=config.warmup_spread,
+        )
     if measurement.warmed_up is False:
         progress.say(
-            f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
+            f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
     rates = with_link(rates, link, around.reached_gb_per_s)

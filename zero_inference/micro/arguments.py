@@ -10,6 +10,7 @@ from pathlib import Path
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import UsageError
 from zero_inference.options import examples
+from zero_inference.runtime.progress import add_verbose
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS
 
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -
             help="of the output; csv and json have full precision (default: table)",
         )
         each.add_argument("--plot", metavar="FILE.png", type=Path, help="also draw the figures")
+        add_verbose(each)
     for name in ("matmul", "layer"):
         parsers[name].add_argument(
             "--longest-call",
@@ -106,10 +108,10 @@ def _add_layer_arguments(layer: argparse.ArgumentParser) -> None:
 
 def check_plot(path: Path) -> None:
     if path.suffix.lower() != ".png":
-        raise UsageError(f"--plot {path}: only PNG is drawn; end the name in .png.")
+        raise UsageError(f"--plot {path}: plots are PNG files; use a name that ends in .png.")
     check_output_file("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed; `pip install matplotlib`.")
+        raise UsageError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
 
 
 def _default(what: str, sizes: dict[str, tuple[int, ...]]) -> str:

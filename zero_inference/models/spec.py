@@ -123,7 +123,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         if (path / "adapter_config.json").is_file():
             raise UsageError(
                 f"--model {config.model}: the folder holds an adapter (adapter_config.json), which would not be applied; "
-                "merge it into its base model and give the folder of that."
+                "merge it into its base model and use the merged folder."
             )
         if not (path / "config.json").is_file():
             raise UsageError(

@@ -44,7 +44,7 @@ class RunLog:
         if not log.name:
             raise UsageError(f"--log-file {log} is a folder; name a file, or use --log-dir.")
         if log.suffix == ".jsonl":
-            raise UsageError(f"--log-file {log}: .jsonl is the record's name beside the log; end the log's in .log.")
+            raise UsageError(f"--log-file {log}: the record beside the log ends in .jsonl; end the log's name in .log.")
         record = log.with_suffix(".jsonl") if log.suffix == ".log" else log.with_name(log.name + ".jsonl")
         return cls(log, record, request, result or Result())
 
@@ -54,15 +54,14 @@ class RunLog:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"the log folder {self.log.parent} cannot be made ({error.strerror}); choose another --log-dir."
+                f"the log folder {self.log.parent} cannot be created ({error.strerror}); choose another --log-dir."
             ) from error
         for what, path in (("log", self.log), ("record", self.record)):
             try:
                 check_appendable(path)
             except OSError as error:
                 raise UsageError(
-                    f"the {what} {path} cannot be written to ({error.strerror}); "
-                    "choose another --log-dir or --log-file."
+                    f"the {what} {path} is not writable ({error.strerror}); choose another --log-dir or --log-file."
                 ) from error
 
     def write(self) -> None:

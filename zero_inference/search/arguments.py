@@ -9,6 +9,7 @@ from typing import Any
 from zero_inference.config import ENGINES, GOALS, QUANT_BITS
 from zero_inference.options import examples, values
 from zero_inference.options.run import DTYPE, add_model
+from zero_inference.runtime.progress import add_verbose
 
 SHOWN = 10
 BITS = ",".join(map(str, QUANT_BITS))
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--all", action="store_true", help=f"show more than the best {SHOWN}")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    add_verbose(output)
     output.add_argument("--plot", metavar="FILE", type=Path, help="draw latency against throughput (png, pdf or svg)")
     _add_machine_arguments(
         parser.add_argument_group(

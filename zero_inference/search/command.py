@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from zero_inference.errors import UsageError
 from zero_inference.options import model_of
 from zero_inference.runtime import garbage
 from zero_inference.runtime.amounts import amount
+from zero_inference.runtime.progress import Progress, current, importing, reporting
 
 if TYPE_CHECKING:
     from zero_inference.engines.base import Job
@@ -26,12 +26,12 @@ def main(args: argparse.Namespace) -> int:
     args.model = model_of(args)
     if args.machines:
         return _list_machines(args)
-    with garbage.postponed():
+    with garbage.postponed(), reporting(Progress(args.verbose > 0)):
+        with importing("torch and transformers", args.verbose > 0):
+            from zero_inference.search.answer import answer
         job, found = search(args)
         garbage.look_from_here()
-        from zero_inference.search.answer import answer
-
-        answer(args, job, found, _say)
+        answer(args, job, found, current().say)
     return 0
 
 
@@ -112,7 +112,7 @@ def _machine(args: argparse.Namespace) -> Machine:
 
     machine = machine_of(args.machine, args.assume)
     if machine.is_here and machine.described() is None:
-        measure_and_keep(_say)
+        measure_and_keep(current().say)
     if args.max_gpu_memory is not None and not machine.gpus():
         raise UsageError(
             f"--max-gpu-memory {args.max_gpu_memory:g}: the machine has no GPU; use --max-host-memory, or drop it."
@@ -167,7 +167,3 @@ def _free(args: argparse.Namespace, world_sizes: tuple[int, ...]) -> Free:
         kv_offload=free.kv_offload if args.kv_offload is None else (args.kv_offload == "on",),
         world_sizes=world_sizes,
     )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from zero_inference.errors import UsageError
 from zero_inference.runtime.cache_folder import OURS, user_cache
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.locks import held_lock
+from zero_inference.runtime.progress import QUIET_S, current
 from zero_inference.runtime.text import first_line
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
@@ -47,10 +48,10 @@ def check_aio(use_gds: bool) -> None:
         found = AsyncIOBuilder().is_compatible(verbose=False)
     if not found:
         raise UsageError(
-            f"--disk-offload reads NVMe through libaio, which cannot be built here: install {AIO_HEADERS}."
+            f"--disk-offload reads NVMe through libaio, which cannot be compiled against here: install {AIO_HEADERS}."
         )
     if use_gds and not GDSBuilder().is_compatible(verbose=False):
-        raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
+        raise UsageError("--use-gds: this machine has no GPUDirect Storage (libcufile); drop --use-gds.")
 
 
 @contextmanager
@@ -90,8 +91,9 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         if builder is None or not builder.is_compatible(verbose=False):
             continue
         if say is not None and not list(folder.glob(f"{builder.name}/*.so")):
-            say(f"compiling DeepSpeed's {builder.name} module (once on this machine, some minutes) ...")
-        with held_lock(folder / f"{builder.name}.lock"), redirect_stdout(sys.stderr), _own_programs_first():
+            say(f"compiling DeepSpeed's {builder.name} module (once per machine, may take minutes) ...")
+        waiting = current().slow(f"compiling or loading DeepSpeed's {builder.name} module", QUIET_S)
+        with waiting, held_lock(folder / f"{builder.name}.lock"), redirect_stdout(sys.stderr), _own_programs_first():
             if OURS in str(folder):
                 (folder / builder.name / "lock").unlink(missing_ok=True)
                 _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
