@@ -360,18 +360,30 @@ def records_in(log_dir: Path) -> dict[Path, list[str]]:
 
 
 def start_python(
-    server: ForkServer | None, command, cwd: Path, out: Path, err: Path, env: dict[str, str], launch: Sequence[str] = ()
+    server: ForkServer | None,
+    command,
+    cwd: Path,
+    out: Path,
+    err: Path,
+    env: dict[str, str],
+    launch: Sequence[str] = (),
+    session: bool = False,
 ) -> Process:
     """Start the Python file command[0], by `launch` if that names a launcher, and without one by `server` where there is no GPU.
 
-    What it prints is appended to `out` and `err`.
+    What it prints is appended to `out` and `err`. With `session` it leads a session of its own.
     """
     command = list(map(str, command))
     if server is not None and not launch and too_few_gpus(1):
-        return server.start(command, env, cwd, out, err)
+        return server.start(command, env, cwd, out, err, session)
     with out.open("ab") as stdout, err.open("ab") as stderr:
         return subprocess.Popen(
-            [*(launch or [sys.executable]), *command], stdout=stdout, stderr=stderr, cwd=cwd, env=env
+            [*(launch or [sys.executable]), *command],
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env=env,
+            start_new_session=session,
         )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, start_python, without_gpus
+from forks import PROGRAM, rank_variables
 from test_machine import CORES, rates
 
 from zero_inference.cores.library import load_library
@@ -380,7 +381,7 @@ def test_what_is_known_of_the_cores_is_not_measured_again(monkeypatch):
     monkeypatch.setattr(cores, "cpus_of", lambda ranks: (-1,))
     monkeypatch.setattr(cores, "read_gb_per_s", lambda cpus: 130.0)
     monkeypatch.setattr(cores, "measure_beside_link", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(cores, "product_gb_per_s", lambda cpus, dtype, scheme, rows: -rows)
+    monkeypatch.setattr(cores, "products_gb_per_s", lambda cpus, dtype, wanted: [-rows for _, rows in wanted])
     found = rooflines.rooflines(Ranks(0, 1, 0, 1, torch.device("cuda", 0)), None, known)
     assert {each.name: each.measure() for each in found} == {
         "cores_read_gbps": 130.0,
@@ -414,38 +415,37 @@ def test_two_ranks_measure_at_once_and_the_first_prints_the_sum():
     assert len(set(report["warnings"])) == len(report["warnings"])
 
 
-def test_a_killed_rank_ends_the_other():
-    both = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
+LINK = """
+import sys
+sys.path.insert(0, {root!r})
+from zero_inference.__main__ import program
+sys.argv[1:1] = ["link"]
+program()
+"""
+
+
+def test_a_killed_rank_ends_the_other(fork_server, tmp_path):
+    program, port = tmp_path / "link.py", free_port()
+    program.write_text(LINK.format(root=str(ROOT)))
+    files = [(tmp_path / f"{rank}.out", tmp_path / f"{rank}.err") for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "zero_inference", "link"],
-            cwd=ROOT,
-            env=both | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+        start_python(
+            fork_server(PROGRAM), [program], ROOT, *files[rank], without_gpus() | rank_variables(rank, 2, port)
         )
-        for rank in "01"
+        for rank in range(2)
     ]
     try:
-        store = dist.TCPStore("127.0.0.1", int(both["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
         store.wait([store_key(1)], timedelta(seconds=60))  # one that never said that it lives is waited for longer
         ranks[1].kill()
-        errors = ranks[0].communicate(timeout=120)[1]  # 6 s, and half a minute beside other work
+        code = ranks[0].wait(timeout=120)  # 6 s, and half a minute beside other work
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+    errors = files[0][1].read_text()
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert ranks[0].returncode == 1 and ("another rank ended" in line or "has said nothing" in line), errors
+    assert code == 1 and ("another rank ended" in line or "has said nothing" in line), errors
 
 
 def test_the_table_of_one_process(no_gpu, monkeypatch, capsys):

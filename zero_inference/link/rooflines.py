@@ -177,18 +177,25 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
         )
     ]
     rates = {} if known is None else {(each.format, each.rows): each for each in known.products}
+    wanted = [(scheme, rows) for name, scheme in MULTIPLIED for rows in PRODUCT_ROWS if (name, rows) not in rates]
+
+    @functools.cache
+    def measured() -> dict[tuple[GroupQuantization | None, int], float]:
+        return dict(zip(wanted, cores.products_gb_per_s(cpus, torch.bfloat16, wanted)))
+
+    def product_gb_per_s(name: Products, scheme: GroupQuantization | None, rows: int) -> float:
+        rate = rates.get((name, rows))
+        return measured()[scheme, rows] if rate is None else rate.cores_alone_gb_per_s
+
     for name, scheme in MULTIPLIED:
         for rows in PRODUCT_ROWS:
-            measure = functools.partial(cores.product_gb_per_s, cpus, torch.bfloat16, scheme, rows)
-            if (rate := rates.get((name, rows))) is not None:
-                measure = functools.partial(getattr, rate, "cores_alone_gb_per_s")
             found.append(
                 Roofline(
                     f"cores_{name}_{rows}_rows_gbps",
                     "GB/s",
                     f"{name} weights multiplied by {many}, {rows} token{'s' if rows > 1 else ''}",
                     f"bounds decode with batch size {rows} where the cores multiply",
-                    measure,
+                    functools.partial(product_gb_per_s, name, scheme, rows),
                 )
             )
     meets = ranks.device.type == "cuda" and load_extension()  # which has the kernels that meet the cores
