@@ -32,6 +32,14 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of run_model.py: returns the exit code."""
     argv = sys.argv if argv is None else argv
+    parser = run_parser()
+    _prepare_streams()
+    args = parser.parse_args(argv[1:])
+    return _guarded(lambda: run_command(args, argv), args.verbose)
+
+
+def run_parser() -> Parser:
+    """The parser of run_model.py."""
     parser = Parser(
         prog="run_model.py",
         allow_abbrev=False,
@@ -40,21 +48,34 @@ def main(argv: list[str] | None = None) -> int:
         ),
     )
     add_run_arguments(parser)
-    _prepare_streams()
-    args = parser.parse_args(argv[1:])
-    return _guarded(lambda: run_command(args, argv), args.verbose)
+    return parser
 
 
 def console_main(argv: list[str] | None = None) -> int:
     """Entry point of the `zero-inference` command."""
     argv = sys.argv if argv is None else argv
     from zero_inference.architectures import command as compare
+
+    own, after = compare.split(argv[1:])
+    parser = console_parser(argv, after)
+    _prepare_streams()
+    args = parser.parse_args(own)
+    return _guarded(lambda: args.action(args), getattr(args, "verbose", 1))
+
+
+def console_parser(argv: list[str], after: list[str]) -> Parser:
+    """The parser of `zero-inference`, whose `action` carries the command out.
+
+    Args:
+        argv: the whole command line, for the record.
+        after: what follows the `--` of `compare`.
+    """
+    from zero_inference.architectures import command as compare
     from zero_inference.link import command as link
     from zero_inference.micro import command as micro
     from zero_inference.report import command as report
     from zero_inference.search import command as plan
 
-    own, after = compare.split(argv[1:])
     parser = Parser(
         prog="zero-inference", description="Measure and compare generation from models bigger than the GPU."
     )
@@ -92,9 +113,7 @@ def console_main(argv: list[str] | None = None) -> int:
         lambda args: compare.main(args, after, run_config),
         allow_abbrev=False,
     )
-    _prepare_streams()
-    args = parser.parse_args(own)
-    return _guarded(lambda: args.action(args), getattr(args, "verbose", 1))
+    return parser
 
 
 def _measure_engines() -> int:
