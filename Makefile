@@ -19,7 +19,7 @@ help:
 	@echo "make lint    check the layout of the code, likely bugs and types; changes nothing"
 	@echo "make format  lay the code out, and fix what can be fixed by a tool"
 	@echo "make docs    build the documentation as a site in site/"
-	@echo "PYTHON=...   the Python 3.10 or newer to make .venv with (now: $(PYTHON))"
+	@echo "PYTHON=...   the Python 3.11 or newer to make .venv with (now: $(PYTHON))"
 
 # setup.sh writes the stamp last, so an interrupted set-up is run again.
 $(STAMP): requirements.txt requirements-dev.txt pyproject.toml $(wildcard setup.py) scripts/setup.sh

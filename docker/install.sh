@@ -27,6 +27,7 @@ assert os.path.exists(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }
 
 python() {
+    export PATH="$VENV/bin:$PATH"  # torch looks there for ninja
     [ -x "$VENV/bin/python" ] || "${PYTHON:-python3}" -m venv "$VENV"
     pip install -q ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' "$requirements")"
     grep -v '^deepspeed' "$requirements" >"$VENV/requirements-without-deepspeed.txt"

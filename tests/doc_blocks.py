@@ -92,7 +92,9 @@ def _mark(line: str, where: str) -> tuple[str, str]:
     if not found:
         return "run", ""
     if found["kind"] not in KINDS[1:] or not found["detail"]:
-        raise WrongDocs(f"{where}: {line.strip()} is none of {', '.join(f'<!-- {kind}: ... -->' for kind in KINDS[1:])}")
+        raise WrongDocs(
+            f"{where}: {line.strip()} is none of {', '.join(f'<!-- {kind}: ... -->' for kind in KINDS[1:])}"
+        )
     return found["kind"], found["detail"]
 
 
@@ -126,7 +128,9 @@ def _command(block: Block, line: int, text: str) -> Command:
     while words and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):
         name, _, variables[name] = words.pop(0).partition("=")
     if block.kind != "setup" and any(OPERATORS & set(word) for word in bare):
-        raise command.wrong("one command a line, without pipes, redirections, lists, patterns and variables of the shell")
+        raise command.wrong(
+            "one command a line, without pipes, redirections, lists, patterns and variables of the shell"
+        )
     if not words:
         raise command.wrong("no command")
     return Command(block, line, text, tuple(words), folder, variables)

@@ -12,7 +12,6 @@ import re
 import runpy
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,9 +22,30 @@ from doc_blocks import Block, Command
 from zero_inference.errors import UsageError
 
 RESULTS = ROOT / "benchmarks" / "results"
-LINKED = ("run_model.py", "examples", "scripts", "benchmarks", "docs")  # what commands name as if they stood in a checkout
+LINKED = (
+    "run_model.py",
+    "examples",
+    "scripts",
+    "benchmarks",
+    "docs",
+)  # what commands name as if they stood in a checkout
 # Programs that change the machine, or fetch: allowed in blocks of setup, and there alone.
-SETUP = ("apt", "apt-get", "cd", "docker", "export", "git", "hf", "make", "pip", "pip3", "source", "sudo", "ulimit", "wsl")
+SETUP = (
+    "apt",
+    "apt-get",
+    "cd",
+    "docker",
+    "export",
+    "git",
+    "hf",
+    "make",
+    "pip",
+    "pip3",
+    "source",
+    "sudo",
+    "ulimit",
+    "wsl",
+)
 SETUP_MODULES = ("build", "http.server", "mkdocs", "pip", "pytest", "venv")
 LAUNCHERS = ("deepspeed", "torchrun")
 
@@ -64,7 +84,9 @@ def _check_program(command: Command, words: list[str]) -> None:
         if rest[:2] == ["-m", "zero_inference"]:
             return _check_console(rest[2:])
         if not rest or rest[0].startswith("-"):
-            raise command.wrong(f"{program} is given a file, or -m zero_inference; other modules belong to <!-- setup: ... -->")
+            raise command.wrong(
+                f"{program} is given a file, or -m zero_inference; other modules belong to <!-- setup: ... -->"
+            )
         return _check_file(command, rest[0], rest[1:])
     if program in LAUNCHERS:
         script, options = _launched(command, program, rest)
@@ -73,7 +95,9 @@ def _check_program(command: Command, words: list[str]) -> None:
         return _check_console(rest)
     if "/" in program:
         return _check_file(command, program, rest)
-    raise command.wrong(f"{program} is no program that is known here; what installs or fetches belongs to <!-- setup: ... -->")
+    raise command.wrong(
+        f"{program} is no program that is known here; what installs or fetches belongs to <!-- setup: ... -->"
+    )
 
 
 def _check_console(options: list[str]) -> None:
@@ -118,10 +142,16 @@ def _check_file(command: Command, name: str, options: list[str]) -> None:
     if file.suffix == ".sh" and not os.access(file, os.X_OK) and command.words[0] == name:
         raise command.wrong(f"{name} is not executable")
     if _is_sweep(file):
-        own, end = (options[: options.index("--")], options[options.index("--") :]) if "--" in options else (options, [])
+        own, end = (
+            (options[: options.index("--")], options[options.index("--") :]) if "--" in options else (options, [])
+        )
         started = [sys.executable, str(file)] if file.suffix == ".py" else [str(file)]
         done = subprocess.run(
-            [*started, *own, "--list", *end], cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True
+            [*started, *own, "--list", *end],
+            cwd=ROOT,
+            env=os.environ | {"PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             raise command.wrong(done.stderr.strip().splitlines()[-1])
@@ -183,7 +213,11 @@ def _check_setup(command: Command) -> None:
 
 @cache
 def extras() -> dict[str, list[str]]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    """Extras of the package with what they ask for, read from its pyproject.toml; Python 3.10 has no parser for that."""
+    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return {
+        name: ast.literal_eval(f"[{items}]") for name, items in re.findall(r"^(\w+) = \[(.*?)\]$", text, re.MULTILINE)
+    }
 
 
 def check_python(block: Block) -> None:
@@ -236,7 +270,7 @@ class PageFolder:
             return 0
         variables = step.variables if isinstance(step, Command) else {}
         where = self.folder / (step.folder if isinstance(step, Command) else ".")
-        with contextlib.chdir(where), _variables(variables):
+        with in_folder(where), _variables(variables):
             if isinstance(step, Block):
                 exec(compile(step.text, f"{step.page}:{step.line}", "exec"), self.names)
                 return 0
@@ -280,6 +314,17 @@ def _ended() -> Iterator[_End]:
         yield end
     except SystemExit as left:
         end.code = left.code if isinstance(left.code, int) else int(left.code is not None)
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    """contextlib.chdir, which is newer than Python 3.10."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @contextlib.contextmanager

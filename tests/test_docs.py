@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, need_packages
 from doc_blocks import Block, Command, WrongDocs, blocks, commands, pages, problems
-from doc_commands import PageFolder, check, check_python, extras
+from doc_commands import PageFolder, check, check_python, extras, in_folder
 
 PAGES = pages(ROOT)
 # Pages that do not keep the rules of doc_blocks.py yet, and are left out until they do.
@@ -36,12 +35,19 @@ def is_run(step: Command | Block) -> bool:
 
 
 STEPS = {page: [] if page in NOT_CONVERTED else steps_of(page, text) for page, text in PAGES.items()}
-ALL = [(page, step) for page, steps in STEPS.items() for step in steps if not (isinstance(step, Block) and step.kind == "file")]
+ALL = [
+    (page, step)
+    for page, steps in STEPS.items()
+    for step in steps
+    if not (isinstance(step, Block) and step.kind == "file")
+]
 RUN = [(page, step) for page, step in ALL if is_run(step)]
 
 
 def name_of(value) -> str:
-    return str(value) if isinstance(value, Command) else f"{value.page}:{value.line}" if isinstance(value, Block) else "-"
+    return (
+        str(value) if isinstance(value, Command) else f"{value.page}:{value.line}" if isinstance(value, Block) else "-"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -55,7 +61,7 @@ def test_blocks_say_what_they_hold(page):
 
 @pytest.mark.parametrize("page, step", ALL, ids=name_of)
 def test_what_docs_tell_to_type_is_right(page, step, tmp_path):
-    with contextlib.chdir(tmp_path):
+    with in_folder(tmp_path):
         check(step) if isinstance(step, Command) else check_python(step)
 
 
@@ -132,7 +138,7 @@ def test_quoted_signs_of_the_shell_are_text():
 ])  # fmt: skip
 def test_a_mistake_in_a_command_is_found(line, said, tmp_path):
     (command,) = page_of("<!-- hub: a checkpoint -->", "```sh", line, "```")
-    with contextlib.chdir(tmp_path), pytest.raises(WrongDocs, match=re.escape(said)) as wrong:
+    with in_folder(tmp_path), pytest.raises(WrongDocs, match=re.escape(said)) as wrong:
         check(command)
     assert str(wrong.value).startswith("page.md:3: ")
 
@@ -149,16 +155,21 @@ def test_a_mistake_in_what_sets_up_is_found(line, said):
 
 def test_right_commands_of_all_kinds_pass(tmp_path):
     marks = {
-        "<!-- gpu: h200-beside, a row -->": ["python run_model.py --model opt-13b --dummy --cpu_offload", "zero-inference link --save box.json"],
+        "<!-- gpu: h200-beside, a row -->": [
+            "python run_model.py --model opt-13b --dummy --cpu_offload",
+            "zero-inference link --save box.json",
+        ],
         "<!-- hub: gated -->": [
             "deepspeed --num_gpus 4 run_model.py --model facebook/opt-66b --cpu-offload --batch-size 32 --prompts mine.txt",
             "torchrun --nproc-per-node 4 run_model.py --model facebook/opt-66b --engine stream --batch-size 4",
             "python benchmarks/run_cases.py --case rms --dtype fp16",
             "scripts/opt-30b.sh --dummy --batch-size 8 -- --loops 5",
         ],
-        "<!-- setup: installs -->": ["make demo PYTHON=python3.12", "pip install '.[quality]'", "source .venv/bin/activate", "python -m venv .venv"],
+        "<!-- setup: installs -->": [
+            "make demo PYTHON=python3.12", "pip install '.[quality]'", "source .venv/bin/activate", "python -m venv .venv",
+        ],
     }  # fmt: skip
-    with contextlib.chdir(tmp_path):
+    with in_folder(tmp_path):
         for mark, lines in marks.items():
             for command in page_of(mark, "```sh", *lines, "```"):
                 check(command)
@@ -216,7 +227,7 @@ def test_commands_of_a_page_share_a_folder_and_each_is_run_once(tmp_path, no_gpu
 
 # Options of other programs, which pages name in passing.
 OTHERS = {"--help", "--version"} | set(
-    "--gpus --shm-size --ulimit --target --build-arg --no-deps --no-index --no-build-isolation --system --strict".split()
+    "--gpus --shm-size --ulimit --user --entrypoint --target --build-arg --no-deps --no-isolation --no-build-isolation --strict".split()
 )
 
 
@@ -251,7 +262,10 @@ def test_options_in_the_prose_exist(page):
 
 
 def test_an_option_in_the_prose_that_is_misspelt_is_found():
-    assert options_in_prose("Take `--cpu-offlod` or `--kv_offload 1`.\n```sh\nx --other\n```\n") == {"--cpu-offlod", "--kv-offload"}
+    assert options_in_prose("Take `--cpu-offlod` or `--kv_offload 1`.\n```sh\nx --other\n```\n") == {
+        "--cpu-offlod",
+        "--kv-offload",
+    }
     assert "--cpu-offlod" not in known_options() and "--kv-offload" in known_options()
 
 
@@ -268,7 +282,9 @@ def test_generated_pages_are_up_to_date(capsys):
 
 def test_a_page_that_is_behind_is_told_and_written_anew(tmp_path, capsys):
     made = generator()
-    assert made.main(["--check", "--docs", str(tmp_path)]) == 1 and "options.md is out of date" in capsys.readouterr().err
+    assert (
+        made.main(["--check", "--docs", str(tmp_path)]) == 1 and "options.md is out of date" in capsys.readouterr().err
+    )
     assert not list(tmp_path.iterdir())
     assert made.main(["--docs", str(tmp_path)]) == 0 and made.main(["--check", "--docs", str(tmp_path)]) == 0
     options, record = (tmp_path / "options.md").read_text(), (tmp_path / "record.md").read_text()
@@ -286,10 +302,12 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
     html = {file.name: file.read_text(encoding="utf-8") for file in (tmp_path / "site").glob("*.html")}
     assert {"index.html", "options.html", "record.html", "install.html"} <= set(html)
     for name, text in html.items():
-        fetched = re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"?([^\s\">]+)|<link\b[^>]*\bhref=\"?([^\s\">]+)", text)
+        fetched = re.findall(
+            r"<(?:script|img|iframe)\b[^>]*\bsrc=\"?([^\s\">]+)|<link\b[^>]*\bhref=\"?([^\s\">]+)", text
+        )
         assert fetched and not [url for pair in fetched for url in pair if url.startswith(("http", "//"))], name
     assert "<!-- gpu" not in re.sub(r"<!--.*?-->", "", html["install.html"], flags=re.DOTALL)
 
 
-def test_extras_are_found():
-    assert "quality" in extras() and "smollm2" in extras()
+def test_extras_are_read_from_the_project():
+    assert extras()["test"] == ["pytest", "pytest-xdist"] and {"quality", "smollm2", "bench", "docs"} <= set(extras())

@@ -75,7 +75,16 @@ def test_the_images_take_their_steps_from_scripts_that_are_there():
 def test_what_the_images_install_is_not_kept_out_of_them():
     """.dockerignore keeps everything out but what it names."""
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert kept >= {"docker", "csrc", "zero_inference", "setup.py", "pyproject.toml", "README.md", "LICENSE", "requirements.txt"}
+    assert kept >= {
+        "docker",
+        "csrc",
+        "zero_inference",
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "requirements.txt",
+    }
     assert all((ROOT / name).exists() for name in kept)
 
 

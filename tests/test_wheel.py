@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, need_packages, without_gpus
 
-DATA = ("cards.json", "page.html", "page.css", "page.js", "opt-125m.json", "jail.py", "product_amx.cpp", "rms_norm.cu", "rows.cuh")
+DATA = (
+    "cards.json",
+    "page.html",
+    "page.css",
+    "page.js",
+    "opt-125m.json",
+    "jail.py",
+    "product_amx.cpp",
+    "rms_norm.cu",
+    "rows.cuh",
+)
 PROGRAM = "zero-inference"
 
 
@@ -45,7 +55,9 @@ def built(tmp_path_factory) -> dict[str, Path]:
 
 def test_the_wheel_has_every_file_of_the_package_and_the_licence(built):
     names = set(zipfile.ZipFile(built[".whl"]).namelist())
-    package = {name for name in tracked_files() if name.startswith(("zero_inference/", "csrc/")) and (ROOT / name).is_file()}
+    package = {
+        name for name in tracked_files() if name.startswith(("zero_inference/", "csrc/")) and (ROOT / name).is_file()
+    }
     packed = {name.replace("zero_inference/csrc/", "csrc/") for name in names if ".dist-info/" not in name}
     assert packed == package
     assert not [data for data in DATA if not any(name.endswith(f"/{data}") for name in packed)]
@@ -55,7 +67,15 @@ def test_the_wheel_has_every_file_of_the_package_and_the_licence(built):
 def test_the_archive_has_what_a_wheel_is_built_of_and_no_tests(built):
     with tarfile.open(built[".gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "CITATION.cff", "CHANGELOG.md", "pyproject.toml", "setup.py", "run_model.py", "csrc/cpu/product.cpp"} <= names
+    assert {
+        "LICENSE",
+        "CITATION.cff",
+        "CHANGELOG.md",
+        "pyproject.toml",
+        "setup.py",
+        "run_model.py",
+        "csrc/cpu/product.cpp",
+    } <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks", "docs"))]
 
 
@@ -66,7 +86,8 @@ def installed(built, tmp_path_factory) -> Path:
     venv = tmp_path_factory.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (libraries,) = (venv / "lib").glob("python*/site-packages")
-    outer = [path for path in sys.path if Path(path).name == "site-packages"]  # as .pth, without the links of an editable package
+    # a folder that a .pth file names is not searched for such files itself, so an editable package in it is not found
+    outer = [path for path in sys.path if Path(path).name == "site-packages"]
     (libraries / "outer.pth").write_text("\n".join(outer) + "\n")
     environment = without_gpus() | {"VENV": str(venv), "PACKAGE": str(built[".whl"]), "PIP_NO_INDEX": "1"}
     environment.pop("PYTHONPATH")
