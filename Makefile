@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.complete
 IN_VENV := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format
+.PHONY: help setup demo test lint format docs
 
 help:
 	@echo "make setup   make .venv and install everything into it"
@@ -18,7 +18,8 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    check the layout of the code, likely bugs and types; changes nothing"
 	@echo "make format  lay the code out, and fix what can be fixed by a tool"
-	@echo "PYTHON=...   the Python 3.10 or newer to make .venv with (now: $(PYTHON))"
+	@echo "make docs    build the documentation as a site in site/"
+	@echo "PYTHON=...   the Python 3.11 or newer to make .venv with (now: $(PYTHON))"
 
 # setup.sh writes the stamp last, so an interrupted set-up is run again.
 $(STAMP): requirements.txt requirements-dev.txt pyproject.toml $(wildcard setup.py) scripts/setup.sh
@@ -49,6 +50,13 @@ lint: $(STAMP)
 format: $(STAMP)
 	@$(IN_VENV); export PATH; \
 	ruff check --quiet --fix-only .; ruff format . && clang-format -i $(CUDA)
+
+# Pages that follow from the code are written first. --strict: a broken link or a page that is missing from the menu is an error.
+docs: $(STAMP)
+	@echo "docs: options.md and record.md from the code, then the site"
+	@$(VENV)/bin/python scripts/generate_docs.py
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet --clean
+	@echo "docs: open site/index.html; for the search as well: python3 -m http.server -d site"
 
 # The tests start real runs in processes of their own and often wait: three files at a time, one thread each. Bytecode is kept even
 # where the environment says otherwise: each of those processes would compile the package again.

@@ -72,6 +72,7 @@ setup(
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfThisPlatform},
     packages=find_packages(include=["zero_inference", "zero_inference.*"]) + list(OF_FOLDERS),
     package_dir=OF_FOLDERS,
+    include_package_data=False,  # what is listed here, and not whatever MANIFEST.in has for the source archive
     package_data={
         "zero_inference.models": ["presets/*.json"],
         "zero_inference.machine": ["*.json"],

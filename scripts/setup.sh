@@ -46,8 +46,9 @@ ensure_libaio() {
 }
 
 make_venv() {
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-        die "PYTHON=$PYTHON is not a Python 3.10 or newer; name one: make setup PYTHON=python3.12"
+    # The package itself runs with 3.10 too; the pinned versions of transformers, numpy and pandas do not.
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        die "PYTHON=$PYTHON is not a Python 3.11 or newer; name one: make setup PYTHON=python3.12"
     # Debian ships the module venv without ensurepip until python3-venv is installed.
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv ||
         die "$PYTHON cannot make virtual environments; install its venv module (Debian: python3-venv)"

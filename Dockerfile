@@ -1,0 +1,69 @@
+# Two images, both with `zero-inference` as their program:
+#
+#   docker build --target cpu -t zero-inference:cpu .
+#   docker build --target cuda -t zero-inference:cuda --build-arg TORCH_CUDA_ARCH_LIST="8.0;9.0" .
+#
+#   docker run --rm -v zero-inference-cache:/cache zero-inference:cpu run --model opt-125m --dummy --engine stream
+#   docker run --rm --gpus all --ulimit memlock=-1 --shm-size 16g -v zero-inference-cache:/cache -v "$PWD/logs:/work/logs" \
+#       zero-inference:cuda run --model meta-llama/Llama-3.1-70B --engine stream --quant-bits 4
+#
+# --gpus all         the GPUs; the host needs NVIDIA's driver and its container toolkit
+# --ulimit memlock   weights in host memory are page-locked; without it they are copied at a fraction of the link's speed, or not at all
+# --shm-size         ranks share memory through /dev/shm, of which a container has 64 MiB by default; only several GPUs need it
+# --user             the image runs as user 1000; another one may be given, because /cache and /work are open to all
+#
+# The volume /cache holds models of the hub, compiled kernels and what `zero-inference link --save` measured; /work is the current folder.
+# docs/install.md says more. The steps are in docker/install.sh and scripts/smoke_test.sh.
+
+ARG CPU_IMAGE=python:3.12-slim
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+# The last stage. DeepSpeed compiles kernels of its own at first use (int4 weights on a GPU) and needs nvcc for that; an image
+# without it (nvidia/cuda:13.0.1-runtime-ubuntu24.04) is several GB smaller and does for --engine stream, whose kernels are in it.
+ARG CUDA_RUNTIME_IMAGE=${CUDA_IMAGE}
+
+FROM ${CPU_IMAGE} AS cpu-build
+# PyTorch's own index of CPU builds makes the image 3 GB smaller: --build-arg TORCH_INDEX=...
+ARG TORCH_INDEX=
+WORKDIR /src
+COPY docker docker
+RUN docker/install.sh system
+COPY . .
+RUN TORCH_INDEX="${TORCH_INDEX}" ZERO_INFERENCE_BUILD_CUDA=0 docker/install.sh python
+
+FROM ${CUDA_IMAGE} AS cuda-build
+ARG TORCH_INDEX=
+# GPUs that the kernels are compiled for: 8.0 A100, 8.6 and 8.9 RTX 30 and 40, 9.0 H100 and H200, 10.0 B200, 12.0 RTX 50.
+ARG TORCH_CUDA_ARCH_LIST="8.0;8.6;8.9;9.0;10.0;12.0"
+WORKDIR /src
+COPY docker docker
+RUN docker/install.sh system
+COPY . .
+RUN TORCH_INDEX="${TORCH_INDEX}" TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST}" ZERO_INFERENCE_BUILD_CUDA=1 docker/install.sh python
+
+FROM ${CPU_IMAGE} AS cpu
+COPY docker/install.sh /src/docker/
+RUN /src/docker/install.sh system
+COPY --from=cpu-build /opt/venv /opt/venv
+COPY scripts/smoke_test.sh /src/scripts/
+ENV PATH=/opt/venv/bin:$PATH XDG_CACHE_HOME=/cache HOME=/work USER=zero-inference PYTHONUNBUFFERED=1
+RUN mkdir -p /cache /work/logs && chmod 1777 /cache /work /work/logs
+USER 1000
+WORKDIR /work
+RUN XDG_CACHE_HOME=/tmp/cache /src/scripts/smoke_test.sh && rm -rf /tmp/cache
+VOLUME /cache
+ENTRYPOINT ["zero-inference"]
+CMD ["--help"]
+
+FROM ${CUDA_RUNTIME_IMAGE} AS cuda
+COPY docker/install.sh /src/docker/
+RUN /src/docker/install.sh system
+COPY --from=cuda-build /opt/venv /opt/venv
+COPY scripts/smoke_test.sh /src/scripts/
+ENV PATH=/opt/venv/bin:$PATH XDG_CACHE_HOME=/cache HOME=/work USER=zero-inference PYTHONUNBUFFERED=1
+RUN mkdir -p /cache /work/logs && chmod 1777 /cache /work /work/logs
+USER 1000
+WORKDIR /work
+RUN XDG_CACHE_HOME=/tmp/cache /src/scripts/smoke_test.sh && rm -rf /tmp/cache
+VOLUME /cache
+ENTRYPOINT ["zero-inference"]
+CMD ["--help"]
