@@ -367,7 +367,7 @@ def test_missing_libaio(refused, checkpoints, tmp_path, monkeypatch):
         ('{"fp16": {"enabled": true}}', "--dtype"),
         ('{"bf16": {"enabled": "auto"}}', "--dtype"),
         pytest.param("[" * 100_000, "not JSON", id="deep"),
-        ('{"optimizer": {"type": "Adam"}}', "nothing is trained"),
+        ('{"optimizer": {"type": "Adam"}}', "is for training; remove it"),
     ],
 )
 def test_a_bad_ds_config(refused, checkpoints, tmp_path, content, words):

@@ -72,7 +72,7 @@ def test_a_sliding_window_is_honoured():
 
 def test_one_token_too_many_is_an_error():
     model = build_model("opt")
-    with pytest.raises(RunError, match="holds 4 positions"), torch.no_grad():
+    with pytest.raises(RunError, match="has 4 positions"), torch.no_grad():
         model(torch.arange(3, 8)[None], past_key_values=make(model.config, 4))
 
 
