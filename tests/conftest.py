@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forks import LIBRARIES, PROGRAM, ForkServer, Process, rank_variables, start_all, wait_for_all
+from forks import (
+    LIBRARIES,
+    PROGRAM,
+    ForkServer,
+    Process,
+    measure_with_small_blocks,
+    rank_variables,
+    start_all,
+    wait_for_all,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -136,6 +145,19 @@ def short_full_collections():
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_blocks() -> dict[str, int]:
+    """Blocks that runs measure with are small, but on a GPU's host, whose cores are measured beside its link; how large they would be."""
+    return measure_with_small_blocks() if too_few_gpus(1) else {}
+
+
+@pytest.fixture
+def measured_as_for_users(usual_blocks, monkeypatch) -> None:
+    """Runs in this process measure with blocks of the usual size."""
+    for name, value in usual_blocks.items():
+        monkeypatch.setattr(f"zero_inference.link.caches.{name}", value)
 
 
 def pytest_collection_modifyitems(items) -> None:

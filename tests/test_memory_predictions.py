@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import FAMILIES, ROOT, start_python, wait_for_all, without_gpus
-from forks import PROGRAM
+from forks import AS_USERS
 from test_machine import MACHINE
 
 from zero_inference.cli import console_main, main
@@ -51,7 +51,10 @@ RUNS = {
     "mixtral": ("stream --kv-offload", "accelerate --cpu-offload --kv-offload", "deepspeed --cpu-offload --kv-offload"),
     "gpt_neox": ("stream", "deepspeed --quant-bits 8", "accelerate --disk-offload"),
 }
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU all of a run's memory is host memory")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU all of a run's memory is host memory"),
+    pytest.mark.usefixtures("measured_as_for_users"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def measured_here(fork_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("machine")
     program, out, err = folder / "measure.py", folder / "out", folder / "err"
     program.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{MEASURE}")
-    process = start_python(fork_server(PROGRAM), [program], folder, out, err, without_gpus())
+    process = start_python(fork_server(AS_USERS), [program], folder, out, err, without_gpus())
     assert wait_for_all([process], timeout=120) == [0], err.read_text()
     launches, process_bytes, measuring_bytes, library_bytes, own_work = json.loads(out.read_text().splitlines()[-1])
     found = {
@@ -94,7 +97,7 @@ def test_the_peak_of_host_memory_is_planned_to_10_percent(
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(description))
 
     def run() -> dict:
-        done = run_model(*asked, "--loops", "1", "--warmup", "0", server=fork_server(PROGRAM))
+        done = run_model(*asked, "--loops", "1", "--warmup", "0", server=fork_server(AS_USERS))
         assert done.code == 0, done.stderr
         return done.record
 

@@ -17,6 +17,7 @@ from zero_inference.link import caches, compute, copy, disk
 from zero_inference.link.disk import disk_read_gb_per_s
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("measured_as_for_users")
 
 
 def own_copy_gb_per_s() -> float:
