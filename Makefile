@@ -58,7 +58,8 @@ docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet --clean
 	@echo "docs: open site/index.html; for the search as well: python3 -m http.server -d site"
 
-# The tests start real runs in processes of their own and often wait: three files at a time, one thread each.
+# The tests start real runs in processes of their own and often wait: three files at a time, one thread each. Bytecode is kept even
+# where the environment says otherwise: each of those processes would compile the package again.
 test: $(STAMP)
 	@echo "test: pytest, three files at a time"
-	@$(IN_VENV) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	@$(IN_VENV) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder

@@ -3,6 +3,7 @@
     python benchmarks/plan_candidates.py RESULTS --model opt-30b --model llama-3.1-70b --gpu-memory 16 24 48 --limit-s 700
     python benchmarks/plan_candidates.py RESULTS --model opt-30b --gpu-memory 16 --list    # what would be tried, estimated seconds
     python benchmarks/plan_candidates.py RESULTS --model opt-30b --gpu-memory 16 --limit-s 0    # only the tables, of what was tried
+    python benchmarks/plan_candidates.py RESULTS --model llama-3.1-70b --gpu-memory 24 --quant-bits 4 --batch-size 1 --best 1
 
 Each model with each GiB of device memory is planned, for this machine as it was kept or as --machine has it. Then all first places are
 tried, all second ones and so on, each command once, with random weights. What is predicted to decode less than half as fast as the best
@@ -31,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from zero_inference.config import ENGINES  # noqa: E402
+from zero_inference.config import ENGINES, QUANT_BITS  # noqa: E402
 from zero_inference.errors import UsageError  # noqa: E402
 from zero_inference.records.read import read_records  # noqa: E402
 from zero_inference.records.schema import STATUS_OK  # noqa: E402
@@ -126,6 +127,7 @@ class Trials:
         return [
             {"model": model, "gpu_memory": gib, "place": each.row["place"], "configuration": each.in_words()}
             | {"command": each.command, "predicted_tokens_per_s": each.predicted}
+            | {name: each.row.get(name) for name in ("prefill_s", "device_bytes", "host_bytes", "bound_by")}
             | (nothing | self.results.get(each.command, {}))
             for (model, gib), members in self.pairs.items()
             for each in members
@@ -185,6 +187,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--gen-len", type=int, default=32, help="that is planned for (default: %(default)s)")
     parser.add_argument("--engine", choices=ENGINES, nargs="+", default=["stream", "deepspeed"])
+    parser.add_argument("--quant-bits", type=int, choices=QUANT_BITS, nargs="+", default=list(QUANT_BITS))
+    parser.add_argument("--best", type=int, metavar="N", help="consider only the first N of each plan (default: all)")
     parser.add_argument("--machine", metavar="FILE", help="this one, as `zero-inference link --save FILE` wrote it")
     parser.add_argument(
         "--limit-s", type=float, default=float("inf"), help="end, and start no trial that would not end"
@@ -219,7 +223,8 @@ def plan(args: argparse.Namespace, pair: Pair) -> list[Candidate]:
     model, gpu_memory = pair
     sizes = ["--batch-size", str(args.batch_size), "--prompt-len", str(args.prompt_len), "--gen-len", str(args.gen_len)]
     options = ["--model", model, "--dummy", *sizes, "--engine", *args.engine, "--all", "--json"]
-    options += [] if gpu_memory == ALL else ["--gpu-memory", str(gpu_memory)]
+    options += ["--quant-bits", *map(str, args.quant_bits)]
+    options += [] if gpu_memory == ALL else ["--max-gpu-memory", str(gpu_memory)]
     options += [] if args.machine is None else ["--machine", args.machine]
     done = subprocess.run(isolated_module("zero_inference", "plan", *options), stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -227,7 +232,7 @@ def plan(args: argparse.Namespace, pair: Pair) -> list[Candidate]:
     found = json.loads(done.stdout)
     if count := found["not_predicted"]["count"]:
         print(f"{model} with {gpu_memory} GiB: {count} more fit, and are not predicted", file=sys.stderr)
-    return [Candidate(row["command"], row["tokens_per_s"], row) for row in found["configurations"]]
+    return [Candidate(row["command"], row["tokens_per_s"], row) for row in found["configurations"][: args.best]]
 
 
 def run_all(trials: Trials, results: Path, left_s: Callable[[], float]) -> None:

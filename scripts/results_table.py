@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The table of README's "What was measured", made from committed records.
+"""The table of docs/measured.md, made from committed records.
 
     python scripts/results_table.py              prints it
-    python scripts/results_table.py --write      puts it into README.md, between its two marks
+    python scripts/results_table.py --write      puts it into docs/measured.md, between its two marks
 
 A row a record of the folders below, the last one of a file, and of what was measured again the last one; GB is 1e9 bytes, GiB 2^30.
 """
@@ -47,20 +47,20 @@ BITS = {16: "", 8: "int8", 4: "int4"}
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    parser.add_argument("--write", action="store_true", help="put it into docs/measured.md")
     args = parser.parse_args(argv)
     if not args.write:
         print(table())
         return 0
-    readme = ROOT / "README.md"
-    readme.write_text(replaced(readme.read_text(encoding="utf-8"), table()), encoding="utf-8")
+    page = ROOT / "docs" / "measured.md"
+    page.write_text(replaced(page.read_text(encoding="utf-8"), table(), BEGIN, END), encoding="utf-8")
     return 0
 
 
-def replaced(text: str, new: str) -> str:
+def replaced(text: str, new: str, begin: str, end: str) -> str:
     """`text` with `new` between the marks."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{new}\n{END}{rest.split(END)[1]}"
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{new}\n{end}{rest.split(end)[1]}"
 
 
 def table() -> str:

@@ -49,12 +49,13 @@ MEASURED = re.compile(
 MASKS = tuple(
     (re.compile(pattern), mask)
     for pattern, mask in (
-        (r"decode (moves|reads|is bound by) .* and runs at [\d.]+%", "decode LIMIT and runs at #%"),
-        (r"; decode step \d+ of loop \d+ took .*", ""),  # said only where a step was slow
-        (r"[\d.]+ to [\d.]+ s\b", "# to # s"),
+        (r"^[\d.]+% of (the limit|the \w+'s limit|the limit of [\w' ]+): .*", "#% of LIMIT"),
+        (r"^(time to first token \(prefill\)|decode \(\d+ steps?\)|total)  .*", r"\1 #"),  # rows of the results' table
+        (r"^((?:median of \d+ loops|1 loop)) {2,}seconds .*", r"\1"),  # its head: as wide as the figures below
         (r"\b\d+(\.\d+)?(?= ?(s|ms|us|token/s|GB/s|TFLOP/s|GiB free|GiB are there)\b)", "#"),
-        (r"\b[\d.]+%(?= of (that limit|the median apart|their median apart|the time))", "#%"),
-        (r"(?<=peak gpu mem: )[\d.]+", "#"),
+        (r"\b[\d.]+%(?= of (their median, so|the time))", "#%"),
+        (r"(busy|planned:) [\d.]+", r"\1 #"),
+        (r"(peak (?:gpu mem:|GPU|host)) [\d.]+", r"\1 #"),
         (r"\d{4}-\d\d-\d\d[T_ ]\d\d:\d\d:\d\d([.,:]\d+)?(\+\d\d:\d\d)?", "TIME"),
         (r"0x[0-9a-f]{6,}", "ADDRESS"),
         (r"(?i)\b((?:sub)?process(?:es)?|pids?) ?([:=] ?)?\d+", r"\1 PID"),
@@ -63,8 +64,8 @@ MASKS = tuple(
 )
 # Lines that come and go with the machine's speed and load.
 PASSING = re.compile(
-    r"loading [\d.]+ of |.*, token \d+/\d+$|decode step \d+ of loop"
-    r"|warning: (in the minute before|the decode latencies of)"
+    r"loading [\d.]+ of |.*, token \d+/\d+$|loading weights: |generating: |importing |compiling or |decode step \d+ of loop"
+    r"|warning: (the load average was|the decode times of)|-{20,}$"
     r"|.*\d(it/s|s/it)\b|.*DeepSpeed deepspeed\S* (built|compil)|.*Time to load \S+ op|USDT:.* profiler_"
 )
 

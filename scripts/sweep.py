@@ -29,7 +29,7 @@ from sweep_cases import AXES, Case, expand, options_of  # noqa: E402
 
 from zero_inference.records.read import read_records, value_at  # noqa: E402
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK  # noqa: E402
-from zero_inference.report import runs as report  # noqa: E402
+from zero_inference.report.terminal import print_short  # noqa: E402
 from zero_inference.runtime.child_runs import ANY_ERROR, Ended, last_words, run_child  # noqa: E402
 from zero_inference.runtime.signals import exit_on_stop  # noqa: E402
 from zero_inference.runtime.text import printable  # noqa: E402
@@ -190,8 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         where = "" if _is_good(results[-1]) else f" (see {args.log_dir / case.label()}.out)"
         say(outcome(results[-1]) + where)
 
-    frame = report.differing_columns(report.runs_frame(results))
-    report.print_frame(frame, "table")
+    print_short(results)
     return 0 if all(map(_is_good, results)) else 1
 
 

@@ -60,7 +60,9 @@ LONGEST = (
     "test_workspace.py",
     "test_run.py",
     "test_errors.py",
+    "test_api.py",
     "test_sweep.py",
+    "test_examples.py",
     "test_plan.py",
     "test_norms_patch.py",
     "test_html_report.py",
@@ -200,6 +202,18 @@ def smollm2_folder() -> Path:
     from zero_inference.models.smollm2 import smollm2_checkpoint
 
     return smollm2_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def readable(smollm2_folder, tmp_path_factory):
+    """A checkpoint of two small layers with a tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("readable") / "readable"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    build_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def need_packages(what: str, *packages: str) -> None:
@@ -346,18 +360,30 @@ def records_in(log_dir: Path) -> dict[Path, list[str]]:
 
 
 def start_python(
-    server: ForkServer | None, command, cwd: Path, out: Path, err: Path, env: dict[str, str], launch: Sequence[str] = ()
+    server: ForkServer | None,
+    command,
+    cwd: Path,
+    out: Path,
+    err: Path,
+    env: dict[str, str],
+    launch: Sequence[str] = (),
+    session: bool = False,
 ) -> Process:
     """Start the Python file command[0], by `launch` if that names a launcher, and without one by `server` where there is no GPU.
 
-    What it prints is appended to `out` and `err`.
+    What it prints is appended to `out` and `err`. With `session` it leads a session of its own.
     """
     command = list(map(str, command))
     if server is not None and not launch and too_few_gpus(1):
-        return server.start(command, env, cwd, out, err)
+        return server.start(command, env, cwd, out, err, session)
     with out.open("ab") as stdout, err.open("ab") as stderr:
         return subprocess.Popen(
-            [*(launch or [sys.executable]), *command], stdout=stdout, stderr=stderr, cwd=cwd, env=env
+            [*(launch or [sys.executable]), *command],
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            env=env,
+            start_new_session=session,
         )
 
 

@@ -58,19 +58,23 @@ class Forked:
         self.returncode: int | None = None
         self.pid = int(self._line(START_S))
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = START_S) -> int:
         """The exit code, negative for a signal."""
         if self.returncode is None:
             self.returncode = int(self._line(timeout))
             os.close(self.told)
         return self.returncode
 
-    def kill(self) -> None:
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(timeout=0)
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def _line(self, timeout: float) -> str:
         """The next line of the pipe, which reads as if it had ended until somebody opens it to write."""
@@ -100,8 +104,13 @@ class ForkServer:
         self.env = {**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.process: subprocess.Popen | None = None
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path) -> Forked:
-        """Run the Python file argv[0] with the rest of `argv`; what it prints is appended to the files `out` and `err`."""
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path, session: bool = False
+    ) -> Forked:
+        """Run the Python file argv[0] with the rest of `argv`; what it prints is appended to the files `out` and `err`.
+
+        With `session` it leads a session of its own, as Popen has it with `start_new_session`.
+        """
         if self.process is None:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True, env=self.env
@@ -110,9 +119,8 @@ class ForkServer:
             fifo = os.path.join(folder, "told")
             os.mkfifo(fifo)
             told = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-            request = dict(
-                argv=[str(word) for word in argv], env=dict(env), cwd=str(cwd), out=str(out), err=str(err), told=fifo
-            )
+            files = dict(cwd=str(cwd), out=str(out), err=str(err), told=fifo)
+            request = dict(argv=[str(word) for word in argv], env=dict(env), session=session, **files)
             try:
                 print(json.dumps(request), file=self.process.stdin, flush=True)
                 return Forked(told, self.process)
@@ -198,6 +206,8 @@ def _keep(request: dict) -> None:
 
 
 def _become(request: dict) -> None:
+    if request["session"]:
+        os.setsid()
     for number, name in enumerate((os.devnull, request["out"], request["err"])):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(file, number)

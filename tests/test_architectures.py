@@ -25,9 +25,10 @@ from zero_inference.architectures import ArchitectureBenchmark, BenchmarkConfig,
 from zero_inference.architectures import statistics as stats
 from zero_inference.architectures.arms import read_arms, speed_only, why_ended
 from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
-from zero_inference.cli import add_run_arguments, console_main, run_config
+from zero_inference.cli import console_main, run_config, run_parser
 from zero_inference.errors import UsageError
 from zero_inference.measure import generation
+from zero_inference.options import option_rows
 from zero_inference.runtime.child_runs import Ended
 from zero_inference.utils import GB
 
@@ -329,8 +330,8 @@ def test_warm_up_ends_when_loops_are_alike():
         (["opt-125m", "opt-125m"], [], [], "two arms are called opt-125m"),
         ([], ["int4 --model x", "b=--model y"], [], "write a name, ="),
         ([], ["a=--model 'x", "b=--model y"], [], "No closing quotation"),
-        ([], ["a=--modle x", "b=--model y"], [], "arm a: unrecognized arguments: --modle"),
-        ([], ["a=--model x", "b=--model y --quant-bits 3"], [], "arm b: argument --quant-bits: invalid choice"),
+        ([], ["a=--modle x", "b=--model y"], [], "arm a: there is no option --modle; did you mean --model?"),
+        ([], ["a=--model x", "b=--model y --quant-bits 3"], [], "arm b: --quant-bits 3: choose one of 16, 8, 4, auto"),
         (
             [],
             ["a=--model x", "b=--model y --engine resident --cpu-offload"],
@@ -363,27 +364,15 @@ def test_arms_are_models_or_configurations():
 def test_scores_are_asked_for_once():
     """Whatever run_model.py declares as an option about scores is dropped, and nothing else."""
     of_scores, others = [], []
-
-    class Group:
-        """Writes down what a group of options is told."""
-
-        def __init__(self, title: str):
-            self.written = of_scores if title.startswith("quality") else others
-
-        def add_argument(self, name: str, action: str = "store", **_):
-            self.written.append([name, *(["1"] if action == "store" else [])])
-
-    class Declared:
-        def add_argument_group(self, title: str) -> Group:
-            return Group(title)
-
-        def set_defaults(self, **_):
-            pass
-
-    add_run_arguments(Declared())
+    for row in option_rows(run_parser()):
+        if row.options:
+            words = [row.options[-1], *(["1"] if row.value else [])]
+            (of_scores if row.group == "quality" else others).append(words)
+    others.append(["facebook/opt-125m"])  # behind an option about scores that takes no value, too
     assert (
         ["--pass-at-k", "1"] in of_scores and ["--perplexity-stride", "1"] in of_scores and ["--engine", "1"] in others
     )
+    assert ["--allow-code-execution"] in of_scores
     mixed = [word for pair in zip_longest(others, of_scores, fillvalue=[]) for words in pair for word in words]
     assert speed_only(mixed) == [word for words in others for word in words]
     assert speed_only(["--model", "x", "--quality_data=data", "--quant-bits", "4"]) == [
@@ -603,7 +592,7 @@ def test_the_table_of_recorded_runs(tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--model", "a", "--model", "b", "--baseline", "c"], "--baseline c: there is no such arm; there are a, b"),
+        (["--model", "a", "--model", "b", "--baseline", "c"], "--baseline c: there is no such arm; the arms are a, b"),
         (["--model", "a", "--model", "b", "--rounds", "0"], "0 is less than 1"),
         (["--model", "a", "--model", "b", "--warmup-tries", "2"], "2 is less than 3"),
         (["--model", "a", "--model", "b", "--num-gpus", "2"], "arm a: --batch-size 1 does not divide"),

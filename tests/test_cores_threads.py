@@ -32,7 +32,7 @@ def test_one_thread_a_physical_core_and_one_core_for_python(tmp_path):
     assert choose_cpus(None, root=str(tmp_path), allowed=allowed) == list(range(1, 8))
     assert choose_cpus(3, root=str(tmp_path), allowed=allowed) == [5, 6, 7]
     assert choose_cpus(8, root=str(tmp_path), allowed=allowed) == list(range(8))
-    with pytest.raises(UsageError, match="--cpu-threads 9: this host has 8 physical cores"):
+    with pytest.raises(UsageError, match="--cpu-threads 9: this process may use 8 physical cores"):
         choose_cpus(9, root=str(tmp_path), allowed=allowed)
 
 

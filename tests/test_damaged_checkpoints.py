@@ -186,7 +186,7 @@ def test_an_adapter_is_not_passed_over(run, folder):
 
 def test_layers_that_the_config_does_not_count_are_told(run, folder, caplog):
     change_config(folder, num_hidden_layers=2)
-    assert run()[0] == 0 and "warning: " in caplog.text and "no place for model.layers.2." in caplog.text
+    assert run()[0] == 0 and "warning: " in caplog.text and "no parameter for model.layers.2." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.split import best_split
 from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
+from zero_inference.runtime.amounts import amount
 
 FORMS = {16: {}, 8: {"quant_bits": 8, "quant_group_size": 32}, 4: {"quant_bits": 4, "quant_group_size": 32}}
 CODES = [("mixtral", 8), ("qwen3_moe", 4), ("qwen2_moe", 4), ("deepseek_v3", 8)]
@@ -352,7 +353,7 @@ def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
     assert dry.code == done.code == 0, done.stderr
     stream, experts = done.record["stream"], done.record["experts"]
     total = round(stream["expert_slots"] * 3)
-    said = f"device memory keeps {total} of the 24 experts in host memory, those used most: {stream['expert_slot_bytes'] / 1e9:.3f} GB"
+    said = f"the device also keeps the {total} most used of the 24 experts in host memory: {amount(stream['expert_slot_bytes'])}"
     assert said in dry.stdout and said in done.stderr and 0 < total < 24
     assert set(experts) == {"hit_rate", "saved_bytes_per_step", "loaded_bytes_per_step"} and 0 < experts["hit_rate"] < 1
     assert f"experts: {experts['hit_rate']:.1%} of the choices were on the device" in done.stdout

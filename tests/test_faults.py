@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, VOCAB, free_port, too_few_gpus, without_gpus
+from conftest import ROOT, VOCAB, free_port, start_python, too_few_gpus, without_gpus
+from forks import PROGRAM, ForkServer, Process, rank_variables
 from torch.distributed import TCPStore
 
 from zero_inference.records.read import parse_log
@@ -39,7 +39,7 @@ class Run:
     """A run that is under way: its processes by rank, and its files in `folder`."""
 
     folder: Path
-    processes: list[subprocess.Popen] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
     started: list[psutil.Process] = field(default_factory=list)
     held: list = field(default_factory=list)
     port: str = field(default_factory=free_port)
@@ -78,6 +78,8 @@ class Run:
 
     def rank(self, number: int) -> psutil.Process:
         """The process of a rank, whoever started it."""
+        if len(self.processes) > 1:
+            return psutil.Process(self.processes[number].pid)
         return next(
             one
             for one in self.everyone()
@@ -197,7 +199,7 @@ class Fault:
     shown: bool = False  # whether the results are on stdout
     before: Callable[[Run], None] = nothing
     options: tuple[str, ...] = ENDLESS
-    shell: str = "exec {command}"
+    shell: str = ""  # that starts it; else it is started as a copy, or by its launcher
     within_s: float = 30
     victim: int | None = None  # a rank that cannot end by itself
     model: Callable = opt
@@ -331,14 +333,14 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
-def test_fault(fault: Fault, checkpoints, tmp_path):
+def test_fault(fault: Fault, checkpoints, fork_server, tmp_path):
     run = Run(tmp_path)
     write_benchmark_log(run.log, *range(10))
     run.record.write_text(EARLIER)
     block = run.log.read_text()
     fault.before(run)
     try:
-        start(run, fault, fault.model(run, checkpoints))
+        start(run, fault, fault.model(run, checkpoints), fork_server(PROGRAM))
         fault.when(run)
         run.started = run.everyone()
         fault.breaks(run)
@@ -367,7 +369,7 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
     assert fault.says in errors and f'File "{ROOT}/zero_inference' not in errors, errors
     assert "Traceback" not in errors or fault.launcher in ("torchrun", "deepspeed"), errors  # which show their own
     assert not run.remains()
-    assert ("total throughput: " in run.text("out")) == fault.shown
+    assert ("token/s" in run.text("out")) == fault.shown
     if not run.log.is_symlink():
         assert run.log.read_text().startswith(block) and len(parse_log(run.log)) == run.log.read_text().count("\n") / 4
     if not run.record.is_symlink():
@@ -376,7 +378,7 @@ def test_fault(fault: Fault, checkpoints, tmp_path):
         assert [json.loads(line)["status"] for line in lines[1:]] == ([fault.record] if fault.record else []), errors
 
 
-def start(run: Run, fault: Fault, model: Path) -> None:
+def start(run: Run, fault: Fault, model: Path, server: ForkServer) -> None:
     options = [
         "--model",
         str(model),
@@ -394,38 +396,19 @@ def start(run: Run, fault: Fault, model: Path) -> None:
     environment["PATH"] = os.path.dirname(sys.executable) + os.pathsep + environment["PATH"]
     if "--disk-offload" in options:
         options += ["--offload-dir", str(run.offload)]
-    program = [str(ROOT / "run_model.py"), *options]
     ranks = str(fault.ranks)
-    by_hand = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=run.port, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    launched = {
-        "python": [([sys.executable, *program], {})],
-        "torchrun": [
-            (
-                [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nproc-per-node",
-                    ranks,
-                    "--master-port",
-                    run.port,
-                    *program,
-                ],
-                {},
-            )
-        ],
-        "deepspeed": [(["deepspeed", "--num_accelerators", ranks, "--master_port", run.port, *program], {})],
-        "by hand": [([sys.executable, *program], by_hand | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"],
-    }[fault.launcher]
-    for number, (command, extra) in enumerate(launched):
-        command = [*command, *(["--batch-size", "2"] if fault.launcher != "python" else [])]
-        with open(run.folder / f"{number}.out", "w") as out, open(run.folder / f"{number}.err", "w") as err:
-            run.processes.append(
-                subprocess.Popen(
-                    ["bash", "-c", fault.shell.format(command='"$@"'), "bash", *command],
-                    stdout=out,
-                    stderr=err,
-                    env=environment | extra,
-                    start_new_session=True,
-                )
-            )
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", run.port]
+    launch = {
+        "torchrun": [sys.executable, *torchrun],
+        "deepspeed": ["deepspeed", "--num_accelerators", ranks, "--master_port", run.port],
+    }.get(fault.launcher, [])
+    each: list[dict[str, str]] = [{}]
+    if fault.launcher == "by hand":
+        each = [rank_variables(rank, fault.ranks, run.port) for rank in range(fault.ranks)]
+    if fault.shell:
+        launch = ["bash", "-c", fault.shell.format(command='"$@"'), "bash", sys.executable]
+    program = [ROOT / "run_model.py", *options, *(["--batch-size", "2"] if fault.launcher != "python" else [])]
+    for number, own in enumerate(each):
+        out, err = (run.folder / f"{number}.{name}" for name in ("out", "err"))
+        started = start_python(server, program, ROOT, out, err, environment | own, launch, session=True)
+        run.processes.append(started)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -196,10 +197,12 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def committed(tmp_path_factory):
-    """The page of the committed runs on one H200."""
-    file = tmp_path_factory.mktemp("committed") / "page.html"
-    assert run_main(RESULTS / "h200", "--html", file) == 0
-    return Page(file)
+    """The page of the first committed runs on one H200, without those of its subfolders."""
+    folder = tmp_path_factory.mktemp("committed")
+    for file in (RESULTS / "h200").glob("*.*"):
+        shutil.copy(file, folder)
+    assert run_main(folder, "--html", folder / "page.html") == 0
+    return Page(folder / "page.html")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +237,7 @@ def test_the_page_of_committed_runs_has_every_run_and_every_subject_they_tell_of
     assert f"{fastest['decode_throughput']:.0f} token/s in decode" in committed.words
     titles = committed.texts("h3")
     for subject in (
-        "Throughput against batch size: facebook/opt-13b",
+        "Throughput at batch 8: facebook/opt-13b",
         "Share of the machine's limit",
         "Phases",
         "Step times",
@@ -361,7 +364,7 @@ def test_runs_of_different_lengths_are_not_joined_in_a_line_or_a_median(tmp_path
     ]
     page = page_of(tmp_path, records)
     throughput = [title for title in page.texts("h3") if title.startswith("Throughput")]
-    named = [f"prompts of {prompt} tokens, {gen} generated" for prompt, gen in lengths]
+    named = [f"prompt {prompt}, {gen} generated" for prompt, gen in lengths]
     assert sorted(title.partition(", ")[2] for title in throughput) == sorted(named)
     shares = next(text for text in page.texts("desc") if "(2 runs)" in text)
     assert shares.count("20.0% (2 runs)") == 3 and all(name in shares for name in named)
@@ -383,10 +386,7 @@ def test_what_the_loops_cannot_tell_apart_is_not_called_fastest(tmp_path):
     slow = looped_record((49, 50, 51), engine="accelerate")
     page = page_of(tmp_path, [looped_record((339, 342, 345)), near, slow])
     assert page.texts("strong") == ["deepspeed, host, fp16, batch 7", "stream, host, fp16, batch 7"]
-    assert (
-        "are the fastest, and what is between them is within the spread of their loops: 342 to 340 token/s"
-        in page.words
-    )
+    assert "are the fastest, too close for the spread of their loops to tell apart: 342 to 340 token/s" in page.words
     quiet = looped_record((339.9, 340, 340.1), engine="stream")
     page = page_of(tmp_path / "quiet", [looped_record((341.9, 342, 342.1)), quiet, slow])
     assert page.texts("strong") == ["deepspeed, host, fp16, batch 7"]
@@ -395,7 +395,7 @@ def test_what_the_loops_cannot_tell_apart_is_not_called_fastest(tmp_path):
         in page.words
     )
     single = page_of(tmp_path / "single", [looped_record((342,)), looped_record((340,), engine="stream")])
-    assert "(stream, host, fp16, batch 7: 340); how much loops differ was not recorded." in single.words
+    assert "(stream, host, fp16, batch 7: 340); the spread of their loops was not recorded." in single.words
     engines = ("deepspeed", "stream", "accelerate", "resident", "another")
     page = page_of(tmp_path / "many", [looped_record((339, 342, 345), engine=engine) for engine in engines])
     assert len(page.texts("strong")) == 3 and "and 2 more are the fastest" in " ".join(page.words.split())
@@ -424,7 +424,7 @@ def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
     )
     assert any(text.startswith("Where the stream engine's link time went") for text in page.texts("h3"))
     assert "#1 stream, host, fp16: 54.1 GB/s" in page.texts("desc")
-    assert "mostly it waited for a free slot" in page.words
+    assert "mostly because the device computes longer than a layer copies" in page.words
 
 
 def test_what_binds_is_said_for_new_and_old_records_alike():
@@ -433,19 +433,19 @@ def test_what_binds_is_said_for_new_and_old_records_alike():
 
     assert (
         bound(limit=limit("matmul", 0.912, matmul_tflops=600.0))
-        == "It is bound by matrix products (600.0 TFLOP/s), and reaches 91.2% of that limit."
+        == "It is bound by matrix products (600.0 TFLOP/s) and reaches 91.2% of that limit."
     )
     both = limit("link_and_cores", 0.95, link_beside_cores_gbps=49.0, cores_gbps=99.8)
-    words = "It is bound by the link (49.0 GB/s) and the host's cores (99.8 GB/s), and reaches 95.0% of that limit."
+    words = "It is bound by the link (49.0 GB/s) and the host's cores (99.8 GB/s) and reaches 95.0% of that limit."
     assert bound(limit=both) == words
     old = {"link_gbps": 55.4, "floor_decode_s": 1.0, "fraction_of_limit": 0.2}
     moved = {"host_to_device_bytes_per_step": 26e9, "disk_read_bytes_per_step": 0}
     assert bound(limit=old, transfers=moved) == (
-        "The nearest limit is the host-to-device link (26.0 GB a step at 55.4 GB/s), "
-        "of which it reaches 20.0%: something else is slow."
+        "It reaches 20.0% of the nearest limit, the host-to-device link (26.0 GB a step at 55.4 GB/s): "
+        "something else is slow."
     )
     disk = bound(limit=old | {"disk_gbps": 2.0}, transfers=moved | {"disk_read_bytes_per_step": 25e9})
-    assert disk.startswith("The nearest limit is the disk (25.0 GB a step at 2.0 GB/s)")
+    assert "of the nearest limit, the disk (25.0 GB a step at 2.0 GB/s)" in disk
     assert bound(limit=None) == "What bounds it was not measured."
 
 
@@ -463,7 +463,7 @@ def test_failed_runs_are_listed_with_their_error_and_are_never_the_fastest(tmp_p
 def test_an_empty_folder_gets_a_page_that_says_so(tmp_path, capsys):
     page = page_of(tmp_path)
     assert "No runs yet" in page.texts("h2") and "svg" not in page.tags
-    assert "warning: no .log or .jsonl" in capsys.readouterr().err
+    assert "warning: no run in the .log and .jsonl" in capsys.readouterr().err
 
 
 def test_logs_without_records_and_single_runs_have_a_page(tmp_path):
@@ -564,6 +564,55 @@ def test_chromium_shows_the_page_without_overflow_cut_or_covered_text(
     assert asked_for == {page.file.resolve().as_uri()}
     browser.screenshot(tmp_path / "page.png")
     assert len(set((tmp_path / "page.png").read_bytes())) > 100
+
+
+FIRST_SCREEN = """(() => {
+  const box = (selector) => document.querySelector(selector).getBoundingClientRect();
+  return {figure: box("figure svg").bottom, figures: document.querySelectorAll(".leading svg").length,
+    headline: box(".lead .headline").bottom,
+    scrolls: [...document.querySelectorAll("table")].every((table) => table.closest(".scroll").clientWidth <= innerWidth)};
+})()"""
+
+
+@pytest.mark.parametrize("width, height, phone", [(390, 844, True), (1280, 800, False)], ids=["phone", "desktop"])
+@pytest.mark.parametrize("kind", ["committed", "single", "beside", "two hundred"])
+def test_the_best_run_and_the_throughput_figure_are_on_the_first_screen(kind, width, height, phone, browser, pages):
+    browser.open(pages(kind).file, width, height, phone)
+    shown = browser.evaluate(FIRST_SCREEN)
+    assert 0 < shown["headline"] < height / 2
+    assert shown["figures"] == 1 and shown["figure"] <= height and shown["scrolls"]
+
+
+def test_one_batch_size_is_drawn_as_bars_with_the_limit_and_several_as_lines(tmp_path):
+    bars = page_of(
+        tmp_path / "bars", [rich_record(step_s=step, quant_bits=bits) for step, bits in ((0.3, 16), (0.1, 4))]
+    )
+    title = next(title for title in bars.texts("h3") if title.startswith("Throughput"))
+    assert title == "Throughput at batch 7: facebook/opt-66b, prompt 129, 33 generated"
+    rows = next(text for text in bars.texts("desc") if "token/s" in text)
+    assert [row.partition(":")[0] for row in rows.split("; ")] == ["deepspeed, host, int4", "deepspeed, host, fp16"]
+    assert "The upright line is the limit" in bars.words
+    lines = page_of(tmp_path / "lines", [rich_record(batch_size=batch) for batch in (1, 4)])
+    assert any(title.startswith("Throughput against batch size") for title in lines.texts("h3"))
+
+
+def test_models_with_a_single_run_share_one_figure(tmp_path):
+    page = page_of(tmp_path, [rich_record(model=f"org/model-{size}b", batch_size=size) for size in (7, 13, 70)])
+    titles = [title for title in page.texts("h3") if title.startswith("Throughput")]
+    assert titles == ["Throughput: models and lengths with one run"]
+    rows = next(text for text in page.texts("desc") if "token/s" in text)
+    assert all(f"model-{size}b, batch {size}, prompt 129, 33 generated" in rows for size in (7, 13, 70))
+
+
+def test_runs_with_other_options_are_settings_of_their_own(tmp_path):
+    def run(*options, **changes):
+        return rich_record(engine="stream", argv=["run_model.py", *options], **changes)
+
+    records = [run("--gpu-memory", "20"), run("--gpu_memory=3.5", step_s=0.4), run("--seed", "3", step_s=0.5)]
+    page = page_of(tmp_path, [*records, run("--seed", "4", step_s=0.5)])
+    rows = next(text for text in page.texts("desc") if "(2 runs)" in text and "token/s" in text)
+    names = [row.partition(":")[0] for row in rows.split("; ")]
+    assert names == ["stream, host, fp16, gpu-memory 20", "stream, host, fp16, gpu-memory 3.5", "stream, host, fp16"]
 
 
 def test_a_press_on_a_columns_head_sorts_and_a_second_turns_the_order(browser, committed):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+import threading
 
 import pytest
 from conftest import VOCAB, free_port, need_lm_eval
@@ -300,3 +302,84 @@ def test_a_hub_that_is_down_and_a_repository_in_another_format(hub, run_model, c
     hub.commit = hub.commit[::-1]
     message = error_of(run_model("--model", "some/gguf", *SHORT, env=hub.environment(cache)))
     assert "model.safetensors or pytorch_model.bin" in message
+
+
+@pytest.fixture
+def in_process(cache, monkeypatch):
+    """endpoint -> this process asks it, with an empty cache, and waits a fifth of a second for its answer."""
+    from huggingface_hub import constants
+
+    def use(endpoint: str) -> None:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        settings = {"ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache / "hub"), "HF_HUB_OFFLINE": False}
+        for name, value in {**settings, "HF_HUB_ETAG_TIMEOUT": 0.2}.items():
+            monkeypatch.setattr(constants, name, value)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    return use
+
+
+@pytest.fixture
+def silent_hub():
+    """A hub that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
+    silent_hub, in_process, cache, monkeypatch, capsys
+):
+    from huggingface_hub import constants
+
+    from zero_inference.errors import UsageError
+    from zero_inference.models.hub import open_snapshot
+    from zero_inference.runtime.progress import Progress, reporting
+
+    in_process(silent_hub)
+    monkeypatch.setattr("zero_inference.runtime.progress.TICK_S", 0.01)
+    monkeypatch.setattr("zero_inference.models.hub.MENTIONED_S", 0.05)
+    with reporting(Progress(True)), pytest.raises(UsageError) as refused:
+        open_snapshot("some/llama", "some/llama")
+    assert capsys.readouterr().err == "looking up some/llama on the hub ...\n"
+    assert (
+        f"its config.json is not in the local cache, and {silent_hub} cannot be reached (no answer within 0.2 s; "
+        "HF_HUB_ETAG_TIMEOUT sets another limit); connect this machine" in str(refused.value)
+    )
+    repository = cache / "hub" / "models--some--llama"
+    folder = repository / "snapshots" / COMMIT
+    for path, text in ((repository / "refs" / "main", COMMIT), (folder / "config.json", "{}")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    snapshot = open_snapshot("some/llama", "some/llama")
+    assert snapshot.folder == folder.resolve()
+    for fetch, what in ((snapshot.fetch_tokenizer, "tokenizer"), (snapshot.fetch_weights, "weights")):
+        with pytest.raises(
+            UsageError, match=f"its {what} is not in the local cache, and .* cannot be reached .no answer"
+        ):
+            fetch()  # without asking again: each request would wait
+    (folder / "tokenizer.json").write_text("{}")
+    assert snapshot.fetch_tokenizer() == snapshot.folder
+    assert constants.HF_HUB_OFFLINE is False
+
+
+def test_a_long_fetch_says_how_far_it_is(hub, in_process, monkeypatch):
+    from zero_inference.models import hub as models_hub
+    from zero_inference.models import hub_progress
+    from zero_inference.runtime import progress as progress_module
+
+    in_process(hub.endpoint)
+    monkeypatch.setattr(progress_module, "TICK_S", 0.01)
+    monkeypatch.setattr(hub_progress, "TICK_S", 0.01)
+    now, said, told = [0.0], [], threading.Event()
+    progress = progress_module.Progress(True, lambda: now[0])
+    monkeypatch.setattr(progress, "say", lambda line: (said.append(line), "fetching weights: " in line and told.set()))
+    with progress_module.reporting(progress):
+        snapshot = models_hub.open_snapshot("some/llama", "some/llama")
+        size = (hub.root / "some" / "llama" / "consolidated.safetensors").stat().st_size
+        with hub_progress.showing_fetched("some/llama", snapshot.folder, ["*.safetensors"]):
+            (snapshot.folder.parent.parent / "blobs" / "part.incomplete").write_bytes(b"x" * size)
+            while not told.wait(0.02):
+                now[0] += 11
+    assert said[0].startswith("fetching the weights of some/llama, ")
+    assert any(line.startswith("fetching weights: 0.00 of 0.00 GiB") for line in said), said

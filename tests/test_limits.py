@@ -82,7 +82,7 @@ def test_a_link_is_as_fast_as_the_loops_own_copies():
         and faster.link_spread == pytest.approx(9.7 / 55.2)
         and faster.link_from == "loops"
     )
-    assert "(host to device, pinned: 165.6 GB/s in the loops themselves)" in limit_in_words(
+    assert "at 165.6 GB/s (host to device, pinned, measured in the loops)" in limit_in_words(
         limit_of(rates=faster), MOVED, on_gpu=True
     )
     assert with_link(RATES, link, reached_gb_per_s=44.0) == with_link(RATES, link)
@@ -201,22 +201,20 @@ def test_bounds_that_do_not_apply_are_left_out():
 
 def test_the_line_about_the_link_says_its_rate_and_how_far_its_rounds_lie_apart():
     assert limit_in_words(limit_of(), MOVED, on_gpu=True) == (
-        "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.7%) and runs at 80.0% of that limit"
+        "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s +- 1.7% (host to device, pinned)"
     )
 
 
 def test_the_line_names_what_binds_and_there_is_none_where_nothing_does():
     on_disk = limit_of(moved=replace(MOVED, disk_read_bytes_per_step=2 * 10**9))
     assert limit_in_words(on_disk, replace(MOVED, disk_read_bytes_per_step=2 * 10**9), on_gpu=True) == (
-        "decode reads 2.000 GB a step from disk (5.00 GB/s) and runs at 1600.0% of that limit"
+        "1600.0% of the disk's limit: 1.86 GiB a step at 5.00 GB/s"
     )
     products = limit_of(on_gpu=False)
-    assert limit_in_words(products, MOVED, on_gpu=False) == (
-        "decode is bound by matrix products (500.00 TFLOP/s) and runs at 8.0% of that limit"
-    )
+    assert limit_in_words(products, MOVED, on_gpu=False) == ("8.0% of the limit of matrix products: 500.00 TFLOP/s")
     memory = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None))
     for on_gpu, where in ((True, "device memory"), (False, "this machine's memory")):
-        assert f"bound by {where} (copies at 2000.0 GB/s) and runs at 4.0%" in limit_in_words(memory, MOVED, on_gpu)
+        assert limit_in_words(memory, MOVED, on_gpu) == f"4.0% of the limit of {where}: copies at 2000.0 GB/s"
     nothing = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None, device_copy_gb_per_s=None))
     assert nothing.bound_by is None and limit_in_words(nothing, MOVED, on_gpu=False) is None
 
@@ -225,11 +223,11 @@ def test_the_line_names_what_binds_and_there_is_none_where_nothing_does():
     "use, words",
     [
         (LinkUse(4, 2.0, 0.0, 0.01, 0.02, 10**9, 0), None),
-        (LinkUse(4, 6.0, 3.0, 0.3, 0.7, 10**9, 0), "40.0% of the time, mostly waiting for a free slot"),
+        (LinkUse(4, 6.0, 3.0, 0.3, 0.7, 10**9, 0), "40.0% of the time, mostly because the device computes longer"),
         (LinkUse(4, 9.0, 0.1, 0.2, 0.7, 10**9, 0), "10.0% of the time, mostly at the start of a step"),
-        (LinkUse(4, 9.0, 0.1, 0.7, 0.2, 10**9, 0), "10.0% of the time, mostly host late"),
+        (LinkUse(4, 9.0, 0.1, 0.7, 0.2, 10**9, 0), "10.0% of the time, mostly because the host asked too late"),
         (LinkUse(4, 0.0, 0.0, 0.0, 0.0, 0, 0), None),
-        (TracedLinkUse(3.0, 1.0, 10**9, 1 / 3), "in the trace the link stood idle 25.0% of the time"),
+        (TracedLinkUse(3.0, 1.0, 10**9, 1 / 3), "the link was idle 25.0% of the time, by the trace"),
         (TracedLinkUse(0.0, 0.0, 0, None), None),
     ],
 )

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, start_python, without_gpus
+from forks import PROGRAM, rank_variables
 from test_machine import CORES, rates
 
 from zero_inference.cores.library import load_library
@@ -227,8 +228,8 @@ def test_a_good_link_warns_of_nothing():
         (replace(GPU, generation=3), HOST, 13.0, ["generation 3", "could do 5", "idle"]),
         (replace(GPU, numa_node=1), HOST, 55.5, ["NUMA node 1", "--cpunodebind=1 --membind=1"]),
         (GPU, HOST, 31.0, ["31.0 GB/s", "49%", "63.0 GB/s", "generation 5 x16"]),
-        (GPU, replace(HOST, memlock_bytes=8 << 20), 55.5, ["8.00 MiB", "60.0 GiB", "may be refused", "libaio"]),
-        (None, replace(HOST, memlock_bytes=2 * GIB), None, ["2.0 GiB", "ulimit -l"]),
+        (GPU, replace(HOST, memlock_bytes=8 << 20), 55.5, ["8 MiB", "60 GiB", "may be refused", "libaio"]),
+        (None, replace(HOST, memlock_bytes=2 * GIB), None, ["2 GiB", "ulimit -l"]),
     ],
     ids=["lanes", "generation", "numa", "rate", "memlock", "memlock without a GPU"],
 )
@@ -267,7 +268,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     # a PCI domain that no machine has, so that its own sysfs adds nothing
     fake_nvml(monkeypatch, second=told | {"width": 8, "bus_id": "0000FFF1:C1:00.0"}, bus_id="0000FFF1:1B:00.0", **told)
     monkeypatch.setattr(system, "read_host", lambda: HOST)
-    args = argparse.Namespace(disk=None, json=True, save=None, local_rank=None)
+    args = argparse.Namespace(verbose=1, disk=None, json=True, save=None, local_rank=None)
     assert command.main(args) == 0
     report = json.loads(capsys.readouterr().out)
     ceilings = report["ceilings"]
@@ -380,7 +381,7 @@ def test_what_is_known_of_the_cores_is_not_measured_again(monkeypatch):
     monkeypatch.setattr(cores, "cpus_of", lambda ranks: (-1,))
     monkeypatch.setattr(cores, "read_gb_per_s", lambda cpus: 130.0)
     monkeypatch.setattr(cores, "measure_beside_link", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(cores, "product_gb_per_s", lambda cpus, dtype, scheme, rows: -rows)
+    monkeypatch.setattr(cores, "products_gb_per_s", lambda cpus, dtype, wanted: [-rows for _, rows in wanted])
     found = rooflines.rooflines(Ranks(0, 1, 0, 1, torch.device("cuda", 0)), None, known)
     assert {each.name: each.measure() for each in found} == {
         "cores_read_gbps": 130.0,
@@ -414,45 +415,44 @@ def test_two_ranks_measure_at_once_and_the_first_prints_the_sum():
     assert len(set(report["warnings"])) == len(report["warnings"])
 
 
-def test_a_killed_rank_ends_the_other():
-    both = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
+LINK = """
+import sys
+sys.path.insert(0, {root!r})
+from zero_inference.__main__ import program
+sys.argv[1:1] = ["link"]
+program()
+"""
+
+
+def test_a_killed_rank_ends_the_other(fork_server, tmp_path):
+    program, port = tmp_path / "link.py", free_port()
+    program.write_text(LINK.format(root=str(ROOT)))
+    files = [(tmp_path / f"{rank}.out", tmp_path / f"{rank}.err") for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "zero_inference", "link"],
-            cwd=ROOT,
-            env=both | {"RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+        start_python(
+            fork_server(PROGRAM), [program], ROOT, *files[rank], without_gpus() | rank_variables(rank, 2, port)
         )
-        for rank in "01"
+        for rank in range(2)
     ]
     try:
-        store = dist.TCPStore("127.0.0.1", int(both["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
         store.wait([store_key(1)], timedelta(seconds=60))  # one that never said that it lives is waited for longer
         ranks[1].kill()
-        errors = ranks[0].communicate(timeout=120)[1]  # 6 s, and half a minute beside other work
+        code = ranks[0].wait(timeout=120)  # 6 s, and half a minute beside other work
     finally:
         for process in ranks:
             process.kill()
             process.wait()
+    errors = files[0][1].read_text()
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert ranks[0].returncode == 1 and ("another rank ended" in line or "has said nothing" in line), errors
+    assert code == 1 and ("another rank ended" in line or "has said nothing" in line), errors
 
 
 def test_the_table_of_one_process(no_gpu, monkeypatch, capsys):
     """Its rates are stand-ins: what measures them ran for the JSON."""
     monkeypatch.setattr(rooflines, "_measured", lambda roofline, ranks: (12.5, None))
     monkeypatch.setattr(system, "read_host", lambda: HOST)
-    assert command.main(argparse.Namespace(disk=None, json=False, save=None, local_rank=None)) == 0
+    assert command.main(argparse.Namespace(verbose=1, disk=None, json=False, save=None, local_rank=None)) == 0
     shown = capsys.readouterr()
     for words in (
         "roofline",

@@ -44,9 +44,9 @@ print("loaded\\n{\\"told\\": \\"%s\\"}" % told)
     "code, why",
     [
         ("import sys; sys.exit('out of memory')", "out of memory"),
-        ("print('ready', flush=True); input(); print('{}'); raise SystemExit(3)", "they said nothing"),
-        ("print('ready', flush=True); input(); print('[]')", "they said nothing"),
-        ("import os; os.close(0); print('ready', flush=True); os.kill(os.getpid(), 9)", "they said nothing"),
+        ("print('ready', flush=True); input(); print('{}'); raise SystemExit(3)", "it printed no reason"),
+        ("print('ready', flush=True); input(); print('[]')", "it printed no reason"),
+        ("import os; os.close(0); print('ready', flush=True); os.kill(os.getpid(), 9)", "it printed no reason"),
     ],
 )
 def test_what_fails_is_told_and_nothing_is_measured(code, why, monkeypatch):
@@ -130,7 +130,7 @@ def test_the_host_is_measured_while_nothing_is_loaded_beside_it(kind, visits, mo
         return basics
 
     monkeypatch.setattr(saved, "Launching", Launching)
-    monkeypatch.setattr(saved, "measure_cores", lambda ranks, say: done.append("cores"))
+    monkeypatch.setattr(saved, "measure_cores", lambda *_: done.append("cores"))
     monkeypatch.setattr(saved, "make_report", lambda *_: {"rooflines": []})
     monkeypatch.setattr(saved, "_description", described)
     ranks = Ranks(0, 1, 0, 1, torch.device(kind))

@@ -1,6 +1,7 @@
 """Plans for another machine: its description in a file or a line, and what the plan says of runs that an H200 has done."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 
@@ -131,7 +132,7 @@ def test_a_file_that_cannot_be_is_refused_in_one_line(content, said, tmp_path, c
     assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--dry-run", "--machine", str(path)]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: --machine {path}: ") and said in line
-    assert line.endswith("zero-inference link --save FILE writes such a file.")
+    assert line.endswith("`zero-inference link --save FILE` writes one.")
 
 
 @pytest.mark.parametrize("path, said", [("nowhere.json", "No such file"), (".", "not a regular file")])
@@ -195,37 +196,38 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     assert least_step_s(all_of_it, assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
     no_link = planned(by_deepspeed, machine_of(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
-    assert limit_in_words(no_link) == "decode: no limit is known without the rate of the link"
-    assert no_link.in_words() == [f"a decode step fetches {no_link.fetched_bytes / 1e9:.3f} GB over the link"]
+    assert limit_in_words(no_link) == "not known without the rate of the link"
+    assert no_link.in_words() == [f"each decode step copies {no_link.fetched_bytes / 2**30:.3g} GiB over the link"]
+    assert no_link.places_in_words() == "in host memory"
     mixture = planned("--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", machine_of(None, line)).weights
     assert 300 < 1 / least_step_s(mixture, assumed(line))[1] < 1000, "3.3 billion active weights in half a byte"
     chosen = planned(
         "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --gpu-memory 4", machine_of(None, line)
     )
-    assert limit_in_words(chosen.weights).startswith("decode: about ")
+    assert limit_in_words(chosen.weights).startswith("about ")
 
 
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("", "--assume nothing between two commas, or behind the last one: say gpus, host"),
-        ("gpu=1x24GiB", "--assume gpu=1x24GiB (did you mean gpus=?): say gpus, host"),
-        ("gpus=24GiB,host=1GiB", "gpus=24GiB: say how many and how large, as in 1x24GiB"),
+        ("", "--assume has nothing between two commas, or after the last one: use gpus, host"),
+        ("gpu=1x24GiB", "--assume gpu=1x24GiB (did you mean gpus=?): use gpus, host"),
+        ("gpus=24GiB,host=1GiB", "gpus=24GiB: give their number and memory, as in 1x24GiB"),
         ("gpus=1x24,host=1GiB", "gpus=1x24: the unit is one of KiB"),
-        ("gpus=0x24GiB,host=1GiB", "say how many"),
+        ("gpus=0x24GiB,host=1GiB", "give their number"),
         ("gpus=1x10MiB,host=1GiB", "a GPU has 1 GiB or more"),
-        ("gpus=1x24GiB", "host not said"),
+        ("gpus=1x24GiB", "host missing; write it as in gpus="),
         ("gpus=1x24GiB,host=-1GiB", "host=-1GiB: must be 0 or more"),
-        ("gpus=1x24GiB,host=1GiB,link=25", "link=25: the unit is GB/s"),
+        ("gpus=1x24GiB,host=1GiB,link=25", "link=25: the unit must be one of bytes a second, such as GB/s"),
         ("gpus=1x24GiB,host=1GiB,link=0GB/s", "link=0GB/s: must be more than 0"),
-        ("gpus=1x24GiB,host=1GiB,cores=60GB/s", "say link= too"),
-        ("gpus=1x24GiB,host=1GiB,link=25GB/s,cores=60GB/s", "say memory= too"),
-        ("gpus=1x24GiB,host=1GiB,", "nothing between two commas, or behind the last one"),
+        ("gpus=1x24GiB,host=1GiB,cores=60GB/s", "depends on link, whose rate is not known; add link="),
+        ("gpus=1x24GiB,host=1GiB,link=25GB/s,cores=60GB/s", "depends on memory, whose rate is not known; add memory="),
+        ("gpus=1x24GiB,host=1GiB,", "nothing between two commas, or after the last one"),
         ("gpus=1x99999999999TiB,host=1GiB", "more than any machine has"),
-        ("gpus=\u00b2x24GiB,host=1GiB", "say how many"),
+        ("gpus=\u00b2x24GiB,host=1GiB", "give their number"),
         ("gpus=2x24GiB,host=1GiB,peers=fast", "peers=fast: no number with a unit"),
         ("gpus=1x24GiB,host=1GiB,matmul=5GB/s", "give it in TFLOP/s"),
-        ("host=1GiB,host=2GiB", "host is there twice"),
+        ("host=1GiB,host=2GiB", "host is given twice"),
     ],
 )
 def test_what_cannot_be_assumed(text, said, capfd):
@@ -255,8 +257,10 @@ def test_rates_between_those_that_were_measured():
     assert of_both.crossing_s == pytest.approx(4e-4), "the median of both formats: it has nothing to do with them"
     assert of_both.cores_gb_per_s == found.cores_gb_per_s
     assert (found.link_alone_gb_per_s, found.read_gb_per_s, found.device_gb_per_s) == (55.0, 120.0, 4200.0)
-    assert "no rates of int8" in beside_link(MACHINE, "int8", 1)
-    assert "no rate of them" in beside_link(MACHINE.model_copy(update={"cores": None}), "int4", 1)
+    assert "their rate of int8 products is not known" in beside_link(MACHINE, "int8", 1)
+    assert "the rate of the host's cores is not known" in beside_link(
+        MACHINE.model_copy(update={"cores": None}), "int4", 1
+    )
     slower = CORES.products[1].model_copy(update={"call_s": 4e-5})
     with_calls = CORES.model_copy(update={"products": (CORES.products[0], slower, CORES.products[2])})
     assert beside_link(MACHINE.model_copy(update={"cores": with_calls}), "int4", 20).call_s == pytest.approx(2e-5)
@@ -333,11 +337,14 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
         ]
         assert main([*asked, *options.split()]) == 0, options
         printed = capfd.readouterr().out
-        assert printed.startswith(
-            "for another machine: test (measured, 2026-11-23): 1 x NVIDIA H200, 120.0 GiB of host memory\n"
-        )
-        assert "139.00 GiB free" in printed and "120.00 GiB free" in printed and "decode: at most " in printed
-        assert printed.endswith("It fits.\n")
+        verdict, machine, *rows = printed.splitlines()
+        assert verdict.startswith("It fits. Predicted: ") or "No speed is predicted: the rate of " in verdict
+        assert machine.split(maxsplit=1) == [
+            "machine",
+            "test (measured, 2026-11-23): 1 x NVIDIA H200, 120 GiB of host memory",
+        ]
+        assert " of 139 GiB free" in printed and " of 120 GiB free" in printed
+        assert any(row.startswith("  limit ") and "at most " in row for row in rows)
 
 
 def test_typical_machines_are_what_datasheets_say():
@@ -376,9 +383,9 @@ def test_what_is_assumed_of_a_typical_machine():
         ("rtx409", "did you mean rtx4090"),
         ("2xrtx409", "did you mean 2xrtx4090"),
         ("0xrtx4090", "did you mean rtx4090"),
-        ("gameboy", "no such file, and no typical machine. There are rtx3090, rtx4090"),
+        ("gameboy", "no such file, and no typical machine of that name. There are rtx3090, rtx4090"),
         ("", "--machine is empty"),
-        ("rtx4090.json", "No such file or directory; zero-inference link --save FILE"),
+        ("rtx4090.json", "No such file or directory; `zero-inference link --save FILE`"),
     ],
 )
 def test_a_name_that_no_machine_has(name, said, capfd):
@@ -399,16 +406,18 @@ def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
     asked = "run_model.py --model llama-2-13b --dummy --engine stream --gpu-memory 0 --dry-run --machine rtx3090"
     assert main(asked.split()) == 0
     out = capfd.readouterr().out
-    assert out.startswith(
-        "for another machine: rtx3090 (datasheet): 1 x RTX 3090, 64.0 GiB of host memory\nrates are those of"
-    )
-    (line,) = [line for line in out.splitlines() if line.startswith("predicted: ")]
-    assert "prefill at least " in line and "decode at most " in line
-    assert line.endswith("mostly the link, if the host is never late, without the host's cores")
-    (limit,) = [line for line in out.splitlines() if line.startswith("decode: ")]
-    assert limit.endswith("bound by the link, without the host's cores, whose rate is not known")
+    lines = out.splitlines()
+    number = "[0-9.]+"
+    said = rf"Predicted: at most {number} token/s \(decode step at least {number} s, bound by the link\), first token at least {number} s"
+    assert re.fullmatch(rf"It fits\. {said}\.", lines[0])
+    rows = {line[2:17].strip(): line[17:] for line in lines[1:]}
+    assert rows["machine"] == "rtx3090 (datasheet): 1 x RTX 3090, 64 GiB of host memory (assumed)"
+    assert rows["bounds"] == "times are lower bounds: rates are from datasheets, which no run reaches"
+    assert "the host's cores" in rows["not counted"] and "kernel launches" in rows["not counted"]
+    assert rows["limit"].endswith("bound by the link; the host's cores are not counted")
     assert main([*asked.split(), "--cpu-compute", "off"]) == 0
-    assert "without the host's cores" not in capfd.readouterr().out, "they stay out of the run too"
+    out = capfd.readouterr().out
+    assert "(their rate is not known" not in out and "cores are not counted" not in out, "no run uses them either"
 
 
 def test_times_of_several_gpus_leave_out_what_these_send_each_other():
@@ -472,8 +481,8 @@ def test_cores_take_their_part_as_the_file_says():
     alone = planned(f"{options} --cpu-compute off", machine).weights
     assert least_step_s(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
     no_rates = DescribedMachine(MACHINE.model_copy(update={"cores": None}))
-    assert "has no rate of them" in planned(options, no_rates).weights.cores_stay_out
-    with pytest.raises(UsageError, match="rates of test are those of 15 threads"):
+    assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.cores_stay_out
+    with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
 
 
@@ -485,7 +494,7 @@ def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):
     monkeypatch.setattr("zero_inference.cli.FIRST_RANK_SPEAKS_S", 0)
     asked = ["run_model.py", "--model", "opt-125m", "--dummy", "--batch-size", "2", "--dry-run", "--assume"]
     assert main([*asked, "gpus=1x24GiB,host=8GiB"]) == 2
-    assert "2 ranks were started for a machine with 1 GPU; start one rank a GPU" in capfd.readouterr().err
+    assert "2 ranks were started for a machine with 1 GPU; start one rank per GPU" in capfd.readouterr().err
     assert main([*asked, "gpus=2x24GiB,host=8GiB,link=25GB/s"]) == 0
 
 

@@ -25,6 +25,7 @@ from zero_inference.machine import cards
 from zero_inference.micro import arguments, blocks, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
 from zero_inference.micro.norms import norm_patch
+from zero_inference.runtime.progress import Progress, reporting
 from zero_inference.runtime.tables import Column, RowPrinter, render
 
 CPU = torch.device("cpu")
@@ -469,8 +470,14 @@ def test_a_layer_and_what_other_norms_change(monkeypatch):
         )
 
 
+@pytest.fixture
+def told():
+    with reporting(Progress(True)):
+        yield
+
+
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_norm_kernels_patch_a_block_alone(name, capsys):
+def test_norm_kernels_patch_a_block_alone(name, capsys, told):
     patch = norm_patch("cuda", CPU, torch.float32, ["bert", name], by_the_reference)
     plain, patched = small_block(name), small_block(name)
     x = torch.randn(2, 7, plain.shape.hidden)
@@ -487,8 +494,7 @@ def test_norm_kernels_patch_a_block_alone(name, capsys):
         ("bert", "torch", None),
     ]
     assert (
-        "bert: norms use transformers' own implementation: the family bert is not in the table"
-        in capsys.readouterr().err
+        "bert: norms use transformers' implementation: the family bert is not in the table" in capsys.readouterr().err
     )
 
 
@@ -622,7 +628,7 @@ def test_tables_of_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["matmul", "--device", "cpu", "--dtype", "tf32"], "--dtype tf32: this CPU does not have it"),
+        (["matmul", "--device", "cpu", "--dtype", "tf32"], "--dtype tf32: this CPU does not support it"),
         (["layer", "--device", "cpu", "--norm-kernels", "cuda"], "there is no CUDA device"),
         (
             ["layer", "--device", "cpu", "--norm-kernels", "cuda", "--blocks", "t5-large"],
@@ -630,11 +636,11 @@ def test_tables_of_the_command(tmp_path, capsys):
         ),
         (["layer", "--device", "cpu", "--blocks", "opt-66c"], "--blocks opt-66c: there is no such block"),
         (["layer", "--device", "cpu", "--blocks", "bert-large", "--seq", "1024"], "bert-large has 512 positions"),
-        (["matmul", "--plot", "figure.svg"], "only PNG is drawn"),
+        (["matmul", "--plot", "figure.svg"], "plots are PNG files"),
         (["matmul", "--plot", "no/such/folder/figure.png"], "name another file, in a folder that can be written"),
         (["matmul", "--sizes", "0"], "0 is less than 1"),
         (["elementwise", "--min-run-time", "-1"], "not a time above 0"),
-        (["sort"], "invalid choice"),
+        (["sort"], "there is no command sort; choose one of matmul, elementwise, layer"),
     ],
 )
 def test_bad_usage(options, words, capsys):

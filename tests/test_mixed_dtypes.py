@@ -288,7 +288,7 @@ def test_a_tensor_that_does_not_fill_its_place_is_refused():
         [lay_out(layer.named_parameters(), None, 1)], set(), Ranks(0, 1, 0, 1, torch.device("cpu")), pinned=False
     )
     for values in (torch.ones(8, 64), torch.ones(8, 32, dtype=torch.bfloat16)):
-        with pytest.raises(RunError, match="block 0: weight is .* and its place is for torch.bfloat16"):
+        with pytest.raises(RunError, match="block 0: weight is .* expected is torch.bfloat16"):
             store.put(0, "weight", values, None)
     store.put(0, "weight", layer.weight.detach(), None)
     assert torch.equal(store.layouts[0]["weight"].plain.of(store.buffers[0]), layer.weight)

@@ -1,6 +1,8 @@
 """A run is planned once: one model without weights, and one decision that loading, --dry-run and the record all follow."""
 
 import json
+import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from conftest import FAMILIES
 
 from zero_inference.cli import main
 from zero_inference.config import ENGINES as ENGINE_NAMES
-from zero_inference.config import RunConfig
+from zero_inference.config import FIELD_NAMES, RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream import plan as stream_plan
@@ -24,8 +26,13 @@ from zero_inference.planning.changes import refuse_hopeless
 from zero_inference.planning.plan import changed, describe_job, make_plan, plan_run
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.read import read_records
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group
 
+JSON_KEYS = [
+    "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "placement", "changes_that_fit",
+    "machine",
+]  # fmt: skip
 SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 ENGINES = {
     "deepspeed": ["--cpu-offload", "--quant-bits", "8"],
@@ -101,13 +108,83 @@ def test_the_same_numbers_are_in_the_dry_run_and_in_the_record(checkpoints, tmp_
     capfd.readouterr()  # libraries may have said something while the checkpoint was made
     assert main([*asked, "--dry-run"]) == 0
     printed = capfd.readouterr().out
-    resolved = json.loads(printed[: printed.index("}\n") + 1])
+    assert main([*asked, "--dry-run", "--json"]) == 0
+    planned = json.loads(capfd.readouterr().out)
     assert main([*asked, "--log-file", str(tmp_path / "run.log")]) == 0
     record = read_records(tmp_path / "run.jsonl")[-1]
-    for name in ("model", "cache", "hidden"):
-        assert f"{name} size: {record[name + '_bytes'] / 2**30:.3f} GB" in printed
+    assert planned["fits"] is True and planned["verdict"] == printed.splitlines()[0]
+    for key in ("model_bytes", "cache_bytes", "hidden_bytes", "weight_bytes"):
+        assert planned["sizes"][key] == record[key], key
+    assert f"{amount(record['cache_bytes'])} in host memory" in printed
+    assert f"weights      {amount(record['weight_bytes'])} in float32" in printed
     for key in ("pin_memory", "model_type", "dtype", "world_size", "batch_size"):
-        assert resolved[key] == record[key], key
+        assert planned["config"][key] == record[key], key
+    for key in ("host_to_device_bytes_per_step", "disk_read_bytes_per_step"):
+        assert planned["moved_per_step"][key] == record["predicted"][key], key
+
+
+def test_a_dry_run_shows_what_differs_from_the_defaults_and_all_of_it_as_json(capfd, no_gpu):
+    asked = "run_model.py --model opt-125m --dummy --engine stream --quant-bits 4 --gpu-memory 0.5 --dry-run"
+    assert main(asked.split()) == 0
+    out = capfd.readouterr().out
+    assert len(out.splitlines()) <= 12 and max(map(len, out.splitlines())) < 160
+    (options,) = [line for line in out.splitlines() if line.startswith("  options ")]
+    assert options.split(maxsplit=1)[1] == (
+        "different from the defaults: model=opt-125m, dummy=true, engine=stream, quant_bits=4, gpu_memory=0.5"
+    )
+    assert main([*asked.split(), "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert list(answer) == JSON_KEYS, "as documented in planning/plan_json.py"
+    assert set(answer["config"]) == {*FIELD_NAMES, "model_type", "world_size"}
+    assert [need["place"] for need in answer["needs"]] == ["host memory"] and answer["changes_that_fit"] == []
+    assert all(need["needed_bytes"] <= need["available_bytes"] for need in answer["needs"])
+
+
+def test_json_says_where_it_does_not_fit_and_what_would(capfd):
+    asked = "run_model.py --model opt-30b --dummy --dry-run --json --machine rtx4090 --engine"
+    assert main([*asked.split(), "resident"]) == 2
+    out, err = capfd.readouterr()
+    answer = json.loads(out)
+    assert answer["fits"] is False and [need["fits"] for need in answer["needs"]] == [False, True, True]
+    assert answer["changes_that_fit"] and answer["verdict"].startswith("It does not fit. It needs ")
+    assert answer["changes_that_fit"][0] in answer["verdict"] and err.startswith(
+        "error: --dry-run: opt-30b does not fit"
+    )
+    assert answer["machine"]["source"] == "datasheet" and answer["machine"]["is_here"] is False
+    assert main([*asked.split(), "stream", "--gpu-memory", "40"]) == 2
+    answer = json.loads(capfd.readouterr().out)
+    assert (
+        answer["needs"] is None and "use --gpu-memory" in answer["refused"] and answer["refused"] in answer["verdict"]
+    )
+
+
+def test_json_of_a_described_machine_has_times_and_their_limits(capfd):
+    asked = "run_model.py --model llama-2-13b --dummy --engine stream --dry-run --json --batch-size 4 --machine rtx4090"
+    assert main(asked.split()) == 0
+    answer = json.loads(capfd.readouterr().out)
+    predicted = answer["predicted"]
+    assert (
+        predicted["decode_throughput"] == pytest.approx(4 / predicted["decode_step_s"]) and predicted["prefill_s"] > 0
+    )
+    assert predicted["bound_by"] == answer["limit"]["bound_by"] == "link"
+    assert answer["limit"]["decode_step_s"] <= predicted["decode_step_s"] * 1.001
+    assert predicted["bounds_because"] and len(predicted["left_out"]) == 2 and predicted["unknown_because"] is None
+
+
+def test_json_is_an_option_of_the_dry_run(capfd):
+    assert main(["run_model.py", "--model", "opt-125m", "--dummy", "--json"]) == 2
+    assert "--json belongs to --dry-run, which was not given" in capfd.readouterr().err
+
+
+def test_on_a_terminal_a_dry_run_is_wrapped_beside_its_labels(capfd, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "70")
+    asked = "run_model.py --model llama-2-13b --dummy --engine stream --dry-run --machine rtx4090"
+    assert main(asked.split()) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("\x1b[1;32mIt fits.\x1b[0m Predicted: at most ")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()
+    assert max(map(len, plain)) <= 70 and any(line.startswith(" " * 17) for line in plain[1:])
 
 
 def test_other_options_are_planned_on_the_same_model_and_machine(no_gpu):
@@ -126,7 +203,7 @@ def test_what_stays_on_the_device_is_decided_by_its_free_memory(no_gpu):
     assert tight.weights.residency.resident and tight.weights.residency.in_host_memory
     kept = tight.weights.footprint.device + tight.job.kv_device_bytes + 1.5 * tight.job.activation_bytes
     assert 11 << 30 < kept + RESERVE_BYTES <= 12 << 30, "half of the activations is left for the allocator"
-    with pytest.raises(DoesNotFit, match="do not fit into the 0.00 GiB"):
+    with pytest.raises(DoesNotFit, match="do not fit into the 0 bytes of device memory"):
         make_plan(replace(job, free_device_bytes=2 << 30))
 
 
@@ -207,8 +284,8 @@ def on_a_gpu(free_device_bytes: int, **options):
     [
         ("resident", 1, "its weights and their buffers need 23.9 GiB of device memory"),
         ("resident", 16, "its weights and their buffers need 23.9 GiB of device memory"),
-        ("accelerate", 16, "ids, keys and values of 16 x 2032 tokens need 24.8 GiB of device memory"),
-        ("accelerate", 12, "its weights with ids, keys and values of 12 x 2032 tokens need 19.1 GiB of device memory"),
+        ("accelerate", 16, "the KV cache and ids of 16 x 2032 tokens need 24.8 GiB of device memory"),
+        ("accelerate", 12, "its weights, the KV cache and ids of 12 x 2032 tokens need 19.1 GiB of device memory"),
     ],
 )
 def test_what_the_device_cannot_hold_for_certain_is_refused(engine, batch, said, large_host):
@@ -216,7 +293,7 @@ def test_what_the_device_cannot_hold_for_certain_is_refused(engine, batch, said,
     with pytest.raises(UsageError) as refusal:
         refuse_hopeless(on_a_gpu(int(18.7 * 2**30), engine=engine, batch_size=batch, **asked))
     message = str(refusal.value)
-    assert said in message and "18.7 GiB are available" in message and "use one of: " in message
+    assert said in message and " (18.7 GiB free); " in message and "use one of: " in message
 
 
 def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
@@ -225,7 +302,7 @@ def test_what_is_only_estimated_is_not_refused(large_host, tmp_path):
     refuse_hopeless(plan)
     gathered = replace(plan.weights.footprint, device=3 << 30, gathered=3 << 30)
     refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=gathered)))
-    with pytest.raises(UsageError, match="its weights and their buffers need 3.0 GiB of device memory"):
+    with pytest.raises(UsageError, match="its weights and their buffers need 3 GiB of device memory"):
         refuse_hopeless(replace(plan, weights=replace(plan.weights, footprint=replace(gathered, gathered=0))))
     windows = transformers.MistralConfig(num_hidden_layers=4, sliding_window=1000, max_position_embeddings=1 << 20)
     windows.save_pretrained(tmp_path)
@@ -256,7 +333,7 @@ def test_the_advice_is_what_the_engine_can_do(no_gpu, monkeypatch):
     assert "use one of: --ring-depth 2; --quant-bits" in refusal(4000, model="opt-1.3b", engine="stream")
     assert refusal(4000, model="opt-1.3b", engine="stream", ring_depth=2) is None
     assert refusal(1000, model="opt-13b", engine="stream", ring_depth=2).endswith(
-        "GiB are available; use more GPUs, nodes or memory, or a smaller model."
+        "GiB free); use more GPUs, nodes or memory, or a smaller model."
     )
 
 
@@ -282,7 +359,7 @@ def test_cores_stay_out_where_host_memory_does_not_hold_all_experts(no_gpu, monk
     assert large.cores is not None and large.residency.expert_slots
     monkeypatch.setattr(machine, "available_host_bytes", lambda: large.residency.host_bytes - 1)
     small = stream_plan.plan(job)
-    assert small.cores is None and small.cores_stay_out.startswith("host memory does not hold the experts")
+    assert small.cores is None and small.cores_stay_out.startswith("host memory has no space for the experts")
     assert small.residency.host_bytes < large.residency.host_bytes
 
 
@@ -320,7 +397,7 @@ def test_advice_names_the_cores_where_experts_would_be_in_memory_twice(no_gpu, m
     (by_cores,), (without,) = planned("1").needs, planned("off").needs
     assert without.needed + (40 << 20) < by_cores.needed
     monkeypatch.setattr(machine, "available_host_bytes", lambda: without.needed)
-    with pytest.raises(UsageError, match="use one of: --cpu-compute off"):
+    with pytest.raises(UsageError, match="use (one of: )?--cpu-compute off"):
         refuse_hopeless(planned("1"))
     refuse_hopeless(planned("off"))
 

@@ -408,7 +408,7 @@ def test_a_score_that_cannot_be_had_keeps_the_timings(small, tmp_path, capfd):
     code = main(["run_model.py", "--model", str(small), "--engine", "resident", *shape, "--quality", "mmlu", *files])
     record = json.loads((tmp_path / "run.jsonl").read_text())
     assert code == 1 and record["status"] == "failed" and record["decode_latency_s"] > 0
-    assert "an answer of 25" in record["error"] and "the model's context is 2048" in capfd.readouterr().err
+    assert "an answer has 25" in record["error"] and "the model's context is only 2048" in capfd.readouterr().err
 
 
 def test_a_perplexity_beyond_all_floats_does_not_end_a_run_that_was_measured(plain):

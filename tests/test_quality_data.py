@@ -112,18 +112,18 @@ def test_the_line_counts_in_every_kind_of_file(tmp_path):
 
 def test_what_is_not_data_is_said(tmp_path):
     cases = {
-        "empty.jsonl": ("", "no mmlu items in it"),
-        "blank.json": ("[]", "no mmlu items"),
+        "empty.jsonl": ("", "holds no mmlu items"),
+        "blank.json": ("[]", "holds no mmlu items"),
         "broken.jsonl": ("{\n", r"jsonl:1: not JSON"),
         "one.json": ('{"prompt": 1}', "holds an object"),
-        "empty.csv": ("", "no mmlu items"),
+        "empty.csv": ("", "holds no mmlu items"),
         "header.csv": ("prompt,choices\n", "no mmlu"),
         "bad.parquet": ("PAR?", "not a parquet file"),
-        "data.xlsx": ("x", "give one of .jsonl"),
+        "data.xlsx": ("x", "use one of .jsonl"),
         "deep.jsonl": ("[" * 10**5, "jsonl:1: not JSON .nested too deeply"),
         "deep.json": ("[" * 10**5, "nested too deeply"),
         "deep.csv": ("prompt,choices,answer\nx," + "[" * 10**5 + ",0\n", "csv:2: field choices has to be a list"),
-        "notes.txt": ("x", "give one of"),
+        "notes.txt": ("x", "use one of"),
     }
     for name, (text, words) in cases.items():
         (tmp_path / name).write_text(text)
@@ -174,12 +174,12 @@ def test_a_small_file_cannot_unpack_to_any_size(tmp_path, monkeypatch):
 
 def test_a_file_is_found_in_a_folder_by_its_name(tmp_path):
     (tmp_path / "other.jsonl").write_text("{}")
-    with pytest.raises(UsageError, match="no file for mmlu in it; name it mmlu with one of .jsonl"):
+    with pytest.raises(UsageError, match="the folder has no file for mmlu; name it mmlu with one of .jsonl"):
         load_items("mmlu", tmp_path)
     write(tmp_path / "mmlu_dev.jsonl", [MMLU])
     assert load_items("mmlu", tmp_path) == [MMLU]
     write(tmp_path / "mmlu_test.jsonl", [MMLU])
-    with pytest.raises(UsageError, match="mmlu_dev.jsonl, mmlu_test.jsonl are all named like data of mmlu"):
+    with pytest.raises(UsageError, match="mmlu_dev.jsonl, mmlu_test.jsonl all have names of mmlu data"):
         load_items("mmlu", tmp_path)
     write(tmp_path / "mmlu.csv", [MMLU] * 2)
     assert load_items("mmlu", tmp_path) == [MMLU] * 2

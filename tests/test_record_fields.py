@@ -30,7 +30,7 @@ ENGINES = {
     "deepspeed": ["--cpu-offload"],
     "accelerate": ["--cpu-offload"],
 }
-FREE = ("ds_config", "environment.packages")  # what is under them is named by others
+FREE = ("ds_config", "environment.packages", "options")  # what is under them is named by others
 
 
 def keys_of(value, under: str = "") -> set[str]:
@@ -166,23 +166,24 @@ def test_fields_are_printed_without_a_folder_of_runs(format, capfd):
 @pytest.mark.parametrize("further", [["."], ["--sort", "engine"], ["--all-columns"]])
 def test_fields_are_those_of_any_record(further, capfd):
     assert console_main(["zero-inference", "report", "--fields", *further]) == 2
-    assert "drop the folder and the other options" in capfd.readouterr().err
+    assert "--fields takes no folder and no other option" in capfd.readouterr().err
 
 
 def test_runs_are_still_reported_of_a_folder_alone(capfd):
     assert console_main(["zero-inference", "report"]) == 2
     assert capfd.readouterr().err == (
-        "error: the following arguments are required: LOGDIR; see zero-inference report --help\n"
+        "error: the following arguments are required: DIR; see zero-inference report --help\n"
     )
 
 
 def test_every_column_of_the_report_is_a_described_key():
     known = {one.key for one in described()}
-    of_names = {"weight_quantize", "file"}  # what a log's name says, and where a row came from
+    of_names = {"weight_quantize", "folder", "file"}  # what a log's name says, and where a row came from
     by_k = {f"quality.humaneval.{name}.1": f"quality.humaneval.{name}" for name in ("pass_at_k", "stderr")}
     read = [column for column in report.COLUMNS if column.of is None]
     assert {by_k.get(column.key, column.key) for column in read} - known == of_names
-    assert {column.name for column in report.COLUMNS} - {column.name for column in read} == {"decode_over_predicted"}
+    made = {"decode_over_predicted", "gpu_memory", "ring_depth"}  # a ratio, and options of the command line
+    assert {column.name for column in report.COLUMNS} - {column.name for column in read} == made
 
 
 def test_records_say_what_was_predicted(records):

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from zero_inference.errors import UsageError
 from zero_inference.records.write import append_record
 from zero_inference.report import command
 from zero_inference.report import runs as report
+from zero_inference.report.terminal import short_table
 from zero_inference.utils import GB, get_filename, write_benchmark_log
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def make_record(**changes):
@@ -190,11 +194,11 @@ def test_all_columns_adds_those_in_which_runs_agree(tmp_path, capsys):
 
 def test_nothing_to_report_is_said_and_is_exit_code_2(tmp_path, capsys):
     assert run_main(tmp_path) == 2
-    assert f"no .log or .jsonl in {tmp_path}; run run_model.py first" in capsys.readouterr().err
-    assert run_main(tmp_path / "gone") == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert f"no run in the .log and .jsonl files of {tmp_path}; run run_model.py first" in capsys.readouterr().err
     (tmp_path / "a.log").write_text("")
-    assert run_main(tmp_path / "a.log") == 2
+    for name, what in (("gone", "does not exist"), ("a.log", "is a file, not a folder")):
+        with pytest.raises(UsageError, match=what):
+            run_main(tmp_path, tmp_path / name)
     assert run_main(tmp_path) == 2
     assert "no run in" in capsys.readouterr().err
 
@@ -272,3 +276,100 @@ def test_the_ratio_of_committed_runs_is_that_of_the_prediction_report():
     for name, percent in said.items():
         assert 100 * (frame[f"{name}.jsonl"] - 1) == pytest.approx(percent, abs=0.05)
     assert frame.notna().sum() == 8
+
+
+def printed(capsys, *words):
+    assert run_main(*words) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("folder", ["h200-beside", "h200-shared", "h200-fixed", "h200-kept", "."])
+def test_the_table_of_any_committed_folder_is_at_most_a_hundred_columns_wide(folder, capsys):
+    lines = printed(capsys, RESULTS / folder).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("token/s" in line for line in lines[:4])
+    assert "hidden for width" in " ".join(lines[-4:]) and "--all-columns" in " ".join(lines[-4:])
+
+
+def test_what_all_runs_share_is_said_once_and_results_come_first(tmp_path, capsys):
+    for quant_bits, speed in ((16, 15.4321), (4, 61.2)):
+        append_record(
+            tmp_path / "a.jsonl", make_record(quant_bits=quant_bits, decode_throughput=speed, pin_memory=True)
+        )
+    shared, *head, rule, first, second = printed(capsys, tmp_path).splitlines()
+    assert shared == "all: opt-66b, deepspeed, cpu pinned, batch 7, prompt 129, 33 generated, 2 x H"
+    assert head[-1].split()[0] == "token/s" and set(rule) == {"-"}
+    assert (first.split()[:2], second.split()[:2]) == (["61.2", "62.5"], ["15.4", "62.5"]), (
+        "the fastest first, and the step"
+    )
+    assert first.split()[-1] == "int4" and second.split()[-1] == "fp16" and "75.1%" in first
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    append_record(alone / "a.jsonl", make_record())
+    assert printed(capsys, alone).startswith("opt-66b, deepspeed, fp16, cpu, batch 7")
+
+
+def test_where_joins_offload_page_locking_and_the_cache(tmp_path, capsys):
+    for number, (changes, _) in enumerate(WHERE):
+        append_record(tmp_path / "a.jsonl", make_record(decode_throughput=100.0 - number, **changes))
+    lines = printed(capsys, tmp_path).splitlines()
+    start = lines[-len(WHERE) - 2].index("where") if "where" in lines[-len(WHERE) - 2] else None
+    assert [line[start:].strip() for line in lines[-len(WHERE) :]] == [words for _, words in WHERE]
+
+
+WHERE = (
+    (dict(pin_memory=True), "cpu pinned"),
+    (dict(pin_memory=False), "cpu pageable"),
+    (dict(pin_memory=True, kv_offload=True), "cpu pinned, KV cpu"),
+    (dict(cpu_offload=False, disk_offload=True, kv_offload=True), "disk, KV cpu"),
+    (dict(cpu_offload=False), "gpu"),
+)
+
+
+def test_options_that_differ_have_a_column_as_they_were_given(tmp_path, capsys):
+    for words in (["--gpu-memory", "20", "--log-file", "a.log"], ["--gpu_memory=3.41592", "--cpu-compute", "off"], []):
+        append_record(tmp_path / "a.jsonl", make_record(argv=["run_model.py", *words]))
+    rows = [line.split()[-2:] for line in printed(capsys, tmp_path).splitlines()[-3:]]
+    assert rows == [["20", "-"], ["3.42", "off"], ["-", "-"]]
+    rows = json.loads(printed(capsys, tmp_path, "--format", "json"))
+    assert [row["gpu_memory"] for row in rows] == [20.0, 3.41592, None]
+
+
+def test_a_failed_run_has_a_short_note_below_the_table(tmp_path, capsys):
+    error = "out of memory: " + "tried to allocate 12 GiB, " * 100
+    append_record(tmp_path / "a.jsonl", make_record())
+    append_record(tmp_path / "a.jsonl", make_record(status="failed", error=error, decode_throughput=None, quant_bits=4))
+    lines = printed(capsys, tmp_path).splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) == 7
+    assert (
+        lines[-2].split()[:2] == ["2", "failed"]
+        and lines[-1].startswith("#2 failed: out of memory: tried")
+        and lines[-1].endswith("…")
+    )
+
+
+def test_a_narrow_terminal_hides_columns_and_says_which(tmp_path):
+    records = [make_record(quant_bits=bits, prompt_len=length) for bits, length in ((4, 128), (16, 512))]
+    for width in (40, 60, 100, 200):
+        lines = short_table(records, False, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert ("hidden for width" in " ".join(lines)) == (width < 100)
+        assert any(line.startswith("token/s") for line in lines)
+
+
+def test_folders_below_and_several_folders_are_read_once_each(tmp_path, capsys):
+    for folder, batch in (("one", 1), ("one/deep/er", 2), ("two", 3), ("one/.hidden", 4)):
+        (tmp_path / folder).mkdir(parents=True)
+        append_record(tmp_path / folder / "a.jsonl", make_record(batch_size=batch))
+    (tmp_path / "one" / "deep" / "data.jsonl").write_text('{"prompt": "no run"}\n')
+    (tmp_path / "one" / "deep" / "server.log").write_text("started\n")
+    (tmp_path / "one" / "again").symlink_to(tmp_path / "two")
+    rows = json.loads(
+        printed(capsys, tmp_path / "one", tmp_path / "two", tmp_path / "one" / "deep", "--format", "json")
+    )
+    assert [row["batch_size"] for row in rows] == [1, 2, 3]
+    assert [row["folder"] for row in rows] == [str(tmp_path / name) for name in ("one", "one/deep/er", "two")]
+    table = printed(capsys, tmp_path / "one", tmp_path / "two")
+    assert [line.split()[-1] for line in table.splitlines()[-3:]] == ["one", "one/deep/er", "two"]
+    assert run_main(tmp_path / "one", tmp_path / "two") == 0 and capsys.readouterr().err == ""
+    assert "folder" not in printed(capsys, tmp_path / "two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,24 +11,27 @@ from zero_inference.measure.steadiness import decode_evenness
 from zero_inference.planning.limits import LeastWork, decode_limits
 from zero_inference.records.limit import LinkUse, Rates, TracedLinkUse
 from zero_inference.records.loops import Loop, MachineLoad, MovedPerStep
+from zero_inference.records.planned import Predicted
 from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import Measured, Quality, Request, Result
 from zero_inference.records.scores import scores_of
+from zero_inference.report.advice import advice
 from zero_inference.report.results import cores_in_words, print_results
+from zero_inference.report.run_table import times_table
 
 RATES = Rates(50.0, 0.02, "host to device, pinned", 2000.0, 500.0, None)
 MOVED = MovedPerStep(10**9, 0, 0)
 IN_STREAM = LinkUse(4, 6.0, 3.0, 0.3, 0.7, 240 * 10**9, 0)
-LOOPS = [Loop(0.5, 0.1, 0.6, [0.025] * 4), Loop(0.5, 0.1, 0.6, [0.025] * 4)]
+LOOPS = [Loop(0.49, 0.1, 0.6, [0.025] * 4), Loop(0.51, 0.1, 0.6, [0.025] * 4)]
 SCORES = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes": "0110"}
 
 
 def measured(link_use) -> Measured:
     return Measured(
-        model_bytes=1, cache_bytes=2, hidden_bytes=3, weight_bytes=3 << 29, load_s=1.0, cold_total_s=None,
+        model_bytes=24 << 30, cache_bytes=2**28, hidden_bytes=3, weight_bytes=13 << 29, load_s=1.0, cold_total_s=None,
         warmup_total_s=[], warmed_up=None, settling_s=[], loops=LOOPS, evenness=decode_evenness(LOOPS), prefill_latency_s=0.5,
         prefill_throughput=16.0, decode_latency_s=0.1, decode_throughput=40.0, total_latency_s=0.6,
-        total_throughput=8.0, peak_gpu_bytes=2**30, peak_host_bytes=5, output_ids_sha256="ab", transfers=MOVED,
+        total_throughput=8.0, peak_gpu_bytes=2**30, peak_host_bytes=31 << 30, output_ids_sha256="ab", transfers=MOVED,
         decode_weights_gb_per_s=64.0, limit=decode_limits(RATES, MOVED, 0, LeastWork(10**9, 10**9), True, 4, 0.1),
         link_use=link_use, device="cuda",
     )  # fmt: skip
@@ -44,40 +48,89 @@ def result(link_use=IN_STREAM) -> Result:
     return made
 
 
+def request(**changes) -> Request:
+    known = dict(
+        timestamp="t", argv=[], engine="stream", model="org/m", model_type="opt", dtype="float16", world_size=1, num_nodes=1,
+        batch_size=1, prompt_len=8, gen_len=5, quant_bits=4, quant_group_size=64, cpu_offload=True, disk_offload=False,
+        kv_offload=False, norm_kernels="auto", dummy=True, pin_kv_cache=False, async_kv_offload=False, seed=0,
+        pin_memory=True, cpu_compute="auto", cpu_threads=None, weights_place="cpu",
+    )  # fmt: skip
+    return Request(**(known | changes))
+
+
 @pytest.mark.parametrize(
     "use, words",
     [
         (
             IN_STREAM,
-            "the link stood idle 40.0% of the time, mostly waiting for a free slot: the device computes longer",
+            "the link was idle 40.0% of the time, mostly because the device computes longer than a layer copies",
         ),
-        (LinkUse(4, 6.0, 0.0, 0.0, 0.0, 10**9, 0), "the link was hardly ever idle"),
-        (TracedLinkUse(3.0, 1.0, 10**9, 1 / 3), "in the trace the link stood idle 25.0% of the time"),
+        (LinkUse(4, 6.0, 0.0, 0.0, 0.0, 10**9, 0), None),
+        (TracedLinkUse(3.0, 1.0, 10**9, 1 / 3), "the link was idle 25.0% of the time, by the trace"),
         (None, None),
     ],
 )
 def test_the_results_of_a_gpu(use, words, capsys):
-    print_results("the block", result(use))
+    print_results(request(), result(use))
     lines = capsys.readouterr().out.splitlines()
-    said = [lines.pop(3)] if words else []
-    assert all(line.startswith(words) for line in said)
+    if words:
+        assert lines.pop(-2) == words
     assert lines == [
-        "the block",
-        "decode latency of 2 loops: 0.100 to 0.100 s, 0.0% of the median apart",
-        "decode moves 1.000 GB to the device a step (host to device, pinned: 50.0 GB/s +- 1.0%) and runs at 80.0% of that limit",
-        "quantized: 97.5% of the weights, 1.500 GB stored",
+        "m, stream, int4, batch 1, prompt 8, 5 generated",
+        "median of 2 loops               seconds       min to max   token/s",
+        "------------------------------------------------------------------",
+        "time to first token (prefill)     0.500   0.490 to 0.510      16.0",
+        "decode (4 steps)                  0.100   0.100 to 0.100      40.0",
+        "total                             0.600   0.600 to 0.600      8.00",
+        "GiB: model 24.0 at 16 bits, stored 6.50 (97.5% int4), KV cache 0.250, peak GPU 1.00, peak host 31.0",
+        "80.0% of the link's limit: 0.931 GiB a step at 50.0 GB/s +- 1.0% (host to device, pinned)",
         "mmlu: accuracy 50.0% +- 25.0% (2 of 4)",
     ]
 
 
+def test_what_was_predicted_stands_beside_it():
+    predicted = Predicted(None, 0.25, 0.125, "link", 1, 1, 1, 1, 1, 1, 1)
+    lines = times_table(replace(measured(None), predicted=predicted)).splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["0.250", "0.125", "0.375"]
+    lines = times_table(replace(measured(None), predicted=replace(predicted, prefill_s=None))).splitlines()
+    assert lines[0].endswith("predicted (s)") and [line.split()[-1] for line in lines[2:]] == ["-", "0.125", "-"]
+
+
+def test_a_run_of_one_loop_or_of_one_token_has_no_row_or_column_for_what_it_lacks():
+    one = Loop(0.5, 0.0, 0.5, [])
+    lines = times_table(replace(measured(None), loops=[one], decode_throughput=None)).splitlines()
+    assert lines[0].split() == ["1", "loop", "seconds", "token/s"]
+    assert [line.split()[0] for line in lines[2:]] == ["time", "total"]
+
+
+def test_advice_is_given_where_the_record_shows_what_helps():
+    def said(share=0.958, bound="link", use=None, **changes):
+        limit = replace(measured(None).limit, bound_by=bound, fraction_of_limit=share)
+        return advice(request(**changes), replace(measured(use), limit=limit))
+
+    busy = LinkUse(4, 9.9, 0.1, 0.0, 0.0, 10**9, 0)
+    assert said(use=busy, quant_bits=16) == [
+        "the link is busy 99% of the time; only fewer bytes a token help: --quant-bits 4 or a larger --batch-size"
+    ]
+    assert said() == ["the link sets the speed; only fewer bytes a token help: a larger --batch-size"]
+    assert said(kv_offload=True) == ["the link sets the speed"]
+    assert "--cpu-compute auto or a larger" in said(cpu_compute="off")[0]
+    assert said(bound="disk", cpu_offload=False)[0].startswith(
+        "the disk sets the speed; only fewer bytes a token help: --cpu-offload"
+    )
+    assert said(share=0.8) == [] and said(bound="matmul") == [] and said(bound=None, share=None) == []
+    assert said(share=0.17, engine="deepspeed") == [
+        "83% of the link's speed is unused: --engine stream copies while it computes"
+    ]
+    assert said(share=0.8, pin_memory=False) == [
+        "weights in host memory are not page-locked: --pin-memory 1 copies faster"
+    ]
+    on_cpu = replace(measured(None), device="cpu")
+    assert advice(request(), on_cpu) == []
+
+
 def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
-    request = Request(
-        timestamp="t", argv=[], engine="stream", model="m", model_type="opt", dtype="float16", world_size=1, num_nodes=1,
-        batch_size=1, prompt_len=8, gen_len=5, quant_bits=4, quant_group_size=64, cpu_offload=True, disk_offload=False,
-        kv_offload=False, norm_kernels="auto", dummy=True, pin_kv_cache=False, async_kv_offload=False, seed=0,
-        pin_memory=True, cpu_compute="auto", cpu_threads=None, weights_place="cpu",
-    )  # fmt: skip
-    files = RunLog.at(tmp_path / "run.log", request, result())
+    files = RunLog.at(tmp_path / "run.log", request(), result())
     files.write()
     assert not files.unwritten
     record = json.loads((tmp_path / "run.jsonl").read_text())
@@ -100,10 +153,9 @@ def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
 def test_what_the_cores_read():
     moved = MovedPerStep(10**9, 0, 0, 4 * 10**9, 0.05)
     assert cores_in_words(moved, 0.1, 90.0, True) == (
-        "each decode step: 1.000 GB copied to the device, 4.000 GB read by the host's cores at 80.0 GB/s (90.0 measured before, beside a "
-        "busy link), busy 50% of the time"
+        "each step: 0.931 GiB copied to the device, 3.73 GiB read by the host's cores at 80.0 GB/s (planned: 90.0), busy 50%"
     )
-    assert cores_in_words(moved, 0.1, None, True).endswith("at 80.0 GB/s, busy 50% of the time")
+    assert cores_in_words(moved, 0.1, None, True).endswith("at 80.0 GB/s, busy 50%")
     assert cores_in_words(MovedPerStep(0, 0, 0, 4 * 10**9), 0.1, None, False) == (
-        "each decode step: 0.000 GB fetched, 4.000 GB read by the host's cores"
+        "each step: 0 bytes fetched, 3.73 GiB read by the host's cores"
     )

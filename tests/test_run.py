@@ -20,6 +20,7 @@ from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.dummy import fill_dummy
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.runtime import cgroups
+from zero_inference.runtime.tables import three_digits
 
 OPTIONS = ["--prompt-len", "12", "--gen-len", "5", "--dtype", "float32"]
 
@@ -47,8 +48,9 @@ def test_log_record_and_output_agree(checkpoints, tmp_path, capfd):
     out = capfd.readouterr().out
     log = tmp_path / "ds-qwen3-bs4-prompt12-gen5-n1x1-cpu.log"
     blocks, records = parse_log(log), read_records(log.with_suffix(".jsonl"))
-    assert len(blocks) == len(records) == 2 and log.read_text().split("\n")[0] in out
+    assert len(blocks) == len(records) == 2
     record = records[-1]
+    assert f" {three_digits(record['decode_throughput'])}" in out and "decode (4 steps)" in out
     assert blocks[-1]["decode_latency_s"] == pytest.approx(record["decode_latency_s"], abs=5e-4)
     assert record["prefill_throughput"] == pytest.approx(4 * 12 / record["prefill_latency_s"])
     assert record["decode_throughput"] == pytest.approx(4 * 4 / record["decode_latency_s"])
@@ -356,7 +358,7 @@ def test_dry_run_says_whether_it_fits_and_writes_nothing(options, words, tmp_pat
     where = ["--offload-dir", str(tmp_path)] if "--disk-offload" in options else []
     assert main(["run_model.py", "--dummy", "--dry-run", *options, *where]) == (0 if words == "It fits." else 2)
     out, err = capfd.readouterr()
-    assert words in out and "host memory:" in out
+    assert words in out.splitlines()[0] and "\n  host memory " in out
     assert err.count("error: --dry-run: opt-175b does not fit") == (words != "It fits.")
     assert os.listdir(tmp_path) == []
 
@@ -365,8 +367,10 @@ def test_dry_run_of_opt_66b_counts_exactly_and_names_what_would_fit(capfd, monke
     stand_on_a_machine(monkeypatch, host_bytes=60 << 30)
     assert main(["run_model.py", "--dummy", "--dry-run", "--model", "opt-66b", "--cpu-offload"]) == 2
     out = capfd.readouterr().out
-    assert "model size: 122.375 GB" in out
-    assert "--quant-bits 4" in out.split("It would with one of:")[1]
+    assert "\n  weights      122 GiB in " in out
+    assert "--quant-bits 4" in out.splitlines()[0].split(" It would fit with ")[1]
+    assert main(["run_model.py", "--dummy", "--dry-run", "--json", "--model", "opt-66b", "--cpu-offload"]) == 2
+    assert json.loads(capfd.readouterr().out)["sizes"]["model_bytes"] == 131399321792
 
 
 def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(capfd, monkeypatch, no_gpu):
@@ -374,8 +378,8 @@ def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(ca
     stand_on_a_machine(monkeypatch, host_bytes=60 << 30, disk_bytes=0)
     asked = ["run_model.py", "--dummy", "--model", "opt-66b", "--cpu-offload", "--batch-size", "64"]
     assert main([*asked, "--dry-run"]) == 2
-    advice = capfd.readouterr().out.split("It would with one of: ")[1].strip().removesuffix(".")
-    pairs = [pair.split() for pair in advice.split("; ")]
+    advice = capfd.readouterr().out.splitlines()[0].split(" It would fit with ")[1].removesuffix(".")
+    pairs = [pair.split() for pair in advice.removeprefix("one of: ").split("; ")]
     cheapest = pairs[0]
     assert cheapest[:3] == ["--quant-bits", "4", "--batch-size"] and len(cheapest) == 4
     assert main([*asked, "--dry-run", *cheapest]) == 0
@@ -384,7 +388,7 @@ def test_two_changes_are_tried_where_no_single_one_fits_and_do_fit_as_printed(ca
         assert main([*asked, "--dry-run", *half]) == 2
     capfd.readouterr()
     assert main(asked) == 2  # refused before anything is loaded, with the same advice
-    assert f"use one of: {advice}." in capfd.readouterr().err
+    assert f"; use {advice}." in capfd.readouterr().err
 
 
 def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu):
@@ -398,7 +402,7 @@ def test_an_advice_that_replaces_an_option_says_which(capfd, monkeypatch, no_gpu
         (["--engine", "stream", "--gpu-memory", "0"], "--engine deepspeed --disk-offload instead of --gpu-memory"),
     ):
         assert main([*asked, *given]) == 2
-        assert capfd.readouterr().out.rstrip().endswith(f": {advice}."), given
+        assert capfd.readouterr().out.splitlines()[0].endswith(f" It would fit with {advice}."), given
     assert main([*asked, "--disk-offload"]) == 0
 
 

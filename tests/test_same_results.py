@@ -129,14 +129,17 @@ def test_a_case_that_was_not_run_again_is_a_difference(tmp_path, capsys):
         ),
         ("peak gpu mem: 1.250 GB\tcache size: 0.019 GB", "peak gpu mem: # GB\tcache size: 0.019 GB"),
         (
-            "decode reads 1.2 GB a step from disk (1.44 GB/s) and runs at 7.5% of that limit",
-            "decode LIMIT and runs at #% of that limit",
+            "7.5% of the disk's limit: 1.2 GiB a step at 1.44 GB/s",
+            "#% of LIMIT",
         ),
+        ("0.9% of the limit of this machine's memory: copies at 9.1 GB/s", "#% of LIMIT"),
+        ("median of 3 loops                seconds     min to max   token/s", "median of 3 loops"),
+        ("decode (31 steps)                   1.95   1.94 to 1.97      15.9", "decode (31 steps) #"),
         (
-            "decode latency of 3 loops: 1.944 to 1.968 s, 1.2% of the median apart; decode step 2 of loop 1 took 4.000 s",
-            "decode latency of 3 loops: # to # s, #% of the median apart",
+            "GiB: model 0.251 at 16 bits, stored 0.502, KV cache 0.004, peak host 1.31",
+            "GiB: model 0.251 at 16 bits, stored 0.502, KV cache 0.004, peak host #",
         ),
-        ("host memory: 0.42 GiB needed, 22.74 GiB free", "host memory: 0.42 GiB needed, # GiB free"),
+        ("  host memory  0.42 of 22.74 GiB free", "  host memory  0.42 of # GiB free"),
         ("quantized: 93.8% of the weights, 0.001 GB stored", "quantized: 93.8% of the weights, 0.001 GB stored"),
     ],
 )

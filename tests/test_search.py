@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, without_gpus
+from conftest import ROOT, need_lm_eval, without_gpus
 from test_machine import H200, MACHINE, planned
 from test_timing import FAST
 
@@ -33,11 +34,12 @@ from zero_inference.runtime.child_runs import run_child
 from zero_inference.runtime.distributed import detect_ranks
 from zero_inference.runtime.environment import describe_environment, versions_of
 from zero_inference.runtime.tables import significant
-from zero_inference.search import candidates, verify
+from zero_inference.search import candidates, table, verify
 from zero_inference.search.candidates import Candidate, Free, command_of, find_candidates, options_of
 from zero_inference.search.choose import choose, faster_than
 from zero_inference.search.ranking import GOALS, pareto_front, ranked
 from zero_inference.search.table import in_json, rows_of
+from zero_inference.search.words import headline
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
@@ -117,16 +119,22 @@ def test_the_smallest_machine_has_the_gpu_that_is_there(capfd):
     asked = ["plan", "--model", "llama-3.1-405b", "--dummy", "--engine", "stream", "deepspeed"]
     small = "gpus=1x24GiB,host=64GiB,link=25GB/s,memory=900GB/s,matmul=100TFLOP/s,disk_free=10GiB"
     assert console_main(["zero-inference", *asked, "--assume", small]) == 2
-    there, _, needed = capfd.readouterr().err.partition("the smallest machine that would do has ")
-    assert "23.5 GiB of device memory" in there and "10.0 GiB of disk" in there
+    there, _, needed = capfd.readouterr().err.partition("the smallest machine that could run it has ")
+    assert "23.5 GiB of device memory" in there and "10 GiB of disk" in there
     device, host = map(float, re.findall(r"([0-9.]+) GiB of (?:free device|host) memory", needed))
     assert device < 23.5 and 200 < host < 256 and "--engine stream --quant-bits 4" in needed
+
+
+def unfitting(out: str) -> list[str]:
+    """What a plan says of each configuration that does not fit, without line breaks."""
+    said = out.partition("Does not fit:\n")[2].partition("\n\n")[0].replace("\n    ", " ")
+    return [line.strip() for line in said.splitlines() if line.startswith("  ")]
 
 
 def test_every_engine_that_does_not_fit_has_what_would(capfd):
     asked = ["plan", "--model", "llama-3.1-405b", "--dummy", "--engine", "stream", "deepspeed", "--machine", "h200-sxm"]
     assert console_main(["zero-inference", *asked]) == 0
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("does not fit: ")]
+    lines = unfitting(capfd.readouterr().out)
     assert len(lines) > 3 and all("; fits with --" in line for line in lines)
 
 
@@ -147,13 +155,20 @@ def test_the_table_is_for_people(capfd, tmp_path):
     assert console_main(["zero-inference", *asked, "--plot", str(tmp_path / "front.svg")]) == 0
     out, err = capfd.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("predicted for a machine that is not there (assumed): 1 x GPU with 24 GiB")
-    assert "shortest decode step first" in lines[1] and "token/s" in lines[2] and "first token (s)" in lines[2]
-    assert any(
-        line.startswith("does not fit: resident with 16 bits: ") and "fits with --engine stream" in line
-        for line in lines
+    assert lines[0].startswith("Shortest decode step: stream engine, int4, batch 1: ") and " s a step, " in lines[0]
+    assert "a machine that is not there (assumed): 1 x GPU with 24 GiB" in out.replace("\n", " ")
+    head = next(number for number, line in enumerate(lines) if "engine: weights, KV cache" in line)
+    assert lines[head].split()[-5:] == ["(s)", "token", "(s)", "(GiB)", "(GiB)"] or "bound by" in lines[head]
+    first = lines[head + 2].split()
+    assert first[:2] == ["*1", "stream:"] and "int4" in first and "device," in first
+    assert max(map(len, [line for line in lines if "run_model.py" not in line and "--assume" not in line])) <= 100
+    assert (
+        "resident fp16 on the device: 24.7 GiB of device memory, 23.5 GiB free; fits with --engine stream"
+        in unfitting(out)
     )
-    assert any(line.startswith("1: python run_model.py --model llama-2-13b --dummy ") for line in lines)
+    place = lines.index("1. stream: int4 device, KV device, batch 1:")
+    assert lines[place + 1].split()[:4] == ["python", "run_model.py", "--model", "llama-2-13b"]
+    assert lines[-1] == f"For the details of one, add --dry-run --assume {LINE}."
     assert "picture: " in err and (tmp_path / "front.svg").stat().st_size > 10_000
 
 
@@ -162,20 +177,26 @@ def test_the_table_is_for_people(capfd, tmp_path):
     [
         (
             "--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s --engine stream",
-            "the smallest machine that would do has",
+            "the smallest machine that could run it has",
         ),
-        ("--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s", "no rate of the disk"),
+        ("--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s", "the rate of the disk (disk=) is not known"),
         ("--assume gpus=1x4GiB,hots=8GiB", "hots=8GiB (did you mean host=?)"),
-        ("--assume gpus=1x24GiB,host=999GiB,link=25GB/s --engine stream", "no rate of device memory"),
+        (
+            "--assume gpus=1x24GiB,host=999GiB,link=25GB/s --engine stream",
+            "the rate of device memory (memory=) is not known",
+        ),
         (
             "--assume gpus=1x80GiB,host=999GiB,link=25GB/s,memory=900GB/s --engine accelerate",
-            "no rate of pageable copies (pageable=)",
+            "the rate of pageable copies (pageable=) is not known",
         ),
-        ("--gpu-memory -1", "--gpu-memory -1: must be more than 0 GiB"),
-        ("--gpu-memory 8 --assume gpus=0,host=64GiB", "--gpu-memory 8: the machine has no GPU; use --host-memory"),
-        ("--host-memory 0", "--host-memory 0: must be more than 0 GiB"),
+        ("--max-gpu-memory=-1", "--max-gpu-memory -1: must be more than 0 GiB"),
+        (
+            "--max-gpu-memory 8 --assume gpus=0,host=64GiB",
+            "--max-gpu-memory 8: the machine has no GPU; use --max-host-memory",
+        ),
+        ("--max-host-memory 0", "--max-host-memory 0: must be more than 0 GiB"),
         ("--batch-size 0", "--batch-size 0: must be at least 1"),
-        ("--plot front.xls --assume gpus=0,host=1GiB", "end its name in .png, .pdf or .svg"),
+        ("--plot front.xls --assume gpus=0,host=1GiB", "the name must end in .png, .pdf or .svg"),
         (f"--verify 2 --assume {LINE}", "--verify runs configurations"),
         ("--num-gpus 2 --machine rtx4090", "--num-gpus 2: the machine has 1 GPU: use 1 to 1"),
         ("--num-gpus 1 --assume gpus=0,host=64GiB", "--num-gpus 1: the machine has no GPU: drop it"),
@@ -184,11 +205,11 @@ def test_the_table_is_for_people(capfd, tmp_path):
             "does not divide over --num-gpus 2; use 2, a multiple of 2",
         ),
         (
-            "--host-memory 256 --machine rtx4090",
-            "rtx4090 has 64.0 GiB, of which this is to be a part; for a machine with more use --assume host=256GiB",
+            "--max-host-memory 256 --machine rtx4090",
+            "rtx4090 has only 64 GiB; for a machine with more use --assume host=256GiB",
         ),
-        ("--gpu-memory 48 --machine 2xrtx4090", "for a machine with more use --assume gpus=2x48GiB"),
-        ("--machines", "drop --model, or name one with --machine"),
+        ("--max-gpu-memory 48 --machine 2xrtx4090", "for a machine with more use --assume gpus=2x48GiB"),
+        ("--machines", "drop the model, or name a machine with --machine"),
         (f"--verify -1 --assume {LINE}", "must be 0 or more"),
         (f"--quant-bits 4 --engine resident --assume {LINE}", "none of these engines"),
     ],
@@ -201,7 +222,7 @@ def test_what_cannot_be_planned(options, said, capfd):
 
 def test_a_model_is_needed(capfd):
     assert console_main(["zero-inference", "plan", "--machine", "rtx4090"]) == 2
-    assert "--model: say for which model" in capfd.readouterr().err
+    assert "name a model first" in capfd.readouterr().err
 
 
 def test_typical_machines_are_listed(capfd):
@@ -234,10 +255,10 @@ def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
     asked = "plan --model llama-2-13b --dummy --batch-size 1 --quant-bits 16 --machine rtx4090 --engine stream resident".split()
     assert console_main(["zero-inference", *asked]) == 0
     out = capfd.readouterr().out
-    assert out.startswith(
-        "predicted for rtx4090 (datasheet): 1 x RTX 4090, 64.0 GiB of host memory\nrates are those of datasheets"
-    )
-    assert " GPUs " not in out and "(cores not known)" in out and "taken to be never late" in out
+    assert "on rtx4090 (datasheet): 1 x RTX 4090, 64 GiB of host memory (assumed)." in out.replace("\n", " ")
+    assert "\n≤, ≥: bounds, because rates are from datasheets, which no run reaches\n" in out
+    assert re.search(r"\*1  stream: \S+ \d+% host, KV device +1 +≤[0-9.]+ +≥[0-9.]+ +≥[0-9.]+ ", out)
+    assert " GPUs" not in out and "the host's cores (their rate" in out and "kernel launches" in out
     assert console_main(["zero-inference", *asked, "--json"]) == 0
     answer = json.loads(capfd.readouterr().out)
     assert answer["machine_source"] == "datasheet" and "(datasheet)" in answer["machine"]
@@ -273,22 +294,25 @@ def test_several_gpus_are_planned_as_a_launcher_plans_them(monkeypatch, capfd):
         assert main(["run_model.py", *options.split(), "--dry-run", "--assume", line]) == 0
         out = capfd.readouterr().out
         prefill, step, rate = (significant(each[name]) for name in ("prefill_s", "step_s", "tokens_per_s"))
-        if each["at_most"]:
-            said = f"predicted: prefill at least {prefill} s, decode at most {rate} token/s ({step} s a step)"
-        else:
-            said = f"predicted: prefill {prefill} s, decode {rate} token/s ({step} s a step)"
-        assert said in out and f"device memory (each GPU): {each['device_bytes'] / GIB:.2f} GiB needed" in out
-        assert f"host memory: {each['host_bytes'] / GIB:.2f} GiB needed" in out
-        assert ("without the host's cores" in out) == each["without_cores"]
+        most, least = ("at most ", "at least ") if each["at_most"] else ("", "")
+        assert out.startswith(f"It fits. Predicted: {most}{rate} token/s (decode step {least}{step} s, bound by ")
+        assert f"), first token {least}{prefill} s" in out.splitlines()[0]
+        rows = {line[2:17].strip(): line[17:] for line in out.splitlines()}
+        assert rows["device memory"] == f"{each['device_bytes'] / GIB:.3g} of 23.5 GiB free of each GPU"
+        assert rows["host memory"].startswith(f"{each['host_bytes'] / GIB:.3g} of 256 GiB free")
+        assert ("the host's cores (their rate" in rows["not counted"]) == each["without_cores"]
 
 
 def test_more_gpus_bring_the_weights_sooner_and_say_what_is_not_known(capfd):
     asked = "plan --model opt-30b --dummy --engine stream --quant-bits 16 --kv-offload off --batch-size 8".split()
-    machine = ["--assume", LINE.replace("1x24GiB", "4x24GiB"), "--gpu-memory", "14"]
+    machine = ["--assume", LINE.replace("1x24GiB", "4x24GiB"), "--max-gpu-memory", "14"]
     assert console_main(["zero-inference", *asked, *machine, "--num-gpus", "2", "4"]) == 0
     out = capfd.readouterr().out
-    assert " GPUs " in out.splitlines()[2] and "how fast GPUs send each other weights is not known" in out
-    assert "(cores not known)" in out and "1: deepspeed --num_gpus 4 run_model.py" in out
+    said = out.replace("\n    ", " ")
+    assert (
+        "4 GPUs" in out.splitlines()[0] and "how fast the GPUs exchange weights is not known (--assume peers=)" in said
+    )
+    assert "the host's cores (their rate" in said and "\n   deepspeed --num_gpus 4 run_model.py" in out
     assert console_main(["zero-inference", *asked, *machine, "--json"]) == 0
     by = {each["gpus"]: each for each in json.loads(capfd.readouterr().out)["configurations"]}
     assert sorted(by) == [1, 2, 4] and not by[1]["without_cores"] and by[2]["without_cores"] and by[4]["at_most"]
@@ -296,7 +320,7 @@ def test_more_gpus_bring_the_weights_sooner_and_say_what_is_not_known(capfd):
     linked = [*machine[:1], f"{machine[1]},peers=link", *machine[2:]]
     assert console_main(["zero-inference", *asked, *linked, "--num-gpus", "4"]) == 0
     out = capfd.readouterr().out
-    assert "GPUs send each other" not in out
+    assert "exchange weights" not in out
     assert console_main(["zero-inference", *asked, *linked, "--num-gpus", "4", "--json"]) == 0
     (only,) = json.loads(capfd.readouterr().out)["configurations"]
     assert only["step_s"] == pytest.approx(4 * by[4]["step_s"], rel=0.05), "each gets all of it over its own link"
@@ -319,7 +343,11 @@ def test_what_fits_no_number_of_gpus_is_told_of_the_most(capfd):
     asked = "plan --model opt-66b --dummy --quant-bits 16 --batch-size 2 --engine deepspeed stream --assume".split()
     assert console_main(["zero-inference", *asked, LINE.replace("1x24GiB", "2x24GiB")]) == 0
     out = capfd.readouterr().out
-    assert "does not fit: deepspeed with 16 bits on 2 GPUs: " in out and out.count("does not fit: ") == 1
+    (line,) = unfitting(out)
+    assert (
+        line.startswith("deepspeed fp16 on the device, 2 GPUs: ")
+        and " GiB of device memory, 23.5 GiB free; fits with --" in line
+    )
 
 
 def test_a_generation_takes_its_first_token_and_all_others(found):
@@ -386,7 +414,7 @@ def test_a_kept_machine_is_used_until_something_changes(kept_here):
     write_description(here.model_copy(update={"versions": here.versions | {"torch": "1.0"}}), path)
     assert kept_description() is None
     assert why_outdated(here.model_copy(update={"versions": {}})).startswith("torch was None and is 2")
-    assert why_outdated(here.model_copy(update={"gpus": MACHINE.gpus})) == "it has other GPUs"
+    assert why_outdated(here.model_copy(update={"gpus": MACHINE.gpus})) == "its GPUs have changed"
     earlier = here.model_copy(update={"measured_with": 1})
     assert why_outdated(earlier) == "this version measures more of it"
     write_description(earlier, path)
@@ -409,7 +437,7 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path,
     kept.measure_and_keep(lines.append)
     assert (
         path.is_file()
-        and lines[0].startswith("measuring this machine; what is found is kept")
+        and lines[0].startswith("measuring this machine; the results are kept")
         and lines[1] == "warning: no link"
     )
     kept.measure_and_keep(lines.append)
@@ -431,7 +459,7 @@ def test_what_is_left_open_is_found_and_recorded(kept_here, tmp_path, capfd):
         record["chosen"]["options"] == ["engine", "quant_bits", "batch_size"] and record["chosen"]["goal"] == "latency"
     )
     assert record["batch_size"] == 1
-    assert f"chosen: --engine {record['engine']} --quant-bits {record['quant_bits']} --batch-size 1, predicted: " in err
+    assert f"chosen: --engine {record['engine']} --quant-bits {record['quant_bits']} --batch-size 1: predicted " in err
     assert len(record["chosen"]["over"]) == 5 and all(": " in each for each in record["chosen"]["over"])
     assert record["chosen"]["decode_throughput"] == pytest.approx(2 / record["predicted"]["decode_s"])
 
@@ -460,7 +488,8 @@ def test_what_auto_cannot_do(monkeypatch, capfd):
     assert main(asked) == 2
     err = capfd.readouterr().err
     assert (
-        "--engine auto: none of 7 ways to run opt-66b fits" in err and "the smallest machine that would do has" in err
+        "--engine auto: none of 7 ways to run opt-66b fits" in err
+        and "the smallest machine that could run it has" in err
     )
     assert main([*asked, "--quant-bits", "auto"]) == 0, "rounded weights fit"
     assert "chosen: --engine stream --quant-bits 4" in capfd.readouterr().err
@@ -484,7 +513,7 @@ def test_what_auto_cannot_do(monkeypatch, capfd):
         "--assume",
     ]
     assert main([*two, "gpus=2x24GiB,host=8GiB"]) == 2
-    assert "only one process can look for the best yet" in capfd.readouterr().err
+    assert "this works in one process only, and 2 were started" in capfd.readouterr().err
 
 
 def test_deepspeed_says_when_another_engine_is_much_faster():
@@ -495,7 +524,7 @@ def test_deepspeed_says_when_another_engine_is_much_faster():
     slow = plan("--model llama-2-13b --cpu-offload --quant-bits 4")
     streamed = plan("--model llama-2-13b --engine stream --quant-bits 4")
     times = slow.times.step.seconds / streamed.times.step.seconds
-    line = f"hint: --engine stream is predicted to decode {times:.1f} times as fast here; zero-inference plan compares"
+    line = f"hint: --engine stream is predicted to decode {times:.1f} times as fast here; zero-inference plan compares them"
     assert times > 2 and faster_than(slow) == line
     assert faster_than(plan("--model opt-66b --cpu-offload --batch-size 64", link_gb_per_s=5000.0)) is None
     unknown = plan("--model llama-2-13b --cpu-offload", link_gb_per_s=None)
@@ -559,13 +588,15 @@ def test_a_part_of_the_device_is_in_the_command_too(capfd):
         "--batch-size",
         "1",
     ]
-    assert console_main(["zero-inference", *asked, "--gpu-memory", "10", "--kv-offload", "off", "--assume", LINE]) == 0
+    assert (
+        console_main(["zero-inference", *asked, "--max-gpu-memory", "10", "--kv-offload", "off", "--assume", LINE]) == 0
+    )
     answer = json.loads(capfd.readouterr().out)
     (only,) = answer["configurations"]
     command = only["command"].split()[2:]
     assert only["device_bytes"] < 10 * GIB and 0 < float(command[command.index("--gpu-memory") + 1]) < 9
     assert main(["run_model.py", *command, "--dry-run", "--assume", LINE]) == 0
-    assert f"decode {only['tokens_per_s']:.3g} token/s" in capfd.readouterr().out
+    assert f"It fits. Predicted: {only['tokens_per_s']:.3g} token/s " in capfd.readouterr().out
 
 
 def test_what_the_stream_engine_refuses_is_no_candidate():
@@ -584,25 +615,14 @@ def test_what_the_stream_engine_refuses_is_no_candidate():
     [
         "--engine stream --pin-memory 0",
         "--engine stream --pin-memory 1",
-        "--dummy --quality perplexity,mmlu --quality-data x",
+        "--quality perplexity,mmlu --quality-data .",
     ],
 )
 def test_options_are_written_as_they_are_read(options):
-    config = RunConfig(**run_config_fields(options))
-    assert run_config_fields(shlex.join(options_of(config))) == run_config_fields(options)
-
-
-def run_config_fields(options: str) -> dict:
-    import argparse
-
-    from zero_inference.config import FIELD_NAMES
-    from zero_inference.options import add_run_arguments
-
-    parser = argparse.ArgumentParser()
-    add_run_arguments(parser)
-    args = parser.parse_args(shlex.split(options))
-    values = {name: getattr(args, name) for name in FIELD_NAMES}
-    return values | {"pin_memory": None if values["pin_memory"] is None else bool(values["pin_memory"])}
+    if "--quality" in options:
+        need_lm_eval()
+    config = run_config([*shlex.split(options), "--model", "opt-125m"])
+    assert run_config(options_of(config)) == config
 
 
 def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch):
@@ -612,7 +632,7 @@ def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch
     failed = [each.failed for each in tried]
     assert any(failed) and failed == sorted(failed) and not any(each.failed for each in pareto_front(tried))
     monkeypatch.setattr(verify, "_measured_tokens_per_s", lambda *_: None)
-    with pytest.raises(RunError, match="none of them ran"):
+    with pytest.raises(RunError, match="every run failed"):
         verify.verified(best, 2, "throughput", lambda line: None)
 
 
@@ -648,3 +668,43 @@ def test_a_command_for_a_part_of_the_device_does_the_same_on_all_of_it(model):
         assert again.weights.device_peak_bytes == each.plan.weights.device_peak_bytes <= 12 * GIB
         assert again.weights.residency.depth == each.plan.weights.residency.depth
         assert again.times == each.times
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+def test_the_table_fits_the_terminal_and_loses_nothing(columns, found, monkeypatch, capsys):
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_: os.terminal_size((columns, 40)))
+    monkeypatch.setattr(table.sys.stdout, "isatty", lambda: True, raising=False)
+    best = ranked(found.candidates, "throughput")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", table.table(rows_of(best, best), best, every_column=False))
+    assert max(map(len, text.splitlines())) <= columns and "…" not in text
+    for each in best:
+        assert significant(each.tokens_per_s) in text and significant(each.times.step.seconds) in text
+    for word in ("stream:", "deepspeed:", "int4", "bound by", "batch"):
+        assert word in text
+
+
+def test_a_pipe_gets_100_columns_and_all_columns_only_where_they_are_asked_for(found):
+    best = ranked(found.candidates, "throughput")
+    rows = rows_of(best, best)
+    text, wide = table.table(rows, best, every_column=False), table.table(rows, best, every_column=True)
+    assert max(map(len, text.splitlines())) <= 100 < max(map(len, wide.splitlines()))
+    assert (
+        "total" in wide and "cores" in wide and "total" not in text and len(wide.splitlines()) <= len(text.splitlines())
+    )
+
+
+def test_the_first_line_is_the_best_and_what_one_sequence_gets(found):
+    best = ranked(found.candidates, "throughput")
+    one = ranked([each for each in best if each.config.batch_size == 1], "latency")[0]
+    line, first = headline(best, "throughput"), best[0]
+
+    def speed(each: Candidate) -> str:
+        return f"{'at most ' if each.times.at_least else ''}{significant(each.tokens_per_s)} token/s"
+
+    kind = f"{first.config.engine} engine, int{first.config.quant_bits}, batch {first.config.batch_size}"
+    assert line.startswith(f"Fastest: {kind}: {speed(first)} predicted. For one sequence: ")
+    assert line.endswith(f"batch 1: {speed(one)} predicted.")
+    tried = headline([replace(first, measured_tokens_per_s=50.0), *best[1:]], "throughput")
+    assert f": 50 token/s measured, {speed(first).removesuffix(' token/s')} predicted." in tried
+    least = headline(ranked(found.candidates, "memory"), "memory")
+    assert least.startswith("Least memory: ") and " GiB of device and host memory, " in least

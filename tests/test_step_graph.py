@@ -450,12 +450,12 @@ def test_the_record_says_how_it_compared(checkpoints, tmp_path):
 def test_in_words():
     used = DecodeGraph(None, 1e-3, 0.0041, 0.0302, 1)
     assert graph_in_words(used, True) == (
-        "a decode step as one CUDA graph took 4.10 ms, launched kernel by kernel 30.20 ms"
+        "a decode step took 4.10 ms as one CUDA graph, 30.20 ms launched kernel by kernel"
     )
     assert graph_in_words(used, False) == (
-        "without a GPU the decode step of a graph is called as it is: 4.10 ms, as usual 30.20 ms"
+        "no CUDA graph without a GPU: a step in its graph form took 4.10 ms, as usual 30.20 ms"
     )
-    assert "a decode step as 41 CUDA graphs took" in graph_in_words(replace(used, graphs=41), True)
+    assert "4.10 ms as 41 CUDA graphs, " in graph_in_words(replace(used, graphs=41), True)
     for reason in ("a graph is slower", "there are several ranks"):
         assert graph_in_words(DecodeGraph(reason), True) == f"decode steps are launched kernel by kernel: {reason}"
 

@@ -519,7 +519,7 @@ def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     tight = decide_residency(layouts_of(*[gib] * 8), 0, 5 * gib, None, None)
     assert tight.resident_bytes + tight.depth * tight.slot_bytes <= 5 * gib and tight.depth >= 2
     eight = layouts_of(*[gib] * 8)
-    with pytest.raises(DoesNotFit, match="2 slots of 1.00 GiB.*--dry-run"):
+    with pytest.raises(DoesNotFit, match="2 slots of 1 GiB each.*--dry-run"):
         decide_residency(eight, 0, int(1.5 * gib), None, None)
     with pytest.raises(DoesNotFit, match="--gpu-memory 4.9 or less"):
         decide_residency(eight, 0, 6 * gib, 6, None)

@@ -294,7 +294,7 @@ def test_the_ring_is_whole_again_after_a_pass_that_broke_off(checkpoints):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"cpu_compute": "0.001"}, "--cpu-compute 0.001: less than half of a block"),
+        ({"cpu_compute": "0.001"}, "--cpu-compute 0.001: this is less than half a block"),
         ({"cpu_compute": "0.5", "gpu_memory": 1}, "--cpu-compute 0.5: all weights stay on the device"),
     ],
 )

@@ -237,8 +237,8 @@ def test_record_and_output_add_up_over_ranks(kv, checkpoints, run_model):
 def test_memory_that_is_refused_to_one_rank_is_an_error_of_both(two_ranks):
     for found in two_ranks(REFUSED, []):
         by_system, to_second, there = found
-        assert "host memory were asked for and refused" in by_system
-        assert "1.00 GiB of host memory were asked for and refused (Cannot allocate memory)" in to_second
+        assert "host memory was asked for and refused" in by_system
+        assert "1 GiB of host memory was asked for and refused (Cannot allocate memory)" in to_second
         assert there == [1, 2, 0], "and the next one is shared"
 
 
@@ -249,6 +249,6 @@ def test_ranks_of_several_hosts_have_no_memory_in_common(checkpoints, monkeypatc
     sizes = ["--dtype", "float32", "--batch-size", "2", "--prompt-len", "8", "--gen-len", "2"]
     asked = ["run_model.py", "--model", str(checkpoints("llama")), "--engine", "stream", *sizes, "--dry-run"]
     assert main([*asked, "--cpu-compute", "0.5"]) == 2
-    assert "--cpu-compute 0.5: the ranks are on 2 hosts" in capfd.readouterr().err
+    assert "--cpu-compute 0.5: the ranks run on 2 hosts" in capfd.readouterr().err
     assert main(asked) == 0
-    assert "the host's cores stay out: the ranks are on several hosts" in capfd.readouterr().out
+    assert "the host's cores are not used: the ranks are on several hosts" in capfd.readouterr().out

@@ -21,6 +21,7 @@ LAYERS = {
     "runtime": "Process, machine and files: what would be the same in a program that runs no model.",
     "utils": "The log contract: the sizes that users know, the log's name and block.",
     "config": "Every choice of a run and what can be refused before a model is known.",
+    "options": "How every command reads its line; the options of run_model.py, typed or in a file.",
     "records": "The log and the record of a run, written and read.",
     "quantization": "Groups of int8 and int4, whoever stores them.",
     "cores": "What the host's cores compute, and how a device's stream meets them.",
@@ -38,7 +39,7 @@ LAYERS = {
     "micro": "Where the time of a layer goes.",
     "architectures": "Models or configurations side by side.",
     "running": "One run, from a configuration to a log and a record.",
-    "options": "The options of run_model.py.",
+    "api": "The same from Python: run, plan, load.",
     "cli": "Entry points and exit codes.",
     "__main__": "python -m zero_inference.",
 }

@@ -78,7 +78,7 @@ def test_ids_equal_plain_transformers(family, way, checkpoints, tmp_path, capfd)
     if "--disk-offload" in WAYS[way]:
         assert not list((tmp_path / "offload").iterdir()), "offload files must not outlive the run"
         too_small = "--engine" not in WAYS[way]
-        assert ("no weight of this model is large enough for the disk" in capfd.readouterr().err) == too_small
+        assert ("no weight of this model is large enough to be kept on disk" in capfd.readouterr().err) == too_small
 
 
 @pytest.fixture(scope="module")

@@ -9,24 +9,50 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from zero_inference.config import DEFAULTS
 from zero_inference.errors import RunError, UsageError
-from zero_inference.options import Parser, add_run_arguments, config_of, run_config
+from zero_inference.options import Parser, add_run_arguments, config_of, examples, run_config
+from zero_inference.options.version import Version
 from zero_inference.runtime import garbage
+from zero_inference.runtime.progress import importing
 from zero_inference.runtime.text import printable
 
 FIRST_RANK_SPEAKS_S = 10.0
+DEFAULT_VERBOSE = DEFAULTS["verbose"]
 BROKEN_PIPE = 128 + signal.SIGPIPE  # what a shell says of a program whose reader left
+
+
+Action = Callable[[argparse.Namespace], int]
+DESCRIPTION = "Generate text with a language model that is bigger than the GPU, and measure how fast it is."
+START_HERE = (
+    "Start here: which configurations of a model fit this machine, and how fast each is predicted to be:\n\n"
+    "  zero-inference plan facebook/opt-13b\n\n"
+    "`zero-inference COMMAND --help` shows the options of a command, with examples."
+)
 
 
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     config = config_of(args)  # before torch is imported
     with garbage.postponed():
-        from zero_inference.running import run
+        with importing("torch and transformers", config.verbose > 0):
+            from zero_inference.running import run
 
         run(config, argv, args.local_rank)
     return 0
+
+
+def run_parser() -> Parser:
+    """Of run_model.py."""
+    parser = Parser(
+        prog="run_model.py",
+        allow_abbrev=False,
+        description=f"{DESCRIPTION} Start it with python, deepspeed or torchrun.",
+    )
+    parser.add_argument("--version", action=Version)
+    add_run_arguments(parser)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,85 +61,69 @@ def main(argv: list[str] | None = None) -> int:
     parser = run_parser()
     _prepare_streams()
     args = parser.parse_args(argv[1:])
-    return _guarded(lambda: run_command(args, argv), args.verbose)
+    return _guarded(lambda: run_command(args, argv), getattr(args, "verbose", DEFAULT_VERBOSE))
 
 
-def run_parser() -> Parser:
-    """The parser of run_model.py."""
-    parser = Parser(
-        prog="run_model.py",
-        allow_abbrev=False,
-        description=(
-            "Generate from a language model bigger than the GPU and measure it. Start with deepspeed, torchrun or python."
-        ),
-    )
-    add_run_arguments(parser)
+def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parser:
+    """Of the `zero-inference` command.
+
+    Args:
+        argv: the whole command line, which a run notes in its record.
+        after: the words behind `--`, which `compare` gives to every run.
+    """
+    from zero_inference.architectures import command as compare
+    from zero_inference.link import command as link
+    from zero_inference.micro import command as micro
+    from zero_inference.report import command as report
+    from zero_inference.search import arguments as plan_arguments
+    from zero_inference.search import command as plan
+
+    parser = Parser(prog="zero-inference", description=DESCRIPTION, epilog=START_HERE)
+    parser.add_argument("--version", action=Version)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+
+    def add(name: str, purpose: str, add_arguments: Callable, action: Action, allow_abbrev: bool = True) -> None:
+        command = commands.add_parser(
+            name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.", allow_abbrev=allow_abbrev
+        )
+        add_arguments(command)
+        command.set_defaults(action=action)
+
+    def add_run(command: Parser) -> None:
+        add_run_arguments(command)
+        command.epilog = examples("zero-inference run facebook/opt-13b --dummy --engine stream --dry-run")
+
+    def measure_link(args: argparse.Namespace) -> int:
+        return _measure_engines() if args.engines else link.main(args)
+
+    def compare_arms(args: argparse.Namespace) -> int:
+        return compare.main(args, list(after), run_config)
+
+    run_purpose = "generate with a model and measure it, the same as run_model.py"
+    plan_purpose = "show which configurations of a model this machine, or another one, can run, and how fast"
+    add("run", run_purpose, add_run, lambda args: run_command(args, list(argv)), allow_abbrev=False)
+    add("plan", plan_purpose, plan_arguments.add_arguments, plan.main)
+    add("report", "show all runs in a log folder in one table", report.add_arguments, report.main)
+    add("link", "measure the link, the disk and the device of this machine", link.add_arguments, measure_link)
+    add("micro", "time matrix products, element-wise operations and layers", micro.add_arguments, micro.main)
+    compare_purpose = "compare models or configurations in alternating runs"
+    add("compare", compare_purpose, compare.add_arguments, compare_arms, allow_abbrev=False)
     return parser
 
 
 def console_main(argv: list[str] | None = None) -> int:
     """Entry point of the `zero-inference` command."""
     argv = sys.argv if argv is None else argv
-    from zero_inference.architectures import command as compare
+    from zero_inference.architectures.command import split
 
-    own, after = compare.split(argv[1:])
+    own, after = split(argv[1:])
     parser = console_parser(argv, after)
     _prepare_streams()
     args = parser.parse_args(own)
-    return _guarded(lambda: args.action(args), getattr(args, "verbose", 1))
-
-
-def console_parser(argv: list[str], after: list[str]) -> Parser:
-    """The parser of `zero-inference`, whose `action` carries the command out.
-
-    Args:
-        argv: the whole command line, for the record.
-        after: what follows the `--` of `compare`.
-    """
-    from zero_inference.architectures import command as compare
-    from zero_inference.link import command as link
-    from zero_inference.micro import command as micro
-    from zero_inference.report import command as report
-    from zero_inference.search import command as plan
-
-    parser = Parser(
-        prog="zero-inference", description="Measure and compare generation from models bigger than the GPU."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-
-    def add(name: str, purpose: str, add_arguments: Callable, action: Callable, allow_abbrev: bool = True) -> None:
-        command = commands.add_parser(name, help=purpose, allow_abbrev=allow_abbrev)
-        add_arguments(command)
-        command.set_defaults(action=action)
-
-    add("run", "the same as run_model.py", add_run_arguments, lambda args: run_command(args, argv), allow_abbrev=False)
-    add(
-        "plan",
-        "which configurations of a model this machine, or another one, can run, and how fast",
-        plan.add_arguments,
-        plan.main,
-    )
-    add("report", "one table of all runs in a log folder", report.add_arguments, report.main)
-    add(
-        "link",
-        "measure what the link, the disk and the device of this machine can do",
-        link.add_arguments,
-        lambda args: _measure_engines() if args.engines else link.main(args),
-    )
-    add(
-        "micro",
-        "matrix products, element-wise operations and layers beside the datasheet",
-        micro.add_arguments,
-        micro.main,
-    )
-    add(
-        "compare",
-        "models or configurations side by side",
-        compare.add_arguments,
-        lambda args: compare.main(args, after, run_config),
-        allow_abbrev=False,
-    )
-    return parser
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    return _guarded(lambda: args.action(args), getattr(args, "verbose", DEFAULT_VERBOSE))
 
 
 def _measure_engines() -> int:

@@ -9,9 +9,11 @@ class DoesNotFit(UsageError):
     """Too little memory for what was asked; `--dry-run` goes on and says what would fit.
 
     Attributes:
-        VERDICT: how `--dry-run` begins its last line then; `zero-inference compare` looks for it.
+        FITS, VERDICT: how the first line of `--dry-run` begins where a run fits, and where it does not; `zero-inference compare` looks
+            for the latter.
     """
 
+    FITS = "It fits."
     VERDICT = "It does not fit."
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import shlex
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from zero_inference.machine.machine import Machine
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
-from zero_inference.models.prompts import prompt_ids
+from zero_inference.models.prompts import end_ids, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
+from zero_inference.options import options_asked
+from zero_inference.options.file import save_options
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
 from zero_inference.planning.changes import refuse_hopeless
 from zero_inference.planning.checks import check_launch, check_model
@@ -34,14 +37,34 @@ from zero_inference.report.results import publish
 from zero_inference.runtime import garbage
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
-from zero_inference.runtime.progress import Progress
+from zero_inference.runtime.progress import Progress, reporting
 from zero_inference.search.choose import check_alone, choose, faster_than
 
 Questions = dict[str, list[dict]]
 
 
-def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> None:
-    """Do what `config` asks: write the log and the record and print the results, or only the plan for `--dry-run`.
+@dataclass(frozen=True)
+class Finished:
+    """A run that went well.
+
+    Attributes:
+        files: the log and the record, with all that they say.
+        output_ids: int64 [batch, gen_len], of the last loop.
+        tokenizer: None where the model has none.
+    """
+
+    files: RunLog
+    output_ids: Any
+    tokenizer: Any
+
+
+def run(
+    config: RunConfig, argv: list[str], local_rank: int | None = None, publish: Callable[..., None] = publish
+) -> Finished | None:
+    """Do what `config` asks: write the log and the record and print the results, or only the plan for `--dry-run`, which returns None.
+
+    Args:
+        publish: what the first rank does with the results; called as `report.results.publish` is.
 
     Raises:
         UsageError: it cannot work; nothing was loaded or written.
@@ -51,9 +74,22 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
     _quiet_libraries(config.verbose)
     machine = machine_of(config.machine, config.assume)
     ranks = machine.ranks_there(detect_ranks(local_rank))
+    with reporting(Progress(enabled=ranks.is_first and config.verbose > 0)) as progress:
+        return _run(config, argv, ranks, machine, progress, publish)
+
+
+def _run(
+    config: RunConfig,
+    argv: list[str],
+    ranks: Ranks,
+    machine: Machine,
+    progress: Progress,
+    publish: Callable[..., None],
+) -> Finished | None:
     check_alone(config, ranks)
     check_launch(config, ranks, machine)
-    config, spec, chosen = _resolved(config, ranks, machine)
+    asked = config
+    config, spec, chosen = _resolved(config, ranks, machine, progress)
     questions = quality.prepare(config)
     quality.check_lengths(config, spec.max_positions)
     if questions and load_tokenizer(spec) is None:
@@ -61,52 +97,59 @@ def run(config: RunConfig, argv: list[str], local_rank: int | None = None) -> No
             f"--quality reads text, and {spec.name} has no tokenizer: add its tokenizer files, or drop --quality."
         )
     if config.dry_run:
+        if config.save_config and ranks.is_first:
+            _save_options(config.save_config, asked)
         _dry_run(config, spec, ranks, machine)
-        return
+        return None
     request = replace(request_of(config, spec, ranks, argv), chosen=chosen)
     files = RunLog.at(log_path(config, ranks), request, Result(environment=describe_environment()))
     refuse_shared_files(
         config, files, spec.snapshot.folder if spec.snapshot else spec.folder, quality.data_files(config)
     )
     files.check()
-    progress = Progress(enabled=ranks.is_first and config.verbose > 0)
-    with contextlib.closing(progress), leaving_a_record(config, ranks, files, release=close_all) as watch:
+    with leaving_a_record(config, ranks, files, release=close_all) as watch:
         output_ids, tokenizer = _measured(config, spec, ranks, files, progress, questions)
+        progress.clear()
         ranks.barrier()
     try:
         if ranks.is_first:
-            publish(files, output_ids, tokenizer, before=watch.stop)
+            publish(files, output_ids, tokenizer, before=watch.stop, ends=end_ids(spec, tokenizer))
         watch.stop()
     except BaseException:
         leave_process_group(ranks)
         raise
     stop_process_group()
+    return Finished(files, output_ids, tokenizer)
 
 
-def _resolved(config: RunConfig, ranks: Ranks, machine: Machine) -> tuple[RunConfig, ModelSpec, Chosen | None]:
+def _resolved(
+    config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress
+) -> tuple[RunConfig, ModelSpec, Chosen | None]:
     """What is run: the model, and what the plan finds of what was left open."""
     spec = resolve_model(config, ranks.device.type)
+    config = with_prompt_length(config, spec)
     check_model(config, spec)
-    say = (
-        functools.partial(print, file=sys.stderr, flush=True)
-        if config.verbose and ranks.is_first
-        else lambda line: None
-    )
-    found, chosen = choose(config, spec, ranks, machine, say)
+    found, chosen = choose(config, spec, ranks, machine, progress.say)
     if chosen is not None:
         check_launch(found, ranks, machine)
         check_model(found, spec)
     return found, spec, chosen
 
 
+def _save_options(path: str, asked: RunConfig) -> None:
+    save_options(path, options_asked(asked), f"run with: python run_model.py --config {shlex.quote(path)}")
+    print(f"options: {path}", file=sys.stderr, flush=True)
+
+
 def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine) -> None:
-    job = describe_job(config, spec, ranks, machine=machine)
     plan: Plan | DoesNotFit
-    try:
-        plan = make_plan(job)
-        plan.check()
-    except DoesNotFit as error:
-        plan = error
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
+        job = describe_job(config, spec, ranks, machine=machine)
+        try:
+            plan = make_plan(job)
+            plan.check()
+        except DoesNotFit as error:
+            plan = error
     if ranks.is_first:
         print_plan(job, plan)
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_inference.config import QUALITY_FIELDS, RunConfig
+from zero_inference.config import DEFAULTS, QUALITY_FIELDS, RunConfig
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.options import without_file
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
 from zero_inference.runtime.child_runs import OWN_ERROR, Ended, last_words, run_child
@@ -18,7 +19,7 @@ from zero_inference.runtime.processes import isolated_ranks
 from zero_inference.runtime.text import file_stem
 
 # What `compare` says itself, to every run.
-TAKEN = {"log-file", "log-dir", "dry-run", "warmup", "warmup-spread", "verbose", "local-rank"}
+TAKEN = {"log-file", "log-dir", "dry-run", "json", "save-config", "warmup", "warmup-spread", "verbose", "local-rank"}
 # Files that a run writes where an option says; two arms would overwrite each other's.
 OWN_FILES = ("quality_items", "trace")
 
@@ -76,6 +77,10 @@ def read_arms(
 
 
 def _arm(name: str, options: list[str], config_of: Callable[[list[str]], RunConfig]) -> Arm:
+    try:
+        options = without_file(options)  # which may change while the arms run, and may say what is refused here
+    except UsageError as error:
+        raise UsageError(f"arm {name}: {error}") from error
     given = {_option_name(word) for word in options if word.startswith("--")}
     if taken := sorted(given & TAKEN):
         raise UsageError(
@@ -105,13 +110,15 @@ def _option_name(word: str) -> str:
 
 def speed_only(options: Sequence[str]) -> list[str]:
     """`options` without those about scores, which take long and are the same in every run: the first run has them."""
-    dropped = {name.replace("_", "-") for name in QUALITY_FIELDS}
-    kept, dropping = [], False
-    for word in options:
-        if word.startswith("--"):
-            dropping = _option_name(word) in dropped
-        if not dropping:
+    takes_value = {name.replace("_", "-"): not isinstance(DEFAULTS[name], bool) for name in QUALITY_FIELDS}
+    kept: list[str] = []
+    words = iter(options)
+    for word in words:
+        name = _option_name(word) if word.startswith("--") else ""
+        if name not in takes_value:
             kept.append(word)
+        elif takes_value[name] and "=" not in word:
+            next(words, None)
     return kept
 
 

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import RunError, UsageError
+from zero_inference.options import examples
+from zero_inference.runtime.progress import Progress, add_verbose, reporting
 from zero_inference.runtime.signals import exit_on_stop
 from zero_inference.runtime.tables import FORMATS
 
@@ -25,41 +26,53 @@ Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of e
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference compare`; what follows `--` is run_model.py's, for every arm."""
+    parser.epilog = examples(
+        "zero-inference compare --model opt-125m --model opt-350m -- --dummy --engine resident",
+        'zero-inference compare --arm "fp16=opt-13b" --arm "int4=opt-13b --quant-bits 4" -- --dummy --engine stream',
+    )
     parser.usage = (
         '%(prog)s (--model NAME | --arm "NAME=OPTIONS") ... [options] [-- options of run_model.py for every arm]'
     )
-    parser.add_argument("--model", action="append", default=[], metavar="NAME", help="an arm: this model; repeat")
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME", help="compare this model; repeat it for each"
+    )
     parser.add_argument(
         "--arm",
         action="append",
         default=[],
         metavar="NAME=OPTIONS",
-        help='an arm: options of run_model.py, such as "int4=--model X --quant-bits 4 --engine stream"; repeat',
+        help="compare this configuration: a name, and options of run_model.py, as in 'int4=MODEL --quant-bits 4'; repeat it for each",
     )
-    parser.add_argument("--baseline", metavar="NAME", help="the arm that others are held against (default: the first)")
+    parser.add_argument(
+        "--baseline", metavar="NAME", help="the arm that the others are compared with (default: the first)"
+    )
     parser.add_argument(
         "--rounds",
         type=_at_least_one,
         default=3,
         metavar="N",
-        help="times through the arms and back, A B B A: two runs of each (default: 3, the least for a verdict)",
+        help="rounds of runs, each through all arms and back, A B B A; fewer than 3 give no verdict (default: 3)",
     )
     parser.add_argument(
         "--warmup-tries",
         type=_at_least_three,
         default=10,
         metavar="N",
-        help=f"most warm-up loops of a run, until they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)",
+        help=f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)",
     )
     parser.add_argument(
-        "--num-gpus", type=_at_least_one, default=1, metavar="N", help="processes of each run (default: 1)"
+        "--num-gpus", type=_at_least_one, default=1, metavar="N", help="GPUs, or processes, of each run (default: 1)"
     )
     parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="for logs and records (default: a new folder in logs/)"
+        "--log-dir", type=Path, metavar="DIR", help="folder for logs and records (default: a new one in logs/)"
     )
     parser.add_argument(
-        "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+        "--format",
+        choices=FORMATS,
+        default="table",
+        help="of the output; csv and json have full precision (default: table)",
     )
+    add_verbose(parser)
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -87,12 +100,9 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     _refuse(arms, baseline, args.num_gpus)
     folder = _log_folder(args.log_dir)
     extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
-    for arm in arms:
-        print(f"checking {arm.name}", file=sys.stderr, flush=True)
-        doubt = check_arm(arm, extra, folder, args.num_gpus)
-        if doubt:
-            print(f"warning: arm {arm.name}: {doubt}", file=sys.stderr, flush=True)
-    runs = _run_all(arms, args, extra, folder)
+    with reporting(Progress(args.verbose > 0)) as progress:
+        _check_all(arms, args, extra, folder, progress)
+        runs = _run_all(arms, args, extra, folder, progress)
 
     from zero_inference.architectures import table
 
@@ -101,7 +111,7 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
         _print_json(rows, runs, baseline, args.rounds, folder)
     else:
         _print_table(rows, baseline, args.format)
-    print(f"logs and records: {folder}", file=sys.stderr)
+    progress.say(f"logs and records: {folder}")
     failed = [row["arm"] for row in rows if row.get("error")]
     if failed:
         raise RunError(f"{len(failed)} of {len(arms)} arms failed: {', '.join(failed)}; their output is in {folder}.")
@@ -112,7 +122,7 @@ def _refuse(arms: list[Arm], baseline: str, num_gpus: int) -> None:
     """Raises UsageError for what no run of the arms could change."""
     names = [arm.name for arm in arms]
     if baseline not in names:
-        raise UsageError(f"--baseline {baseline}: there is no such arm; there are {', '.join(names)}.")
+        raise UsageError(f"--baseline {baseline}: there is no such arm; the arms are {', '.join(names)}.")
     for arm in arms:
         if arm.config.batch_size % num_gpus:
             advice = batch_advice(arm.config.batch_size, num_gpus, f"--num-gpus {num_gpus}")
@@ -154,10 +164,10 @@ def _log_folder(given: Path | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"the log folder {error.filename} cannot be made ({error.strerror}); choose another --log-dir."
+            f"the log folder {error.filename} cannot be created ({error.strerror}); choose another --log-dir."
         ) from error
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"the log folder {folder} cannot be written to; choose another --log-dir.")
+        raise UsageError(f"the log folder {folder} is not writable; choose another --log-dir.")
     return folder
 
 
@@ -176,31 +186,66 @@ def new_folder(parent: Path) -> Path:
             return folder
 
 
-def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path) -> Runs:
+def _check_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path, progress: Progress) -> None:
+    """Raises UsageError for the first arm that cannot work."""
+    with progress.task("compare", len(arms), ticking=True) as task:
+        for count, arm in enumerate(arms):
+            task.at(f"checking arm {count + 1} of {len(arms)} ({arm.name})", count)
+            doubt = check_arm(arm, extra, folder, args.num_gpus)
+            if doubt:
+                progress.say(f"warning: arm {arm.name}: {doubt}")
+
+
+def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder: Path, progress: Progress) -> Runs:
     """Every arm's runs; one that failed is not run again."""
     from zero_inference.architectures.comparison import schedule
 
     by_name = {arm.name: arm for arm in arms}
     runs: Runs = {arm.name: [] for arm in arms}
-    turns = schedule(list(by_name), 2 * args.rounds)
-    for count, (number, name) in enumerate(turns, 1):
-        if any(record["status"] != "ok" for _, record in runs[name]):
-            continue
-        print(f"[{count}/{len(turns)}] {name}, run {number + 1}: ", end="", file=sys.stderr, flush=True)
-        record = run_arm(by_name[name], extra, folder, number, args.num_gpus)
-        runs[name].append((number, record))
-        print(_outcome(record, args.warmup_tries), file=sys.stderr, flush=True)
+    turns, taken = schedule(list(by_name), 2 * args.rounds), Taken()
+    progress.say(f"compare: {len(turns)} runs, {2 * args.rounds} of each arm; their output is in {folder}")
+    with progress.task("compare", ticking=True) as task:
+        for count, (number, name) in enumerate(turns, 1):
+            if any(record["status"] != "ok" for _, record in runs[name]):
+                continue
+            left = [each for _, each in turns[count - 1 :] if each not in taken.failed]
+            task.at(f"run {count} of {len(turns)} ({name})", left_s=taken.expected_s(left))
+            start = progress.clock()
+            record = run_arm(by_name[name], extra, folder, number, args.num_gpus)
+            taken.add(name, progress.clock() - start, record["status"] == "ok")
+            runs[name].append((number, record))
+            progress.say(f"compare: run {count} of {len(turns)} ({name}): {_outcome(record, args.warmup_tries)}")
     return runs
+
+
+class Taken:
+    """How long the runs of each arm took, and from that how long others will."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.failed: set[str] = set()
+
+    def add(self, arm: str, seconds: float, good: bool) -> None:
+        if good:
+            self.seconds.setdefault(arm, []).append(seconds)
+        else:
+            self.failed.add(arm)
+
+    def expected_s(self, arms: list[str]) -> float | None:
+        """Seconds of runs of `arms`, one after the other; an arm that has not run yet takes as long as the others. None before any has."""
+        means = {arm: sum(found) / len(found) for arm, found in self.seconds.items()}
+        if not means:
+            return None
+        usual = sum(means.values()) / len(means)
+        return sum(means.get(arm, usual) for arm in arms)
 
 
 def _outcome(record: dict[str, Any], tries: int) -> str:
     if record["status"] != "ok":
         return f"failed: {' '.join(str(record['error']).split())}"
     rate = record["decode_throughput"] if record["decode_throughput"] is not None else record["total_throughput"]
-    unsettled = (
-        f" (not settled: {tries} warm-up loops still differed by 5%)" if record.get("warmed_up") is False else ""
-    )
-    return f"{rate:.3f} token/s{unsettled}"
+    unsettled = f" (not settled: after {tries} warm-up loops they still differed by more than {WARMUP_SPREAD:.0%})"
+    return f"{rate:.3f} token/s{unsettled if record.get('warmed_up') is False else ''}"
 
 
 def _at_least_one(text: str) -> int:

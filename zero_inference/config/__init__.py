@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from zero_inference.config import checks
+from zero_inference.config import checks, quality_checks
 from zero_inference.config.choices import (
     AUTO,
     DECODE_GRAPH,
@@ -20,6 +21,9 @@ from zero_inference.config.choices import (
     QUANT_BITS,
     Choices,
 )
+from zero_inference.config.spellings import bits_of, dtype_name
+from zero_inference.errors import UsageError
+from zero_inference.runtime.sizes import gib_of
 
 __all__ = [
     "DEFAULTS",
@@ -47,11 +51,26 @@ class RunConfig(Choices):
 
     def validate(self) -> RunConfig:
         """Return the configuration with what it implies, or raise UsageError: what was asked, found, and has to change."""
-        checks.check_paths(self)
-        checks.check_values(self)
-        checks.check_engine(self)
-        checks.check_offload(self)
-        checks.check_companions(self)
-        checks.check_files(self)
-        checks.check_quality(self)
-        return replace(self, cpu_offload=True) if self.engine == "stream" else self
+        asked = self._spelled()
+        checks.check_paths(asked)
+        checks.check_values(asked)
+        checks.check_engine(asked)
+        checks.check_offload(asked)
+        checks.check_companions(asked)
+        checks.check_prompts(asked)
+        checks.check_files(asked)
+        quality_checks.check_quality(asked)
+        return replace(asked, cpu_offload=True) if asked.engine == "stream" and not asked.cpu_offload else asked
+
+    def _spelled(self) -> RunConfig:
+        """With the names of the choices for other spellings of them: float16 for fp16, 4 for int4. Raises UsageError."""
+        spelled: dict[str, Any] = {"dtype": dtype_name(self.dtype), "quant_bits": bits_of(self.quant_bits)}
+        if isinstance(self.prompt, str):
+            spelled["prompt"] = (self.prompt,)
+        if isinstance(self.gpu_memory, str):
+            try:
+                spelled["gpu_memory"] = gib_of(self.gpu_memory)
+            except ValueError as error:
+                raise UsageError(f"--gpu-memory {self.gpu_memory}: {error}.") from error
+        changed = {name: value for name, value in spelled.items() if value != getattr(self, name)}
+        return replace(self, **changed) if changed else self

@@ -5,7 +5,6 @@ Each raises UsageError with what was asked, what was found, and what to change.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -17,20 +16,19 @@ from zero_inference.config.choices import (
     ENGINES,
     GOALS,
     LEAST_RING_DEPTH,
-    LONGEST_WINDOW,
     MOST,
     MOST_GIB,
     NORM_KERNELS,
+    OWN_LENGTH,
     PAGE_LOCKING_ENGINES,
     PATHS,
-    QUALITY_COMPANIONS,
-    QUALITY_TASKS,
     QUANT_BITS,
     QUANTIZING_ENGINES,
     STREAM_OPTIONS,
     WHOLE_NUMBERS,
     Choices,
 )
+from zero_inference.config.spellings import not_among
 from zero_inference.errors import UsageError
 from zero_inference.runtime.divisors import nearest_multiples
 from zero_inference.runtime.replace import check_output_file
@@ -63,9 +61,11 @@ def check_values(choices: Choices) -> None:
     ):
         value = getattr(choices, name)
         if value not in allowed:
-            raise UsageError(f"{_flag(name)} {value}: choose one of {', '.join(map(str, allowed))}.")
+            raise UsageError(not_among(_flag(name), value, allowed))
     for name, (least, most) in WHOLE_NUMBERS.items():
         value = getattr(choices, name)
+        if name == "prompt_len" and choices.prompt:
+            least = OWN_LENGTH
         if value is not None and not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
             raise UsageError(f"{_flag(name)} {value}: must be {bound}.")
@@ -149,6 +149,7 @@ def check_companions(choices: Choices) -> None:
         ("async_kv_offload", "--kv-offload", choices.kv_offload),
         ("offload_dir", "--disk-offload", choices.disk_offload or "engine" in choices.auto),
         ("quant_group_size", "--quant-bits 8 or 4", choices.quantized),
+        ("json", "--dry-run", choices.dry_run),
     ):
         if getattr(choices, name) != DEFAULTS[name] and not other_given:
             raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")
@@ -167,110 +168,41 @@ def check_companions(choices: Choices) -> None:
             raise UsageError(
                 f"{_flag(name)} is about another machine than this one, where nothing can be run: add --dry-run."
             )
+    if choices.save_config and not choices.dry_run:
+        raise UsageError("--save-config writes the options of a --dry-run: add --dry-run.")
     if choices.async_kv_offload and not choices.pin_kv_cache:
         raise UsageError("--async-kv-offload needs page-locked memory to copy into: add --pin-kv-cache.")
 
 
+def check_prompts(choices: Choices) -> None:
+    for option, given in (("--prompt", choices.prompt), ("--prompts", choices.prompts)):
+        if given and choices.dummy:
+            raise UsageError(f"{option} needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
+    if choices.prompt and choices.prompts:
+        raise UsageError(f"--prompt and --prompts {choices.prompts} both say what is read: keep one of the two.")
+    if choices.chat and not (choices.prompt or choices.prompts):
+        raise UsageError("--chat belongs to --prompt or --prompts, and neither was given: add one, or drop --chat.")
+    if any(not text.strip() for text in choices.prompt):
+        raise UsageError("--prompt is empty: give it a text, or drop it.")
+    count = len(choices.prompt)
+    if count > 1 and "batch_size" in choices.auto:
+        raise UsageError(f"--batch-size auto: {count} prompts were given, so the batch is known: drop --batch-size.")
+    if count > choices.batch_size and "batch_size" not in choices.auto:
+        raise UsageError(
+            f"--batch-size {choices.batch_size}: {count} prompts were given; use {count} or more, or drop it."
+        )
+
+
 def check_files(choices: Choices) -> None:
-    if choices.prompts and choices.dummy:
-        raise UsageError("--prompts needs a tokenizer and --dummy runs on random token ids: keep one of the two.")
     if choices.prompts and not Path(choices.prompts).is_file():
         raise UsageError(f"--prompts {choices.prompts}: no such file; give a text file with one prompt a line.")
-    if choices.trace:
-        check_output_file("--trace", choices.trace)
-
-
-def check_quality(choices: Choices) -> None:
-    for task in choices.quality:
-        if task not in QUALITY_TASKS:
-            raise UsageError(f"--quality {task}: no such task; choose from {', '.join(QUALITY_TASKS)}.")
-    if len(set(choices.quality)) < len(choices.quality):
-        raise UsageError(f"--quality {','.join(choices.quality)}: a task is named twice; name each once.")
-    for other, names in QUALITY_COMPANIONS.items():
-        task = other.removeprefix("--quality").strip()
-        for name in names:
-            if getattr(choices, name) != DEFAULTS[name] and not (task in choices.quality if task else choices.quality):
-                raise UsageError(
-                    f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}."
-                )
-    if not choices.quality:
-        return
-    if choices.dummy:
-        raise UsageError(
-            "--quality needs a tokenizer and trained weights, and --dummy has neither: keep one of the two."
-        )
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError(
-            "--quality works through lm-evaluation-harness, which is not installed: pip install 'lm-eval>=0.4.13'."
-        )
-    _check_quality_numbers(choices)
-    _check_quality_paths(choices)
-
-
-def _check_quality_numbers(choices: Choices) -> None:
-    if not 0 < choices.humaneval_temperature < float("inf"):
-        raise UsageError(
-            f"--humaneval-temperature {choices.humaneval_temperature}: must be a number above 0; "
-            "one sample (--humaneval-samples 1) is greedy."
-        )
-    if choices.humaneval_samples == 1 and choices.humaneval_temperature != Choices.humaneval_temperature:
-        raise UsageError(
-            "--humaneval-temperature: a single sample is greedy and has none; add --humaneval-samples or drop it."
-        )
-    for k in choices.pass_at_k:
-        if not 1 <= k <= choices.humaneval_samples:
-            raise UsageError(
-                f"--pass-at-k {k}: k has to be 1 to the number of samples, which is {choices.humaneval_samples}; "
-                f"lower k or use --humaneval-samples {max(k, 1)}."
-            )
-    if choices.perplexity_window is not None:
-        perplexity_window(choices.perplexity_window, choices.perplexity_stride, None)
-    if "humaneval" in choices.quality and not choices.allow_code_execution:
-        raise UsageError(
-            "--quality humaneval runs code that the model wrote: allow it with --allow-code-execution "
-            "(it runs isolated, see the README), or leave humaneval out."
-        )
-
-
-def _check_quality_paths(choices: Choices) -> None:
-    needing = [task for task in choices.quality if task != "humaneval"]
-    if needing and choices.quality_data is None:
-        raise UsageError(
-            f"--quality {','.join(choices.quality)}: no data for {', '.join(needing)}; "
-            "add --quality-data with a file or folder."
-        )
-    if choices.quality_data is not None:
-        if not os.path.exists(choices.quality_data):
-            raise UsageError(f"--quality-data {choices.quality_data}: no such file or folder.")
-        if os.path.isfile(choices.quality_data) and len(choices.quality) > 1:
-            raise UsageError(
-                f"--quality-data {choices.quality_data} is one file and --quality names {len(choices.quality)} tasks; "
-                "give a folder with a file named after each."
-            )
-    if choices.quality_items:
-        check_output_file("--quality-items", choices.quality_items)
+    for name in ("trace", "save_config"):
+        if path := getattr(choices, name):
+            check_output_file(_flag(name), path)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def perplexity_window(window: int | None, stride: int | None, positions: int | None) -> tuple[int, int]:
-    """The window and the stride of perplexity in tokens, for a model of `positions`; None where there is no such limit.
-
-    Raises:
-        UsageError: the window is longer than the model's context, or the stride than the window.
-    """
-    window = window or min(LONGEST_WINDOW, positions or LONGEST_WINDOW)
-    if positions is not None and window > positions:
-        raise UsageError(f"--perplexity-window {window}: the model has {positions} positions; use at most that.")
-    stride = stride or max(1, window // 2)
-    if stride > window:
-        raise UsageError(
-            f"--perplexity-stride {stride}: longer than the window of {window} tokens, so text would be left out; "
-            "use at most the window."
-        )
-    return window, stride
 
 
 def batch_advice(batch: int, parts: int, over: str) -> str:

@@ -20,6 +20,7 @@ DTYPES = ("auto", "float16", "bfloat16", "float32")
 NORM_KERNELS = ("auto", "cuda", "off")
 DECODE_GRAPH = ("auto", "on", "off")
 QUANT_BITS = (16, 8, 4)
+OWN_LENGTH = 0  # prompt_len: that of the longest --prompt, in tokens
 CPU_COMPUTE = {"auto": None, "off": 0.0}  # words for a share
 QUALITY_TASKS = ("mmlu", "hellaswag", "humaneval", "perplexity")
 # Options that mean nothing without another one, by that one; `--quality TASK` stands for the task among those of --quality.
@@ -63,6 +64,7 @@ WHOLE_NUMBERS = {
 PATHS = (
     "model",
     "prompts",
+    "save_config",
     "offload_dir",
     "trace",
     "ds_config",
@@ -89,6 +91,8 @@ class Choices:
     prompt_len: int = 512
     gen_len: int = 32
     prompts: str | None = None
+    prompt: tuple[str, ...] = ()  # texts; with prompt_len=OWN_LENGTH nothing is put before the longest of them
+    chat: bool = False
     dtype: str = "auto"
     cpu_offload: bool = False
     disk_offload: bool = False
@@ -126,6 +130,8 @@ class Choices:
     verbose: int = 1
     trust_remote_code: bool = False
     dry_run: bool = False
+    save_config: str | None = None
+    json: bool = False
     machine: str | None = None
     assume: str | None = None
     auto: tuple[str, ...] = ()  # fields that the plan is to find; what they say until then is not meant

@@ -213,7 +213,7 @@ def _cpu_decode_attention(
         described.mask_kind = MASKS[mask.dtype]
     library = needed_library()
     if library.zero_inference_attention(ctypes.byref(described), ctypes.c_int32(instructions), ctypes.c_int64(threads)):
-        raise RunError(f"attention of {threads} threads on the cores: host memory for their partial sums is missing")
+        raise RunError(f"attention on the cores: not enough host memory for the partial sums of {threads} threads")
     return out
 
 

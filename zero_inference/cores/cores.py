@@ -162,14 +162,14 @@ class Cores:
         there is none."""
         call = Call(task.number, rows * self.ranks, None, None, (chosen,))
         if self.library.zero_inference_cores_reserve(self.handle, ctypes.byref(call)):
-            raise RunError(f"no host memory is left for {rows} rows on the cores: use --cpu-compute off.")
+            raise RunError(f"not enough host memory for {rows} rows on the cores; use --cpu-compute off.")
 
     def run(self, task: Task, x: torch.Tensor, out: torch.Tensor, choice: Choice | None = None) -> None:
         """At once: `x` [rows, columns], `out` and `choice`, contiguous, in host memory. Raises RunError without memory."""
         extra = () if choice is None else choice.extra(*(tensor.data_ptr() for tensor in choice))
         call = Call(task.number, x.shape[0], x.data_ptr(), out.data_ptr(), extra)
         if self.library.zero_inference_cores_run(self.handle, ctypes.byref(call)):
-            raise RunError(f"no host memory is left for {x.shape[0]} rows on the cores: use --cpu-compute off.")
+            raise RunError(f"not enough host memory for {x.shape[0]} rows on the cores; use --cpu-compute off.")
 
     def submit(self, task: Task, rows: int, source: int, target: int, number: int, extra: tuple[int, ...] = ()) -> None:
         """For the moment when the flag `ARRIVED` of each rank has `number`; `rows` are those of one. `source`, `target` and those of

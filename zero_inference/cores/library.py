@@ -87,7 +87,7 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
     with held_lock(folder / "zero-inference.lock"):
         if not (mark.exists() and library.exists() and mark.read_bytes() == file_digest(library)):
             mark.unlink(missing_ok=True)
-            say("compiling the kernels for the host's cores (once on this machine, some seconds) ...")
+            say("compiling the kernels for the host's cores (once per machine, some seconds) ...")
             build(compiler, folder, library, extra_flags)
             mark.write_bytes(file_digest(library))
     return library

@@ -96,4 +96,4 @@ def await_flag(flag: int, number: int, stop: int) -> None:
     while not (state := library.zero_inference_await_flag(flag, stop, number, PATIENCE_US)):
         pass  # a signal's handler may have raised an exception here
     if state < 0:
-        raise RunError("another rank ended while it was waited for; its output says why")
+        raise RunError("another rank ended while this one waited for it; its output says why")

@@ -37,7 +37,7 @@ def choose_cpus(
         return others or cores
     if asked > len(cores):
         raise UsageError(
-            f"--cpu-threads {asked}: this host has {len(cores)} physical cores for them; use {len(cores)} or fewer "
+            f"--cpu-threads {asked}: this process may use {len(cores)} physical cores; use {len(cores)} or fewer "
             "(hardware threads of one core would wait for each other)."
         )
     return (of_python + others)[-asked:]

@@ -44,7 +44,7 @@ def plan(job: Job) -> AcceleratePlan:
     """
     if job.ranks.world_size > 1:
         raise UsageError(
-            f"--engine accelerate runs in one process and {job.ranks.world_size} were started: start one, "
+            f"--engine accelerate runs in one process, but {job.ranks.world_size} were started; start one, "
             "or use --engine deepspeed."
         )
     largest = max(p.numel() * p.element_size() for p in job.skeleton.model.parameters())

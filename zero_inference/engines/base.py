@@ -21,6 +21,7 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.engines.use import UseOfMachine
+from zero_inference.engines.words import PlanInWords
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.machine.machine import Machine, ThisMachine
@@ -148,7 +149,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class EnginePlan(UseOfMachine):
+class EnginePlan(UseOfMachine, PlanInWords):
     """What an engine will do with the weights. Engines add what they need for loading.
 
     Attributes:
@@ -236,15 +237,6 @@ class EnginePlan(UseOfMachine):
             disk_read_bytes_per_step=self.disk_bytes,
             cores_bytes_per_step=self.cores_bytes or None,
         )
-
-    def in_words(self) -> list[str]:
-        """Lines about what lies where and how it is used, for people; none where the sizes say all."""
-        if not self.fetched_bytes:
-            return []
-        disk = f", {self.disk_bytes / 1e9:.3f} GB of them from disk" if self.disk_bytes else ""
-        return [
-            f"a decode step fetches {self.fetched_bytes / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}{disk}"
-        ]
 
 
 class Timeline(Protocol):

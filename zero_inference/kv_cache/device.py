@@ -7,6 +7,7 @@ that attention computes what it would with transformers' growing cache, without 
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 
@@ -28,7 +29,7 @@ def check_layer_types(config) -> None:
     kinds = other_layer_types(config)
     if kinds:
         raise UsageError(
-            f"--kv-offload keeps keys and values, but {config.get_text_config(decoder=True).model_type} has layers of "
+            f"--kv-offload supports plain attention layers only, but {config.get_text_config(decoder=True).model_type} also has layers of "
             f"type {', '.join(sorted(kinds))}: drop --kv-offload."
         )
 
@@ -86,7 +87,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[2]
         if end > self.max_length:
-            raise RunError(f"the KV cache holds {self.max_length} positions and was given {end}.")
+            raise RunError(f"the KV cache has {self.max_length} positions, but {end} are needed.")
         self.length = end  # first: a pool may fetch this very layer for the next step
         return self.append((key_states, value_states), start, end)
 
@@ -131,7 +132,10 @@ class DeviceKVCache(PreallocatedCache):
 
     def __init__(self, config, max_length: int):
         self.max_length = max_length
-        super().__init__(layers=[_DeviceLayer(max_length) for _ in range(key_value_layers(config))])
+        super().__init__(layers=[self.new_layer() for _ in range(key_value_layers(config))])
+
+    def new_layer(self) -> PreallocatedLayer:
+        return _DeviceLayer(self.max_length)
 
     @contextlib.contextmanager
     def writing_at(self, place: torch.Tensor) -> Iterator[None]:
@@ -155,6 +159,29 @@ class DeviceKVCache(PreallocatedCache):
         return [kept[:, :, position].clone() for layer in self.layers for kept in layer.kept or ()]
 
 
+class CallsCache(DeviceKVCache):
+    """One for many generations, of different numbers of sequences: as much memory as `rows` sequences of `max_length` positions take, which
+    more sequences share. `begin` says how many come next.
+
+    Attributes:
+        max_length: positions of each sequence, in the generation that has begun.
+    """
+
+    def __init__(self, config, rows: int, max_length: int):
+        self.planned_rows, self.planned_length = rows, max_length
+        super().__init__(config, max_length)
+
+    def new_layer(self) -> PreallocatedLayer:
+        return _CallsLayer(self.planned_rows, self.planned_length)
+
+    def begin(self, rows: int) -> None:
+        """Forget all tokens; `rows` sequences follow."""
+        fits = rows <= self.planned_rows
+        self.max_length = self.planned_length if fits else self.planned_rows * self.planned_length // rows
+        for layer in self.layers:
+            layer.begin(self.max_length)
+
+
 class _DeviceLayer(PreallocatedLayer):
     place: torch.Tensor | None = None  # where the next token goes, if a graph is recorded
 
@@ -176,3 +203,27 @@ class _DeviceLayer(PreallocatedLayer):
         for kept, new in zip(self.kept, states):
             kept[:, :, start:end].copy_(new)
         return tuple(kept[:, :, :end] for kept in self.kept)
+
+
+class _CallsLayer(_DeviceLayer):
+    """
+    Attributes:
+        memory: of keys and of values, flat; None before the first tokens.
+    """
+
+    def __init__(self, rows: int, max_length: int):
+        super().__init__(max_length)
+        self.positions = rows * max_length
+        self.memory: list[torch.Tensor] = []
+
+    def begin(self, max_length: int) -> None:
+        self.max_length, self.length, self.is_initialized = max_length, 0, False
+
+    def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if not self.memory:  # zeros: see `_DeviceLayer`
+            self.memory = [
+                torch.zeros(self.positions * each.shape[1] * each.shape[3], dtype=each.dtype, device=each.device)
+                for each in (key_states, value_states)
+            ]
+        shapes = [(*each.shape[:2], self.max_length, each.shape[3]) for each in (key_states, value_states)]
+        self.kept = tuple(memory[: math.prod(shape)].view(shape) for memory, shape in zip(self.memory, shapes))

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from zero_inference.options import examples
+from zero_inference.runtime.progress import Progress, add_verbose, current, importing, reporting
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
@@ -23,25 +25,27 @@ HERE = Path()  # --save without a name
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference link`."""
+    parser.epilog = examples("zero-inference link --save", "zero-inference link --disk /tmp --save box.json")
     parser.add_argument(
         "--disk",
         metavar="DIR",
         type=Path,
-        help="read from the disk of this folder too; writes 1 GiB there and removes it",
+        help="also measure reading from the disk of this folder; writes a file of 1 GiB there and removes it",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument(
         "--save",
         metavar="FILE",
         type=Path,
         nargs="?",
         const=HERE,
-        help="write memory and rates to a file, for --machine FILE, or without a name for runs and plans on this machine, which "
-        "use them until a version or a GPU changes; a minute or so, with a GPU and DeepSpeed another one the first time, to compile",
+        help="keep what was measured. With FILE, for plans of this machine elsewhere (--machine FILE); without, for plans and runs on this "
+        "machine, until a version or a GPU changes. Takes a minute, and another one the first time, to compile DeepSpeed's kernel",
     )
+    add_verbose(parser)
     parser.add_argument(
         "--engines", action="store_true", help=argparse.SUPPRESS
-    )  # what --save finds of them, and nothing else
+    )  # only what --save measures of the engines
     parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # set by the deepspeed launcher
 
 
@@ -61,9 +65,11 @@ def main(args: argparse.Namespace) -> int:
     if args.save is not None:
         check_output_file("--save", str(args.save))
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise UsageError("--save describes what one process finds: start it without a launcher.")
+            raise UsageError("--save measures in one process: start it without a launcher.")
+    quiet = args.verbose == 0 or os.environ.get("RANK", "0") != "0"
     with contextlib.ExitStack() as stack:
         engines = None
+        stack.enter_context(reporting(Progress(not quiet)))
         if args.save is not None:  # it loads libraries while this process does
             engines = stack.enter_context(contextlib.closing(EnginesProcess()))
         return _measure(args, engines)
@@ -71,11 +77,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
     """`engines` is there where a description is to be saved."""
-    import torch
+    with importing("torch", args.verbose > 0):
+        import torch
 
+        from zero_inference.link.report import as_json, make_report, print_report
+        from zero_inference.link.saved import measure_this_machine
     from zero_inference.errors import RunError, UsageError
-    from zero_inference.link.report import as_json, make_report, print_report
-    from zero_inference.link.saved import measure_this_machine
     from zero_inference.runtime.distributed import detect_ranks, start_process_group, stop_process_group
     from zero_inference.runtime.watch import PeerWatch, lost_connection
 
@@ -83,7 +90,7 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
     if ranks.device.type == "cuda" and ranks.local_rank >= torch.cuda.device_count():
         raise UsageError(
             f"{ranks.local_world_size} ranks were started on a node with {torch.cuda.device_count()} visible GPUs; "
-            "start one rank a GPU."
+            "start one rank per GPU."
         )
     watch = PeerWatch(ranks, lambda reason: reason)  # a rank that is lost ends the others
     watch.start()
@@ -96,7 +103,7 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
         report, description = (
             (make_report(ranks, args.disk), None)
             if engines is None
-            else measure_this_machine(ranks, engines, args.disk, _say)
+            else measure_this_machine(ranks, engines, args.disk, current().say)
         )
         failed = False
     except RuntimeError as error:
@@ -125,9 +132,5 @@ def _save(description: Description, path: Path) -> None:
     try:
         write_description(description, path)
     except OSError as error:
-        raise RunError(f"--save {path}: {error.strerror}; what was measured is printed and not kept.") from error
-    _say(f"machine: {path}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        raise RunError(f"--save {path}: {error.strerror}; the rates above were not saved.") from error
+    current().say(f"machine: {path}")

@@ -112,8 +112,10 @@ class DeviceWeights:
         self, device: torch.device, dtype: torch.dtype, scheme: GroupQuantization | None, shape: tuple[int, int]
     ):
         self.device, self.dtype, self.scheme, self.shape = device, dtype, scheme, shape
-        elements, bits = math.prod(shape), scheme.bits if scheme else 8 * dtype.itemsize
-        count = -(-(CUDA_BLOCK_BYTES if device.type == "cuda" else WEIGHTS_BYTES) * 8 // (bits * elements))
+        elements, on_gpu = math.prod(shape), device.type == "cuda"
+        # without a GPU codes are restored first, so that caches meet as many bytes as with plain weights
+        bits = scheme.bits if scheme and on_gpu else 8 * dtype.itemsize
+        count = -(-(CUDA_BLOCK_BYTES if on_gpu else WEIGHTS_BYTES) * 8 // (bits * elements))
         if scheme is None:
             self.plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(count)]
             self.nbytes = elements * dtype.itemsize
@@ -172,9 +174,9 @@ def product_times(
 
 
 def median_s(device: torch.device, action: Callable[[], object], seconds: float) -> float:
-    """Median duration of `action` in seconds, of at least three; two before them are not counted."""
+    """Median duration of `action` in seconds, of at least three; two before them are not counted, or one that took as long as all may."""
     timed = _cuda_seconds if device.type == "cuda" else _host_seconds
-    for _ in range(2):
+    if timed(device, action) < seconds:
         timed(device, action)
     spent: list[float] = []
     stop = time.perf_counter() + seconds

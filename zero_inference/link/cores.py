@@ -8,6 +8,7 @@ import functools
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -215,13 +216,24 @@ def _numa_node_of(device: torch.device) -> int | None:
     return numa_node_of_gpu(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
 
 
-def product_gb_per_s(
-    cpus: tuple[int, ...], dtype: torch.dtype, scheme: GroupQuantization | None, rows: int, columns: int = 8192
-) -> float:
-    """GB/s of stored bytes of weights that the cores multiply while the link rests."""
+def products_gb_per_s(
+    cpus: tuple[int, ...],
+    dtype: torch.dtype,
+    wanted: Sequence[tuple[GroupQuantization | None, int]],
+    columns: int = 8192,
+) -> list[float]:
+    """GB/s of stored bytes of weights that the cores multiply while the link rests, for each scheme and number of rows in `wanted`.
+
+    All weights lie in the same memory: to touch it for the first time takes longer than to measure.
+    """
     cores = Cores(cpus, SPIN_US)
     try:
-        return rate_alone(Products(cores, dtype, scheme, columns).calls(rows), PRODUCTS_S)
+        by_scheme: dict[GroupQuantization | None, Products] = {}
+        for scheme, _ in wanted:
+            if scheme not in by_scheme:
+                shared = next(iter(by_scheme.values()), None)
+                by_scheme[scheme] = Products(cores, dtype, scheme, columns, shared)
+        return [rate_alone(by_scheme[scheme].calls(rows), PRODUCTS_S) for scheme, rows in wanted]
     finally:
         cores.close()
 

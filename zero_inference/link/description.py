@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.tables import one_line
 
 MOST = 1e18  # of anything here; a number above it is a mistake
@@ -258,13 +259,11 @@ class Description(_Part):
         names = Counter(one_line(gpu.name)[:LONGEST_NAME] for gpu in self.gpus)
         gpus = ", ".join(f"{count} x {name}" for name, count in names.items()) or "no GPU"
         when = f", {one_line(self.measured_at)[:10]}" if self.measured_at else ""
-        host = f"{self.host_memory_bytes / (1 << 30):.1f} GiB of host memory"
+        host = f"{amount(self.host_memory_bytes)} of host memory{' (assumed)' if self.source == 'datasheet' else ''}"
         return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
 
     def caveat(self) -> str | None:
-        """What to know of a machine that nobody measured, or an earlier version did, on one line; None of others."""
+        """What to know of a machine that an earlier version measured, on one line; None of others."""
         if self.source == "measured" and self.measured_with < MEASURED_WITH:
-            return "an earlier version measured it: zero-inference link --save FILE, there, measures more"
-        if self.source != "datasheet":
-            return None
-        return "rates are those of datasheets, which no run reaches: times are lower bounds, token/s upper ones; host memory is assumed"
+            return "an earlier version measured it; zero-inference link --save FILE on that machine measures more"
+        return None

@@ -25,13 +25,11 @@ def read_description(path: Path) -> Description:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(f"--machine {path}: {reason}; zero-inference link --save FILE writes such a file.") from error
+        raise UsageError(f"--machine {path}: {reason}; `zero-inference link --save FILE` writes one.") from error
     try:
         return Description.model_validate_json(text)
     except ValidationError as error:
-        raise UsageError(
-            f"--machine {path}: {_first(error)}; zero-inference link --save FILE writes such a file."
-        ) from error
+        raise UsageError(f"--machine {path}: {_first(error)}; `zero-inference link --save FILE` writes one.") from error
 
 
 def write_description(description: Description, path: Path) -> None:

@@ -63,7 +63,7 @@ class EnginesProcess:
                 say(f"warning: not measured: {line}")
         if not self._process.returncode and last.startswith("{"):
             return json.loads(last)
-        silent = ["they said nothing"]
+        silent = ["it printed no reason"]
         why = f"it took longer than {self._timeout_s:g} s" if self._timed_out else (self._stderr_lines() or silent)[-1]
         say(f"warning: engines were not measured: {why}")
         return {}

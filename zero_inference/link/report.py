@@ -18,6 +18,7 @@ from zero_inference.link.copy import while_copying
 from zero_inference.link.description import Cores
 from zero_inference.link.rooflines import measure_rooflines
 from zero_inference.link.system import GpuLink
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.tables import Column, print_rows
 
@@ -114,12 +115,12 @@ def _facts(report: dict[str, Any]) -> list[str]:
             f"NUMA node {_shown(gpu['numa_node'])} ({told})"
         )
     host = report["host"]
-    memlock = "none" if host["memlock_bytes"] is None else f"{host['memlock_bytes'] / 2**30:.3f} GiB"
+    memlock = "none" if host["memlock_bytes"] is None else amount(host["memlock_bytes"])
     nodes = " | ".join(",".join(map(str, nodes)) or "unknown" for nodes in report["numa_nodes_of_ranks"])
     who = "each rank" if report["world_size"] > 1 else "this process"
     lines.append(
-        f"host memory: {host['memory_bytes'] / 2**30:.1f} GiB, {host['memory_available_bytes'] / 2**30:.1f} GiB "
-        f"available; limit of locked memory: {memlock}; NUMA nodes of {who}: {nodes}"
+        f"host memory: {amount(host['memory_bytes'])}, {amount(host['memory_available_bytes'])} available; "
+        f"limit of locked memory: {memlock}; NUMA nodes of {who}: {nodes}"
     )
     return lines
 

@@ -21,6 +21,7 @@ from zero_inference.link.disk import disk_read_gb_per_s
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.extension import load_extension
+from zero_inference.runtime.progress import current
 from zero_inference.runtime.text import first_line
 
 PRODUCT_ROWS = (1, 8, 32)
@@ -71,12 +72,15 @@ def measure_rooflines(ranks: Ranks, disk: Path | None, known: Cores | None = Non
         known: rates of this machine's cores that were just measured, so that they are not measured again.
     """
     results, failures = [], []
-    for roofline in rooflines(ranks, disk, known):
-        value, failure = _measured(roofline, ranks)
-        failures += [failure] if failure else []
-        summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
-        complete = ranks.total(int(value is not None)) == (1 if roofline.first_only else ranks.world_size)
-        results.append(Result(roofline, value, summed if complete else None))
+    wanted = rooflines(ranks, disk, known)
+    with current().task("link", len(wanted), ticking=True) as task:
+        for number, roofline in enumerate(wanted):
+            task.at(f"rate {number + 1} of {len(wanted)} ({roofline.what})", number)
+            value, failure = _measured(roofline, ranks)
+            failures += [failure] if failure else []
+            summed = ranks.total(round((value or 0) * 1e6)) / 1e6  # int64 sums: to 1e-6 of a unit
+            complete = ranks.total(int(value is not None)) == (1 if roofline.first_only else ranks.world_size)
+            results.append(Result(roofline, value, summed if complete else None))
     if load_library() is None:
         failures.append(f"the host's cores were not measured: {why_unavailable()}")
     return results, failures
@@ -103,21 +107,21 @@ def _of_link(ranks: Ranks) -> list[Roofline]:
             "host_to_device_pageable_gbps",
             "GB/s",
             "host to GPU, pageable",
-            "bounds the same with --pin-memory 0",
+            "the same with --pin-memory 0",
             lambda: copy.host_to_device_gb_per_s(device, pinned=False),
         ),
         Roofline(
             "device_to_host_pinned_gbps",
             "GB/s",
             "GPU to host, page-locked",
-            "bounds writing keys and values with --kv-offload",
+            "bounds writing the KV cache with --kv-offload",
             lambda: copy.device_to_host_gb_per_s(device),
         ),
         Roofline(
             "both_directions_gbps",
             "GB/s",
             "both ways at once, page-locked, summed",
-            "at best the two together: keys and values leave while weights arrive",
+            "at best the sum of both: the KV cache leaves while weights arrive",
             lambda: copy.both_directions_gb_per_s(device),
         ),
     ]
@@ -133,7 +137,7 @@ def _of_all_links(devices: list[torch.device]) -> Roofline:
         "all_devices_gbps",
         "GB/s",
         f"host to all {count} GPUs at once, page-locked, summed",
-        f"bounds decode of {count} ranks; below {count} x one GPU they share a link or host memory",
+        f"bounds decode of {count} ranks; less than {count} times one GPU means that they share a link or host memory",
         lambda: copy.several_devices_gb_per_s(devices),
     )
 
@@ -144,14 +148,14 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
             "host_memory_copy_gbps",
             "GB/s",
             f"{copy.kind_of(device)} (bytes counted once)",
-            "there is no GPU: fetching offloaded weights is a copy like this",
+            "without a GPU, fetching offloaded weights is a copy like this",
             lambda: copy.host_to_device_gb_per_s(device, pinned=False),
         ),
         Roofline(
             "host_memory_two_copies_gbps",
             "GB/s",
             f"{copy.kind_of(device)}, two at once, summed",
-            "keys and values are written while weights are fetched",
+            "the KV cache is written while weights are fetched",
             lambda: copy.both_directions_gb_per_s(device),
         ),
     ]
@@ -168,23 +172,30 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
             "cores_read_gbps",
             "GB/s",
             f"host memory read by {many}",
-            "bounds what they multiply there (--cpu-compute)",
+            "bounds what the cores can multiply (--cpu-compute)",
             lambda: cores.read_gb_per_s(cpus),
         )
     ]
     rates = {} if known is None else {(each.format, each.rows): each for each in known.products}
+    wanted = [(scheme, rows) for name, scheme in MULTIPLIED for rows in PRODUCT_ROWS if (name, rows) not in rates]
+
+    @functools.cache
+    def measured() -> dict[tuple[GroupQuantization | None, int], float]:
+        return dict(zip(wanted, cores.products_gb_per_s(cpus, torch.bfloat16, wanted)))
+
+    def product_gb_per_s(name: Products, scheme: GroupQuantization | None, rows: int) -> float:
+        rate = rates.get((name, rows))
+        return measured()[scheme, rows] if rate is None else rate.cores_alone_gb_per_s
+
     for name, scheme in MULTIPLIED:
         for rows in PRODUCT_ROWS:
-            measure = functools.partial(cores.product_gb_per_s, cpus, torch.bfloat16, scheme, rows)
-            if (rate := rates.get((name, rows))) is not None:
-                measure = functools.partial(getattr, rate, "cores_alone_gb_per_s")
             found.append(
                 Roofline(
                     f"cores_{name}_{rows}_rows_gbps",
                     "GB/s",
                     f"{name} weights multiplied by {many}, {rows} token{'s' if rows > 1 else ''}",
-                    f"bounds decode of batch {rows} with weights that they multiply",
-                    measure,
+                    f"bounds decode with batch size {rows} where the cores multiply",
+                    functools.partial(product_gb_per_s, name, scheme, rows),
                 )
             )
     meets = ranks.device.type == "cuda" and load_extension()  # which has the kernels that meet the cores
@@ -202,14 +213,14 @@ def _of_cores_beside_link(
             "cores_beside_link_gbps",
             "GB/s",
             f"bfloat16 weights multiplied by {many}, 1 token, while the link is busy",
-            "with the next line, bounds decode with weights in host memory",
+            "together with the next line: bounds decode with weights in host memory",
             lambda: measured().cores_gb_per_s,
         ),
         Roofline(
             "link_beside_cores_gbps",
             "GB/s",
-            "host to GPU, page-locked, while they do",
-            "they read the same memory",
+            "host to GPU, page-locked, while the cores multiply",
+            "cores and link read the same memory",
             lambda: measured().link_gb_per_s,
         ),
     ]
@@ -243,7 +254,7 @@ def _of_disk(disk: Path) -> Roofline:
     return Roofline(
         "disk_read_gbps",
         "GB/s",
-        f"read of {disk}, past the page cache",
+        f"read from {disk}, bypassing the page cache",
         "bounds decode with --disk-offload",
         lambda: disk_read_gb_per_s(disk),
         first_only=True,
@@ -258,7 +269,7 @@ def _measured(roofline: Roofline, ranks: Ranks) -> tuple[float | None, str | Non
     try:
         return roofline.measure(), None
     except (RunError, torch.OutOfMemoryError) as error:
-        return None, f"{roofline.what}: not measured: {first_line(error)}"
+        return None, f"not measured: {roofline.what}: {first_line(error)}"
     finally:
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -46,6 +46,7 @@ from zero_inference.runtime.environment import (
     versions_of,
 )
 from zero_inference.runtime.extension import load_extension
+from zero_inference.runtime.progress import Task, current
 from zero_inference.runtime.text import first_line
 
 DEVICE_ROWS = (*ROWS, 128)
@@ -73,30 +74,45 @@ def measure_this_machine(
     Args:
         engines: started before, so that it is ready.
         disk: a folder whose disk is measured.
-        say: told what is being measured, and what could not be.
+        say: told what could not be measured.
     """
-    basics = measure_basics(ranks, engines, say)
-    cores = measure_cores(ranks, say)
     on_gpu = ranks.device.type == "cuda"
-    if on_gpu:  # ten seconds later, and once more; without one a host is as fast as it was
-        basics.launching.visit()
-    say("measuring the rooflines ...")
-    report = make_report(ranks, disk, cores)
-    if on_gpu:
-        basics.launching.visit()
-    return report, _description(ranks, basics, cores, report["rooflines"], disk, say)
+    with current().task("measuring this machine", 7 if on_gpu else 5, ticking=True) as task:
+        step = Steps(task)
+        basics = measure_basics(ranks, engines, say, step)
+        cores = measure_cores(ranks, say, step)
+        if on_gpu:  # ten seconds later, and once more; without one a host is as fast as it was
+            basics.launching.visit()
+        step("rates of links, memory and products")
+        report = make_report(ranks, disk, cores)
+        if on_gpu:
+            basics.launching.visit()
+        return report, _description(ranks, basics, cores, report["rooflines"], disk, say, step)
 
 
-def measure_basics(ranks: Ranks, engines: EnginesProcess, say: Callable[[str], None]) -> Basics:
+class Steps:
+    """Counts the steps of `task` as each begins."""
+
+    def __init__(self, task: Task):
+        self.task, self.begun = task, 0
+
+    def __call__(self, what: str) -> None:
+        self.begun += 1
+        self.task.at(f"step {self.begun} of {self.task.total:g}, {what}", self.begun - 1)
+
+
+def measure_basics(
+    ranks: Ranks, engines: EnginesProcess, say: Callable[[str], None], step: Callable[[str], None] = lambda what: None
+) -> Basics:
     """To be called before anything else is measured: what that takes would stay with the process."""
-    say("measuring how long the host takes to launch operators ...")
+    step("how long the host takes to launch operators")
     launching = Launching(ranks.device)
     # a run without a GPU measures its memory by copies of such blocks
     measuring_bytes = 0 if ranks.device.type == "cuda" else 2 * block_bytes()
     process_bytes = resident_host_bytes() + measuring_bytes
     engines.wait_until_ready(say)  # a host that loads or compiles something is slower
     launching.visit()
-    say("measuring what engines take besides the model's work ...")
+    step("what engines add to the model's own work")
     found = engines.measured(say)
     own_work = tuple(OwnWork.model_validate(each) for each in found.get("own_work", ()))
     process_bytes = found.get("process_bytes", process_bytes)  # of one that has generated as runs do
@@ -110,6 +126,7 @@ def _description(
     results: Sequence[Result],
     disk: Path | None,
     say: Callable[[str], None],
+    step: Callable[[str], None],
 ) -> Description:
     """What was found, with products on the device and loading, which are measured here."""
     on_gpu = ranks.device.type == "cuda"
@@ -128,13 +145,13 @@ def _description(
         link_gb_per_s=found.get("host_to_device_pinned_gbps" if on_gpu else "host_memory_copy_gbps"),
         pageable_link_gb_per_s=found.get("host_to_device_pageable_gbps"),
         device_gb_per_s=found.get("device_copy_gbps"),
-        device_products=_device_products(ranks, say),
+        device_products=_device_products(ranks, say, step),
         matmul_tflops={name: value for name, value in dtypes.items() if value is not None},
         disk_gb_per_s=found.get("disk_read_gbps"),
         cores=cores,
         launches=basics.launching.found(),
         own_work=basics.own_work,
-        loading=_loading(ranks, say),
+        loading=_loading(ranks, say, step),
         process_bytes=basics.process_bytes,
         measuring_bytes=basics.measuring_bytes,
         library_bytes=basics.library_bytes,
@@ -150,8 +167,8 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRate, ...]:
-    say("measuring products on the device ...")
+def _device_products(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]) -> tuple[DeviceRate, ...]:
+    step("products on the device")
     on_gpu = ranks.device.type == "cuda"
     rates = []
     for name, (dtype, scheme) in FORMATS.items():
@@ -165,7 +182,7 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
             continue
         if lost := [count for count in tokens if count not in found]:
             say(
-                f"warning: {name} products of {', '.join(map(str, lost))} tokens were not measured: too little memory on the device"
+                f"warning: {name} products of {', '.join(map(str, lost))} tokens were not measured: not enough device memory"
             )
         rates += [
             DeviceRate(format=name, rows=rows, gb_per_s=each.gb_per_s, call_s=each.call_s)
@@ -174,7 +191,8 @@ def _device_products(ranks: Ranks, say: Callable[[str], None]) -> tuple[DeviceRa
     return tuple(rates)
 
 
-def _loading(ranks: Ranks, say: Callable[[str], None]) -> Loading | None:
+def _loading(ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None]) -> Loading | None:
+    step("loading of weights")
     try:
         return measure_loading(ranks.device)
     except (RunError, torch.OutOfMemoryError) as error:
@@ -182,15 +200,17 @@ def _loading(ranks: Ranks, say: Callable[[str], None]) -> Loading | None:
         return None
 
 
-def measure_cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
+def measure_cores(
+    ranks: Ranks, say: Callable[[str], None], step: Callable[[str], None] = lambda what: None
+) -> Cores | None:
     """The rates of cores and link beside each other; None without a GPU, and where they cannot be measured, which is told."""
     if ranks.device.type != "cuda" or load_library() is None:  # which the rooflines tell
         return None
     if not load_extension():  # it has the kernels that meet the cores
-        say(f"warning: cores beside the link were not measured: {extension.why_unavailable()}")
+        say(f"warning: the cores were not measured while the link is busy: {extension.why_unavailable()}")
         return None
     cpus = cpus_of_host(ranks)
-    say(f"measuring {len(cpus)} cores beside the link ...")
+    step(f"{len(cpus)} cores while the link is busy")
     try:
         found = measure_core_rates(ranks.device, cpus)
     except (RunError, torch.OutOfMemoryError) as error:
@@ -201,12 +221,14 @@ def measure_cores(ranks: Ranks, say: Callable[[str], None]) -> Cores | None:
         instructions=best_instructions(),
         read_gb_per_s=found.read_gb_per_s,
         products=found.products,
-        attention=_attention(ranks, cpus, say),
+        attention=_attention(ranks, cpus, say, step),
     )
 
 
-def _attention(ranks: Ranks, cpus: tuple[int, ...], say: Callable[[str], None]) -> tuple[AttentionRate, ...]:
-    say(f"measuring attention by {len(cpus)} cores beside the link ...")
+def _attention(
+    ranks: Ranks, cpus: tuple[int, ...], say: Callable[[str], None], step: Callable[[str], None]
+) -> tuple[AttentionRate, ...]:
+    step(f"attention by {len(cpus)} cores while the link is busy")
     rates = []
     names: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     try:

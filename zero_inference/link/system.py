@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.environment import available_host_bytes
 
 # Generation -> (GT/s of a lane, share of the transferred bits that are data), PCI Express Base Specification, revisions 1.0 to
@@ -167,7 +168,7 @@ def warnings_for(gpu: GpuLink | None, host: Host, pinned_gb_per_s: float | None 
     found = _link_warnings(gpu, host, pinned_gb_per_s) if gpu is not None else []
     if host.memlock_bytes is not None and host.memlock_bytes < host.memory_available_bytes:
         found.append(
-            f"the limit of locked memory is {_size(host.memlock_bytes)}, with {_size(host.memory_available_bytes)} of "
+            f"the limit of locked memory is {amount(host.memlock_bytes)}, with {amount(host.memory_available_bytes)} of "
             "host memory available: page-locked weights above it may be refused (CUDA often does not count it, for root "
             "and in containers), and whoever locks memory itself, such as buffers of libaio reads, is held to it; "
             "`ulimit -l unlimited` lifts it."
@@ -261,7 +262,3 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"

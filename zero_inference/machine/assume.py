@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from typing import Any, get_args
 
 from zero_inference.errors import UsageError
 from zero_inference.link.description import MOST, CoreRates, Cores, Description, Gpu, Products, Source
+from zero_inference.runtime.near import did_you_mean
+from zero_inference.runtime.sizes import BYTES_OF, UNITS, number_and_unit
 
 # Of a GPU, left to CUDA itself: an estimate, where a measured machine has what was found.
 CONTEXT_BYTES = 512 << 20
@@ -16,9 +17,6 @@ ROWS = (1, 1 << 16)  # tokens of a pass, between which an assumed rate of the co
 MOST_GPUS = 1024
 EXAMPLE = "gpus=1x24GiB,host=128GiB,link=25GB/s"
 
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_BY_LOWER = {unit.lower(): nbytes for unit, nbytes in _UNITS.items()}
-_NUMBER = re.compile(r"([+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z/]*)")
 _GPUS = re.compile(r"([0-9]{1,6})\s*[xX]\s*(.*)")
 
 
@@ -30,7 +28,7 @@ def assumed(text: str, base: Description | None = None) -> Description:
     """
     said = _parts(text)
     if base is None and (missing := [name for name in ("gpus", "host") if name not in said]):
-        raise UsageError(f"--assume {text}: {' and '.join(missing)} not said; as in {EXAMPLE}.")
+        raise UsageError(f"--assume {text}: {' and '.join(missing)} missing; write it as in {EXAMPLE}.")
     if base is None:
         start = Description(source="assumed", name="a machine that is not there", gpus=(), host_memory_bytes=0)
     else:
@@ -65,14 +63,14 @@ def _parts(text: str) -> dict[str, Any]:
         name, equals, value = (each.strip() for each in part.partition("="))
         name = name.lower().replace("-", "_")
         if not equals or name not in _READERS:
-            what = part.strip() or "nothing between two commas, or behind the last one"
-            near = difflib.get_close_matches(name, _READERS, n=1) if equals else []
-            meant = f" (did you mean {near[0]}=?)" if near else ""
+            what = part.strip() or "has nothing between two commas, or after the last one"
+            near = did_you_mean(f"{name}=", [f"{each}=" for each in _READERS]) if equals else ""
+            meant = f" ({near})" if near else ""
             raise UsageError(
-                f"--assume {what}{meant}: say {', '.join(_READERS)} with commas between them, as in {EXAMPLE}."
+                f"--assume {what}{meant}: use {', '.join(_READERS)}, separated by commas, as in {EXAMPLE}."
             )
         if name in said:
-            raise UsageError(f"--assume: {name} is there twice; say it once.")
+            raise UsageError(f"--assume: {name} is given twice; give it once.")
         said[name] = _READERS[name](name, value)
     return said
 
@@ -99,7 +97,7 @@ def _cores(gb_per_s: float, machine: Description) -> Cores:
     if link_gb_per_s is None or machine.device_gb_per_s is None:
         missing = "link" if link_gb_per_s is None else "memory"
         raise UsageError(
-            f"--assume cores: their share depends on the rate of {missing}, which is not known; say {missing}= too."
+            f"--assume cores: their share of the work depends on {missing}, whose rate is not known; add {missing}=."
         )
     rates = [
         CoreRates(
@@ -121,7 +119,7 @@ def _gpus(name: str, text: str) -> tuple[Gpu, ...]:
         return ()
     found = _GPUS.fullmatch(text)
     if found is None or not 1 <= int(found[1]) <= MOST_GPUS:
-        raise UsageError(f"--assume {name}={text}: say how many and how large, as in 1x24GiB, or 0 for none.")
+        raise UsageError(f"--assume {name}={text}: give their number and memory, as in 1x24GiB, or 0 for none.")
     memory = _size(f"{name}={found[1]}x", found[2])
     if memory < 2 * CONTEXT_BYTES:
         raise UsageError(f"--assume {name}={text}: a GPU has 1 GiB or more.")
@@ -131,17 +129,17 @@ def _gpus(name: str, text: str) -> tuple[Gpu, ...]:
 
 def _size(name: str, text: str) -> int:
     number, unit = _split(name, text, "128GiB")
-    if unit not in _BY_LOWER:
-        raise UsageError(f"--assume {_said(name, text)}: the unit is one of {', '.join(_UNITS)}, as in 128GiB.")
-    return int(_in_range(name, text, number * _BY_LOWER[unit], least=0))
+    if unit not in BYTES_OF:
+        raise UsageError(f"--assume {_said(name, text)}: the unit is one of {', '.join(UNITS)}, as in 128GiB.")
+    return int(_in_range(name, text, number * BYTES_OF[unit], least=0))
 
 
 def _rate(name: str, text: str) -> float:
     """GB/s of 1e9 bytes."""
     number, unit = _split(name, text, "25GB/s")
-    if not unit.endswith("/s") or unit.removesuffix("/s") not in _BY_LOWER:
-        raise UsageError(f"--assume {name}={text}: the unit is GB/s (1e9 bytes a second) or such, as in 25GB/s.")
-    return _in_range(name, text, number * _BY_LOWER[unit.removesuffix("/s")] / 1e9)
+    if not unit.endswith("/s") or unit.removesuffix("/s") not in BYTES_OF:
+        raise UsageError(f"--assume {name}={text}: the unit must be bytes a second, such as GB/s (1e9), as in 25GB/s.")
+    return _in_range(name, text, number * BYTES_OF[unit.removesuffix("/s")] / 1e9)
 
 
 def _peers(name: str, text: str) -> float | str:
@@ -158,10 +156,10 @@ def _tflops(name: str, text: str) -> float:
 
 def _split(name: str, text: str, example: str) -> tuple[float, str]:
     """The number, and the unit in lower case."""
-    found = _NUMBER.fullmatch(text)
+    found = number_and_unit(text)
     if found is None:
         raise UsageError(f"--assume {_said(name, text)}: no number with a unit, as in {example}.")
-    return float(found[1]), found[2].lower()
+    return found
 
 
 def _in_range(name: str, text: str, value: float, least: float | None = None) -> float:

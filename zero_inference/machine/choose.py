@@ -46,6 +46,6 @@ def _named(name: str) -> Description:
     near = near_names(name)
     meant = f" (did you mean {', '.join(near)}?)" if near else ""
     raise UsageError(
-        f"--machine {name}: no such file, and no typical machine{meant}. There are {', '.join(NAMES)}, with several GPUs as in "
-        f"2x{NAMES[0]}; zero-inference link --save FILE writes such a file."
+        f"--machine {name}: no such file, and no typical machine of that name{meant}. There are {', '.join(NAMES)}, with several GPUs as "
+        f"in 2x{NAMES[0]}; zero-inference link --save FILE writes a file."
     )

@@ -49,7 +49,7 @@ def why_outdated(description: Description) -> str | None:
             return f"{name.replace('_', ' ')} was {description.versions.get(name)} and is {version}"
     gpus = [gpu["name"] for gpu in now["gpus"]]
     if [gpu.name for gpu in description.gpus] != gpus:
-        return "it has other GPUs"
+        return "its GPUs have changed"
     return None
 
 
@@ -71,10 +71,10 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
             again = f" again ({why_outdated(read_description(path))})"
         except UsageError as error:
             raise UsageError(
-                f"{path} is where this machine's rates are kept, and describes no machine; remove it, or have ZERO_INFERENCE_MACHINE name "
-                "another file."
+                f"{path}: this machine's rates are kept here, but the file describes no machine; remove it, or let ZERO_INFERENCE_MACHINE "
+                "name another file."
             ) from error
-    say(f"measuring this machine{again}; what is found is kept until a version, the CPU or a GPU changes ...")
+    say(f"measuring this machine{again}; the results are kept until a version, the CPU or a GPU changes ...")
     with contextlib.closing(EnginesProcess()) as engines:
         report, description = measure_this_machine(detect_ranks(), engines, None, say)
     for line in report["warnings"]:

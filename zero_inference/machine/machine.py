@@ -137,7 +137,7 @@ class ThisMachine:
                 return measure_beside_links(ranks, *what)
             found = measure_beside_link(ranks.device, *what)
         except (RunError, torch.OutOfMemoryError):  # it takes a gigabyte or two: weights go first
-            return "there was no memory to measure them"
+            return "there was too little memory to measure them"
         if not work.heads:
             return found
         try:
@@ -192,13 +192,13 @@ class DescribedMachine:
         cores = self.description.cores
         if asked is not None and cores is not None and cores.instructions and asked != cores.threads:
             raise UsageError(
-                f"--cpu-threads {asked}: the rates of {self.description.name} are those of {cores.threads} threads; drop --cpu-threads."
+                f"--cpu-threads {asked}: {self.description.name} was measured with {cores.threads} threads; drop --cpu-threads."
             )
         return (-1,) * (asked or (cores.threads if cores else 1))
 
     def beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | str:
         if ranks.world_size > 1:
-            return "the description of the machine has the rates of one GPU's link beside them"
+            return "their rate beside several GPUs is not known"
         return _beside_link(self.description, work)
 
     def ranks_there(self, ranks: Ranks) -> Ranks:

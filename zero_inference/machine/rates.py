@@ -29,13 +29,17 @@ def format_of(dtype: torch.dtype, scheme: GroupQuantization | None) -> str:
 def beside_link(description: Description, what: str, rows: int) -> BesideLink | str:
     """The rates for weights of the format `what` and passes of `rows` tokens; or why there are none, in a few words."""
     cores = description.cores
-    known = {"them": cores, "the link": description.link_gb_per_s, "device memory": description.device_gb_per_s}
+    known = {
+        "the host's cores": cores,
+        "the link": description.link_gb_per_s,
+        "device memory": description.device_gb_per_s,
+    }
     if missing := [name for name, found in known.items() if found is None]:
-        return f"the description of the machine has no rate of {' and '.join(missing)}"
+        return f"the rate of {' and '.join(missing)} is not known"
     assert cores is not None and description.link_gb_per_s is not None and description.device_gb_per_s is not None
     points = sorted((each for each in cores.products if each.format == what), key=lambda each: each.rows)
     if not points:
-        return f"the description of the machine has no rates of {what} products"
+        return f"their rate of {what} products is not known"
 
     def at(name: str) -> float:
         return 1 / between([each.rows for each in points], [1 / getattr(each, name) for each in points], rows)

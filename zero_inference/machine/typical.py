@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from zero_inference.link.description import Description, Gpu
 from zero_inference.link.system import link_gb_per_s
 from zero_inference.machine.assume import CONTEXT_BYTES, MOST_GPUS
 from zero_inference.machine.cards import Card, card_of
+from zero_inference.runtime.near import closest
 from zero_inference.runtime.tables import Column, decimals, print_rows
 
 LANES = 16
@@ -108,7 +108,7 @@ def near_names(name: str) -> list[str]:
     """Up to three that `name` may have been meant to be."""
     gpus, one = _parts(name)
     several = f"{gpus}x" if 1 < gpus <= MOST_GPUS else ""
-    return [f"{several}{near}" for near in difflib.get_close_matches(one, NAMES)]
+    return [f"{several}{near}" for near in closest(one, NAMES)]
 
 
 def print_typical(format: str = "table") -> None:

@@ -17,6 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
 from zero_inference.measure.finiteness import FirstLogits
+from zero_inference.measure.remaining import Remaining
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.models.greedy import greedy, use_repeatable_attention
 from zero_inference.records.loops import ExpertUse, Loop, MovedPerStep
@@ -64,7 +65,7 @@ def measure(
     ranks: Ranks,
     make_cache: Callable[[], Any] | None = None,
     around_loops: Callable[[], None] = lambda: None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, float | None], None] = lambda words, left_s: None,
     warmup_spread: float | None = None,
 ) -> Measurement:
     """Run `warmup` and then `loops` greedy generations of exactly `gen_len` tokens.
@@ -75,39 +76,42 @@ def measure(
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
         make_cache: gives the cache of a loop; None leaves it to transformers.
         around_loops: called before each measured loop and behind the last one.
+        progress: told after each token what is under way, and the seconds to go, where they are known.
         warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
 
     Raises:
         RunError: logits of the first loop are not finite; told behind it.
     """
     use_repeatable_attention()
-    measurement = Measurement()
-    logits = FirstLogits(loaded.model)
+    measurement, logits, remaining = Measurement(), FirstLogits(loaded.model), Remaining(warmup + loops, gen_len)
 
-    def one(label: str, ends_early: Callable[[], bool] = lambda: False) -> tuple[Loop, torch.Tensor]:
+    def one(label: str, ends_early: Callable[[], bool] | None = None) -> tuple[Loop, torch.Tensor]:
         def tell(step: int) -> None:
-            progress(f"{label}, token {step}/{gen_len}")
+            progress(f"{label}, token {step} of {gen_len}", remaining.token(step))
 
+        remaining.begin(extra=ends_early is not None)
         found = _one_loop(loaded, ids, gen_len, ranks, make_cache, tell, ends_early)
+        remaining.end()
         logits.require_finite(
             loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None)
         )
         return found
 
     for number in range(warmup):
-        measurement.warmup_s.append(one(f"warm-up {number + 1}/{warmup}")[0].total_s)
+        measurement.warmup_s.append(one(f"warm-up {number + 1} of {warmup}")[0].total_s)
         if warmup_spread is not None:  # the times are those of all ranks, so all end together
             measurement.warmed_up = settled(measurement.warmup_s, warmup_spread)
             if measurement.warmed_up:
+                remaining.skip(warmup - number - 1)
                 break
     for number in range(MOST_SETTLING if warmup else 0):  # alike on all ranks
         if not 0 < loaded.steps_to_settle() < gen_len:
             break
-        settling, _ = one(f"settling {number + 1}", ends_early=lambda: not loaded.steps_to_settle())
+        settling, _ = one(f"settling, generation {number + 1}", ends_early=lambda: not loaded.steps_to_settle())
         measurement.settling_s.append(settling.total_s)
     for number in range(loops):
         around_loops()
-        loop, measurement.output_ids = one(f"loop {number + 1}/{loops}")
+        loop, measurement.output_ids = one(f"loop {number + 1} of {loops}")
         measurement.loops.append(loop)
     around_loops()
     measurement.output_ids = ranks.gather_rows(measurement.output_ids)
@@ -127,9 +131,9 @@ def _one_loop(
     ranks: Ranks,
     make_cache,
     progress,
-    ends_early: Callable[[], bool] = lambda: False,
+    ends_early: Callable[[], bool] | None = None,
 ) -> tuple[Loop, torch.Tensor]:
-    clock = _StepClock(loaded, ids.shape[0], progress, ends_early)
+    clock = _StepClock(loaded, ids.shape[0], progress, ends_early or (lambda: False))
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
     ranks.barrier()

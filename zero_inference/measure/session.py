@@ -22,6 +22,7 @@ from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.progress import Progress
 from zero_inference.runtime.replace import replacing
 
@@ -51,7 +52,8 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
     try:
         job.ranks.barrier()
         load_s = time.perf_counter() - start
-        progress.say(f"loaded {loaded.weight_bytes / 1e9:.2f} GB of weights in {load_s:.1f} s")
+        progress.clear()
+        progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {load_s:.1f} s")
         for line in plan.weights.in_words():
             progress.say(line)
         loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)
@@ -64,7 +66,7 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
             )
         if job.config.disk_offload and not plan.weights.footprint.disk:
             progress.say(
-                "warning: --disk-offload: no weight of this model is large enough for the disk; they wait in host memory"
+                "warning: --disk-offload: no weight of this model is large enough to be kept on disk; all stay in host memory"
             )
         yield loaded, load_s
     finally:
@@ -98,21 +100,22 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
-    measurement = generation.measure(
-        loaded,
-        own,
-        config.gen_len,
-        config.loops,
-        config.warmup,
-        ranks,
-        make_cache,
-        around_loops=around,
-        progress=progress.update,
-        warmup_spread=config.warmup_spread,
-    )
+    with progress.task("generating") as task:
+        measurement = generation.measure(
+            loaded,
+            own,
+            config.gen_len,
+            config.loops,
+            config.warmup,
+            ranks,
+            make_cache,
+            around_loops=around,
+            progress=lambda words, left_s: task.at(words, left_s=left_s),
+            warmup_spread=config.warmup_spread,
+        )
     if measurement.warmed_up is False:
         progress.say(
-            f"not settled: {config.warmup} warm-up loops, and the last ones still differ by more than "
+            f"warning: not settled: after {config.warmup} warm-up loops the last ones still differ by more than "
             f"{config.warmup_spread:.0%}"
         )
     rates = with_link(rates, link, around.reached_gb_per_s)

@@ -1,4 +1,4 @@
-"""How even the times of a run are, and how busy the machine was before it: whether a median can be trusted. Imports no torch."""
+"""Whether a median can be trusted: how much the times of a run differ, and how busy the machine was before it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from zero_inference.records.loops import Evenness, Loop, MachineLoad, StepPlace
 from zero_inference.runtime.environment import usable_cores
 
 UNEVEN_LOOPS = 0.10
-# The steps of a loop do the same work. In benchmarks/results the slowest of a loop took at most 1.2 times its median step in 49 of
-# 50 loops, and 2.2 times in the other one: beyond 3 something else had the machine.
+# All steps of a loop do the same work. In benchmarks/results the slowest step took at most 1.2 times the median step in 49 of 50
+# loops, and 2.2 times in one. Beyond 3, another program had the machine.
 SLOW_STEP = 3.0
-FEWEST_STEPS = 3  # of two steps the median lies between them
+FEWEST_STEPS = 3  # the median of two steps lies between them
 
 
 def relative_range(times_s: Sequence[float]) -> float:
@@ -22,7 +22,7 @@ def relative_range(times_s: Sequence[float]) -> float:
 
 
 def decode_evenness(loops: Sequence[Loop]) -> Evenness:
-    """How decode times differ. Every loop and every step counts."""
+    """How much decode times differ, over all loops and all their steps."""
     decode = [loop.decode_s for loop in loops if loop.step_s]
     compared = len(decode) > 1
     slowest = _slowest_step(loops)
@@ -35,46 +35,40 @@ def decode_evenness(loops: Sequence[Loop]) -> Evenness:
     )
 
 
-def in_words(evenness: Evenness, loops: int) -> str | None:
-    """One line for the results, or None where there is nothing to compare and no step stands out."""
-    parts = []
-    if evenness.decode_spread is not None:
-        parts.append(
-            f"decode latency of {loops} loops: {evenness.decode_latency_min_s:.3f} to {evenness.decode_latency_max_s:.3f} s, "
-            f"{evenness.decode_spread:.1%} of the median apart"
-        )
+def in_words(evenness: Evenness) -> str | None:
+    """One line for the results about a decode step that stands out, or None."""
     at = evenness.slowest_step_at
-    if at is not None and (evenness.slowest_step_over_median or 0) > SLOW_STEP:
-        parts.append(
-            f"decode step {at.step} of loop {at.loop} took {at.step_s:.3f} s, "
-            f"{evenness.slowest_step_over_median:.1f} times the median step of its loop"
-        )
-    return "; ".join(parts) or None
+    if at is None or (evenness.slowest_step_over_median or 0) <= SLOW_STEP:
+        return None
+    return (
+        f"decode step {at.step} of loop {at.loop} took {at.step_s:.3f} s, "
+        f"{evenness.slowest_step_over_median:.1f} times the median step of its loop"
+    )
 
 
 def warning_of(evenness: Evenness) -> str | None:
-    """What to say where the loops differ by more than `UNEVEN_LOOPS`."""
+    """The warning for loops that differ by more than `UNEVEN_LOOPS`, or None."""
     spread = evenness.decode_spread
     if spread is None or spread <= UNEVEN_LOOPS:
         return None
     return (
-        f"warning: the decode latencies of the loops lie {spread:.0%} of their median apart, so the median is uncertain by as much; "
-        "let nothing else run, or use more --loops and --warmup"
+        f"warning: the decode times of the loops differ by {spread:.0%} of their median, so the median is just as uncertain; "
+        "stop other programs, or use more --loops and --warmup"
     )
 
 
 def machine_load() -> MachineLoad:
-    """Over the last minute, of the whole machine. To be called before this run loads anything."""
+    """Load of the whole machine over the last minute. Call it before this run loads anything."""
     return MachineLoad(load_average_before=os.getloadavg()[0], usable_cores=usable_cores())
 
 
 def load_warning(load: MachineLoad) -> str | None:
-    """What to say where more was running than there are cores for this run."""
+    """The warning for a machine that was busier than this run has cores, or None."""
     if load.load_average_before <= load.usable_cores:
         return None
     return (
-        f"warning: in the minute before loading the load average was {load.load_average_before:.1f}, and this run may use "
-        f"{load.usable_cores:g} of the machine's {os.cpu_count()} cores: what else runs here will slow it down"
+        f"warning: the load average was {load.load_average_before:.1f} in the minute before loading, and this run may use "
+        f"{load.usable_cores:g} of {os.cpu_count()} cores: other programs will slow it down"
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import UsageError
+from zero_inference.options import examples
+from zero_inference.runtime.progress import add_verbose
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS
 
@@ -25,73 +27,102 @@ LAYER_MIN_RUN_TIME_S = 0.3
 LAYER_BATCHES = {"cuda": (4, 128), "cpu": (1,)}
 LAYER_SEQS = {"cuda": (128, 512), "cpu": (128,)}
 LONGEST_CALL_S = 3.0  # one product of 2048 in float16, which most CPUs emulate, took 100 s
+EXAMPLES = {
+    "matmul": ("zero-inference micro matmul --sizes 512 2048 --dtype fp32 bf16",),
+    "elementwise": ("zero-inference micro elementwise --plot elementwise.png",),
+    "layer": ("zero-inference micro layer --blocks opt llama --seq 128 --batch 1",),
+}
 MOST = 1 << 40  # elements; what memory there is for them, a row says
 
 
 def add_arguments(parser: argparse.ArgumentParser, benchmarks: dict[str, str]) -> None:
     """The options of `zero-inference micro`; `benchmarks` are their names and what they measure."""
+    parser.epilog = examples(*(example for of_one in EXAMPLES.values() for example in of_one))
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="{matmul,elementwise,layer}", parser_class=type(parser)
     )
-    parsers = {name: commands.add_parser(name, help=what) for name, what in benchmarks.items()}
+    parsers = {name: commands.add_parser(name, help=what, description=what) for name, what in benchmarks.items()}
     for name, each in parsers.items():
+        each.epilog = examples(*EXAMPLES[name])
         seconds = LAYER_MIN_RUN_TIME_S if name == "layer" else 3.0
-        each.add_argument("--device", choices=("cuda", "cpu"), help="(default: the GPU where there is one)")
+        each.add_argument(
+            "--device", choices=("cuda", "cpu"), help="what to measure (default: the GPU where there is one)"
+        )
         each.add_argument(
             "--min-run-time",
             type=_seconds,
             default=seconds,
             metavar="S",
-            help="seconds a figure is measured for (default: %(default)g)",
+            help="seconds for which each figure is measured (default: %(default)g)",
         )
         each.add_argument(
-            "--format", choices=FORMATS, default="table", help="(default: table; csv and json in full precision)"
+            "--format",
+            choices=FORMATS,
+            default="table",
+            help="of the output; csv and json have full precision (default: table)",
         )
-        each.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the figures too")
+        each.add_argument("--plot", metavar="FILE.png", type=Path, help="also draw the figures")
+        add_verbose(each)
     for name in ("matmul", "layer"):
         parsers[name].add_argument(
             "--longest-call",
             type=_seconds,
             default=LONGEST_CALL_S,
             metavar="S",
-            help="skip a size of which one call is expected to take longer (default: %(default)g)",
+            help="skip sizes of which a single call is expected to take longer, in seconds (default: %(default)g)",
         )
-    parsers["matmul"].add_argument("--sizes", nargs="+", type=_count, metavar="N", help=_default("n", MATMUL_SIZES))
-    parsers["matmul"].add_argument("--dtype", nargs="+", choices=KINDS, help="(default: all that the device has)")
-    parsers["elementwise"].add_argument(
-        "--sizes", nargs="+", type=_count, metavar="N", help="elements (default: 2^14 to 2^28 by 4, on a CPU to 2^26)"
+    parsers["matmul"].add_argument(
+        "--sizes", nargs="+", type=_count, metavar="N", help=_default("n of the n x n matrices", MATMUL_SIZES)
     )
-    layer = parsers["layer"]
+    parsers["matmul"].add_argument(
+        "--dtype", nargs="+", type=_kind, choices=KINDS, help="types of the numbers (default: all that the device has)"
+    )
+    parsers["elementwise"].add_argument(
+        "--sizes",
+        nargs="+",
+        type=_count,
+        metavar="N",
+        help="elements of the vectors (default: 2^14 to 2^28 by 4, on a CPU to 2^26)",
+    )
+    _add_layer_arguments(parsers["layer"])
+
+
+def _add_layer_arguments(layer: argparse.ArgumentParser) -> None:
     layer.add_argument(
         "--blocks",
         nargs="+",
         metavar="NAME",
-        help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, on a "
-        "CPU opt-1.3b and llama-3.2-1b of the last two)",
+        help="bert-large, gpt2-medium, t5-large, opt, llama, or an OPT or Llama preset (default: these five, with opt-1.3b and "
+        "llama-3.2-1b for the last two on a CPU)",
     )
-    layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=_default("tokens", LAYER_SEQS))
+    layer.add_argument("--seq", nargs="+", type=_count, metavar="S", help=_default("tokens of a sequence", LAYER_SEQS))
     layer.add_argument("--batch", nargs="+", type=_count, metavar="B", help=_default("sequences", LAYER_BATCHES))
-    layer.add_argument("--dtype", choices=KINDS, help="(default: fp16, on a CPU fp32)")
+    layer.add_argument("--dtype", type=_kind, choices=KINDS, help="type to compute in (default: fp16, on a CPU fp32)")
     layer.add_argument(
         "--norm-kernels",
         choices=NORM_KERNELS,
         default="auto",
-        help="a second row of each OPT and Llama block, with this package's norm kernels (default: auto, where "
-        "there are any)",
+        help="add a row with this package's norm kernels for each OPT and Llama block (default: auto, where they are built)",
     )
 
 
 def check_plot(path: Path) -> None:
     if path.suffix.lower() != ".png":
-        raise UsageError(f"--plot {path}: only PNG is drawn; end the name in .png.")
+        raise UsageError(f"--plot {path}: plots are PNG files; use a name that ends in .png.")
     check_output_file("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed; `pip install matplotlib`.")
+        raise UsageError("--plot needs matplotlib, which is not installed: `pip install matplotlib`.")
 
 
 def _default(what: str, sizes: dict[str, tuple[int, ...]]) -> str:
     texts = {device: " ".join(map(str, values)) for device, values in sizes.items()}
     return f"{what} (default: {texts['cuda']}, on a CPU {texts['cpu']})"
+
+
+def _kind(text: str) -> str:
+    """fp16 for float16 and half, and so on; anything else as it is."""
+    name = text.lower().removeprefix("torch.")
+    return {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(name, name)
 
 
 def _count(text: str) -> int:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from zero_inference.errors import RunError, UsageError
 from zero_inference.micro import arguments
 from zero_inference.micro.arguments import ELEMENTWISE_SIZES, LAYER_BATCHES, LAYER_SEQS, MATMUL_SIZES, check_plot
-from zero_inference.micro.norms import norm_patch, say
+from zero_inference.micro.norms import norm_patch
+from zero_inference.runtime.progress import Progress, importing, reporting
 from zero_inference.runtime.replace import replacing
 from zero_inference.runtime.tables import Column, RowPrinter
 
@@ -29,11 +30,15 @@ NOT_MEASURED = Column("not_measured", "not measured", dtype="string")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What one of the three adds to the common part; `rows` measures, yielding a row as soon as it is there."""
+    """What one of the three adds to the common part.
+
+    Attributes:
+        rows: how many rows there will be at most, and the rows, each yielded as soon as it is measured.
+    """
 
     module: str
     what: str
-    rows: Callable[[argparse.Namespace, MachineRates, ModuleType], Iterable[dict[str, Any]]]
+    rows: Callable[[argparse.Namespace, MachineRates, ModuleType], tuple[int, Iterable[dict[str, Any]]]]
     note: str
 
 
@@ -49,19 +54,14 @@ def main(args: argparse.Namespace) -> int:
     """
     if args.plot is not None:
         check_plot(args.plot)
-    from zero_inference.micro.timing import MachineRates, choose_device, device_name
+    with importing("torch", args.verbose > 0):
+        from zero_inference.micro.timing import MachineRates, choose_device, device_name
 
-    benchmark = BENCHMARKS[args.benchmark]
-    rates = MachineRates(choose_device(args.device))
-    module = importlib.import_module(f"zero_inference.micro.{benchmark.module}")
-    printer = RowPrinter(_columns(args, module, rates), args.format)
-    rows = []
-    for row in benchmark.rows(args, rates, module):
-        rows.append(row)
-        if args.format != "json":
-            printer.add(row | {NOT_MEASURED.name: row.get("error") or row.get("skipped") or ""})
-        if args.format == "json" or (sys.stderr.isatty() and not sys.stdout.isatty()):
-            _progress(row)
+        benchmark = BENCHMARKS[args.benchmark]
+        rates = MachineRates(choose_device(args.device))
+        module = importlib.import_module(f"zero_inference.micro.{benchmark.module}")
+    with reporting(Progress(args.verbose > 0)) as progress:
+        rows = _measured(args, benchmark, rates, module, progress)
     if args.format == "json":
         print(json.dumps(_context(args, rates, device_name(rates.device)) | {"rows": rows}, indent=2, allow_nan=False))
     if args.format in ("table", "md"):
@@ -77,22 +77,45 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _measured(
+    args: argparse.Namespace, benchmark: Benchmark, rates: MachineRates, module: ModuleType, progress: Progress
+) -> list[dict[str, Any]]:
+    """All rows, each printed when it is there."""
+    printer = RowPrinter(_columns(args, module, rates), args.format)
+    told = args.format == "json" or (sys.stderr.isatty() and not sys.stdout.isatty())
+    total, measuring = benchmark.rows(args, rates, module)
+    rows: list[dict[str, Any]] = []
+    with progress.task(f"micro {args.benchmark}", total, ticking=True) as task:
+        task.at(f"row 1 of {total}")
+        for row in measuring:
+            rows.append(row)
+            if args.format != "json":
+                with progress.paused():
+                    printer.add(row | {NOT_MEASURED.name: row.get("error") or row.get("skipped") or ""})
+            if told:
+                progress.say(_in_words(row))
+            if len(rows) < total:
+                task.at(f"row {len(rows) + 1} of {total}", len(rows))
+    return rows
+
+
 def _matmul_rows(args, rates: MachineRates, module: ModuleType):
     kinds = args.dtype or _kinds(rates.device)
     _check_kinds(kinds, rates.device)
-    return module.measure(
-        rates, args.sizes or MATMUL_SIZES[rates.device.type], kinds, args.min_run_time, args.longest_call
-    )
+    sizes = args.sizes or MATMUL_SIZES[rates.device.type]
+    return len(kinds) * len(sizes), module.measure(rates, sizes, kinds, args.min_run_time, args.longest_call)
 
 
 def _elementwise_rows(args, rates: MachineRates, module: ModuleType):
-    return module.measure(rates, args.sizes or ELEMENTWISE_SIZES[rates.device.type], args.min_run_time)
+    sizes = args.sizes or ELEMENTWISE_SIZES[rates.device.type]
+    return len(sizes), module.measure(rates, sizes, args.min_run_time)
 
 
 def _layer_rows(args, rates: MachineRates, module: ModuleType):
     from zero_inference.micro.blocks import CPU_BLOCKS, DEFAULT_BLOCKS, SHORT, block_config
     from zero_inference.micro.timing import DTYPES
     from zero_inference.models.spec import max_positions
+    from zero_inference.norms.patch import why_not_family
 
     kind, device = args.dtype or ("fp16" if rates.device.type == "cuda" else "fp32"), rates.device.type
     _check_kinds([kind], rates.device)
@@ -107,29 +130,32 @@ def _layer_rows(args, rates: MachineRates, module: ModuleType):
     patch = norm_patch(
         args.norm_kernels, rates.device, DTYPES[kind], [config.model_type for config in configs.values()]
     )
-    return module.measure(rates, blocks, seqs, batches, kind, args.min_run_time, args.longest_call, patch)
+    known = 0 if patch is None else sum(why_not_family(each.model_type) is None for each in configs.values())
+    total = (len(blocks) + known) * len(seqs) * len(batches)  # blocks with norm kernels have a second row
+    return total, module.measure(rates, blocks, seqs, batches, kind, args.min_run_time, args.longest_call, patch)
 
 
 OF_BEST = (
-    "of measured: of the best rate of the type seen so far in this process, by a few products of other sizes at first "
-    "and by the rows, their own included"
+    "of measured: share of the best rate that this process has reached with the same type so far, in these rows or in "
+    "a few products measured before them"
 )
 BENCHMARKS = {
     "matmul": Benchmark(
-        "matmul", "products of square matrices", _matmul_rows, f"2 n^3 operations a product; {OF_BEST}"
+        "matmul", "products of square matrices", _matmul_rows, f"a product is 2 n^3 operations; {OF_BEST}"
     ),
     "elementwise": Benchmark(
         "elementwise",
-        "a * 1.2: the memory's rate",
+        "a * 1.2, which measures memory bandwidth",
         _elementwise_rows,
-        "8 n bytes; of measured: of a copy inside the device's memory; above 100% a cache served",
+        "8 n bytes are moved; of measured: share of the rate of a copy inside the device's memory; above 100% the data came "
+        "from a cache",
     ),
     "layer": Benchmark(
         "layer",
         "transformer blocks and their parts",
         _layer_rows,
-        "operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), forward + backward counted 3x, "
-        f"causal attention in full (causal half: what a causal kernel may skip); {OF_BEST}",
+        "counted are the operations of the products (24 b s h^2 + 4 b h s^2 in a classical block), three times that for "
+        f"forward + backward, and causal attention in full (causal half: what a causal kernel may skip); {OF_BEST}",
     ),
 }
 
@@ -144,8 +170,8 @@ def _check_kinds(kinds: Iterable[str], device: torch.device) -> None:
     for kind in kinds:
         if kind not in _kinds(device):
             raise UsageError(
-                f"--dtype {kind}: this {'GPU' if device.type == 'cuda' else 'CPU'} does not have it; "
-                f"there are {', '.join(_kinds(device))}."
+                f"--dtype {kind}: this {'GPU' if device.type == 'cuda' else 'CPU'} does not support it; "
+                f"use {', '.join(_kinds(device))}."
             )
 
 
@@ -173,7 +199,7 @@ def _captions(rates: MachineRates, name: str, note: str) -> list[str]:
         sources = dict.fromkeys([*(rate.source for rate in rates.card.tflops.values()), rates.card.memory.source])
         datasheet = f"datasheet: {rates.card.name}, dense rates; {'; '.join(sources)}"
     else:
-        datasheet = "datasheet: no card of this name in zero_inference/machine/cards.json"
+        datasheet = "datasheet: zero_inference/machine/cards.json has no card of this name"
     return [f"{name}: {note}", *([datasheet] if rates.device.type == "cuda" else [])]
 
 
@@ -189,13 +215,13 @@ def _columns(args, module: ModuleType, rates: MachineRates) -> list[Column]:
     return [*(column for column in module.COLUMNS if column.name not in left_out), NOT_MEASURED]
 
 
-def _progress(row: dict[str, Any]) -> None:
+def _in_words(row: dict[str, Any]) -> str:
     texts = [
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in row.items()
         if value is not None
     ]
-    say("  ".join(texts[:8]))
+    return "  ".join(texts[:8])
 
 
 def _plot(path: Path, module: ModuleType, rows: list[dict[str, Any]], rates: MachineRates, name: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from zero_inference.runtime.progress import current
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ def norm_patch(
     def why_not(family: str) -> str | None:
         if reason := why_not_family(family):
             return reason
-        return (prepare or prepare_norm_kernels)(asked, family, device, dtype, TRIED_COLUMNS, say)
+        return (prepare or prepare_norm_kernels)(asked, family, device, dtype, TRIED_COLUMNS, current().say)
 
     if asked == "cuda":
         known = [family for family in families if why_not_family(family) is None]
@@ -56,19 +57,14 @@ def norm_patch(
         reason = why_not(block.family)
         facts = apply_norm_kernels("auto" if reason else asked, reason, block.module, lambda line: None, block.family)
         count = facts["norm_modules_patched"]
-        say(
+        current().say(
             f"{block.name}: "
             + (
-                f"our kernels in {count} norms"
+                f"{count} norms use this package's kernels"
                 if count
-                else f"norms use transformers' own implementation: {facts['norm_kernels_unused_because']}"
+                else f"norms use transformers' implementation: {facts['norm_kernels_unused_because']}"
             )
         )
         return count
 
     return patch
-
-
-def say(line: str) -> None:
-    """A line beside the table."""
-    print(line, file=sys.stderr, flush=True)

@@ -105,7 +105,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
     missing = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if missing:
         raise RunError(
-            f"{shards.folder}: the checkpoint has no tensor for {few(missing)}; it belongs to another model "
+            f"{shards.folder}: the checkpoint has no tensor for {few(missing)}: it belongs to another model, "
             "or a shard is missing."
         )
     if dist.is_initialized() and dist.get_rank():
@@ -118,7 +118,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
         )
     if left_out:
         logger.warning(
-            "warning: %s: the model has no place for %s, left out; is its config.json that of these weights?",
+            "warning: %s: the model has no parameter for %s, ignored; do config.json and weights belong together?",
             shards.folder,
             few(left_out),
         )
@@ -213,7 +213,7 @@ def _refuse_unexpected(model, folder: Path, keys: set[str]) -> None:
         if layer and int(layer.group(1)) < len(layers) and not OUTDATED_BUFFERS.search(key):
             raise RunError(
                 f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
-                f"checkpoint is another model's, or quantized in a form that is not read; {INSTEAD}."
+                f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."
             )
 
 

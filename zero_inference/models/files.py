@@ -30,7 +30,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     names = shards(found)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise RunError(f"{folder}: {found.name} names {few(missing)}, which is not there; fetch the checkpoint again.")
+        raise RunError(f"{folder}: {found.name} names {few(missing)}, which is missing; fetch the checkpoint again.")
     return [folder / name for name in names]
 
 
@@ -52,7 +52,7 @@ def _weights(folder: Path) -> Path:
         for name in names:
             if (folder / name).is_file():
                 return folder / name
-    raise RunError(f"{folder}: neither model.safetensors nor pytorch_model.bin (or their index) is there.")
+    raise RunError(f"{folder}: has neither model.safetensors nor pytorch_model.bin, nor an index of them.")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import queue
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_inference.errors import RunError, UsageError
 from zero_inference.models.files import WEIGHT_FILES, checkpoint_files, has_tokenizer, shards
+from zero_inference.models.hub_progress import showing_fetched
 from zero_inference.models.preset_table import find_preset, near_names
+from zero_inference.runtime.progress import current
 from zero_inference.runtime.text import first_line
 
 # Of the top folder only: `original/` and `onnx/` hold other formats. Classes name their vocabulary as they like, hence the patterns.
@@ -20,6 +24,7 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 NO_TOKENIZER_FILES = ["*/*", "*.index.json"]
 ANOTHER = "give a repository or folder in transformers' format"
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+MENTIONED_S = 1.0  # a look-up that takes longer is announced
 
 
 @dataclass(frozen=True)
@@ -30,22 +35,24 @@ class Snapshot:
         asked: what --model said.
         name: the repository.
         folder: its place in the cache, named after the commit; holds config.json and what was fetched since.
+        unreachable: why the hub was not asked, where it did not answer in time; the cache has to do then, without more waiting.
     """
 
     asked: str
     name: str
     folder: Path
+    unreachable: str | None = None
 
     def fetch_code(self) -> None:
         """The repository's Python files. Raises UsageError, as the others do."""
-        with _explained(self.asked, self.name, "its code"):
+        with self._explained("its code"):
             self._fetch(["*.py"])
 
     def fetch_tokenizer(self) -> Path:
         """The folder, with the tokenizer's files where the repository has any."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        with _explained(self.asked, self.name, "its tokenizer"):
+        with self._explained("its tokenizer"), current().slow(f"fetching the tokenizer of {self.name}", MENTIONED_S):
             try:
                 _need_listing(self.name, self.folder.name)
                 self._fetch(TOKENIZER_FILES, NO_TOKENIZER_FILES)
@@ -63,9 +70,11 @@ class Snapshot:
             return self.folder  # a commit does not change
         except RunError:
             pass
-        with _explained(self.asked, self.name, "its weights"):
+        with self._explained("its weights"):
             _need_listing(self.name, self.folder.name)
-            self._fetch([glob.escape(name) for name in self._weight_names()])
+            patterns = [glob.escape(name) for name in self._weight_names()]
+            with showing_fetched(self.name, self.folder, patterns):
+                self._fetch(patterns)
             try:
                 checkpoint_files(self.folder)
             except RunError as error:
@@ -83,6 +92,9 @@ class Snapshot:
         names = " or ".join(single for single, _ in WEIGHT_FILES)
         raise UsageError(f"--model {self.asked}: {self.name} has no {names} (nor their index) on the hub; {ANOTHER}.")
 
+    def _explained(self, what: str):
+        return _explained(self.asked, self.name, what, self.unreachable)
+
     def _fetch(self, patterns: list[str], but: list[str] | None = None) -> None:
         from huggingface_hub import snapshot_download
 
@@ -90,7 +102,8 @@ class Snapshot:
 
 
 def open_snapshot(asked: str, name: str) -> Snapshot:
-    """The newest commit of repository `name`, with its config.json; without a network the newest one in the cache.
+    """The newest commit of repository `name`, with its config.json; without a network the newest one in the cache. A hub that does
+    not answer in time counts as no network.
 
     Raises:
         UsageError: there is none, no access to it, or no network; says which and what to change.
@@ -98,14 +111,57 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
     from huggingface_hub import snapshot_download
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with _explained(asked, name, "its config.json"):
-        folder = Path(
-            snapshot_download(name, allow_patterns=["config.json"])
-        )  # for one file too: it does not retry a dead network
-        if not (folder / "config.json").is_file():
-            _need_listing(name, folder.name)
-            raise UsageError(f"--model {asked}: {name} has no config.json on the hub; {ANOTHER}.")
-    return Snapshot(asked, name, folder)
+    with current().slow(f"looking up {name} on the hub", MENTIONED_S):
+        unreachable = _why_unreachable(name)
+        with _explained(asked, name, "its config.json", unreachable):
+            folder = Path(
+                snapshot_download(name, allow_patterns=["config.json"])
+            )  # for one file too: it does not retry a dead network
+            if not (folder / "config.json").is_file():
+                _need_listing(name, folder.name)
+                raise UsageError(f"--model {asked}: {name} has no config.json on the hub; {ANOTHER}.")
+    return Snapshot(asked, name, folder, unreachable)
+
+
+def _why_unreachable(name: str) -> str | None:
+    """Whether the hub is silent: None where it answers, whatever it says, or refuses the connection, which its client handles.
+
+    The client sets no limit when it looks a repository up, and where a firewall drops packets the system waits minutes for each
+    of the hub's addresses. HF_HUB_ETAG_TIMEOUT, in seconds, is the limit for all of it, name resolution included.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    answered: queue.Queue[bool] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(name)
+        except Exception:  # the same request is made again, where it is explained
+            pass
+        answered.put(True)
+
+    limit_s = constants.HF_HUB_ETAG_TIMEOUT
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answered.get(timeout=limit_s)
+    except queue.Empty:
+        return f"no answer within {limit_s:g} s; HF_HUB_ETAG_TIMEOUT sets another limit"
+    return None
+
+
+@contextmanager
+def _without_network() -> Iterator[None]:
+    """The hub's client uses its cache alone, as with HF_HUB_OFFLINE=1."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _need_listing(name: str, commit: str) -> None:
@@ -125,16 +181,17 @@ def _need_listing(name: str, commit: str) -> None:
 
 
 @contextmanager
-def _explained(asked: str, name: str, what: str) -> Iterator[None]:
+def _explained(asked: str, name: str, what: str, unreachable: str | None) -> Iterator[None]:
     try:
-        yield
+        with _without_network() if unreachable else nullcontext():
+            yield
     except UsageError:
         raise
     except Exception as error:  # the hub's client raises its own classes and those of its HTTP library
-        raise UsageError(f"--model {asked}: {_reason(asked, name, what, error)}") from error
+        raise UsageError(f"--model {asked}: {_reason(asked, name, what, error, unreachable)}") from error
 
 
-def _reason(asked: str, name: str, what: str, error: Exception) -> str:
+def _reason(asked: str, name: str, what: str, error: Exception, unreachable: str | None) -> str:
     """What is wrong and what to change, in one or two lines."""
     from huggingface_hub import errors, get_token
 
@@ -164,14 +221,14 @@ def _reason(asked: str, name: str, what: str, error: Exception) -> str:
         return f"{what} could not be fetched, {endpoint} answered {status}; try again later, or {instead}."
     if any(isinstance(cause, errors.HFValidationError) for cause in causes):
         return f"not a folder, a preset or a valid name on the hub; {_correct(asked)}."
-    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
+    if unreachable is None and any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes):
         return (
             f"{what} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it; unset that, "
             f"{_correct(asked)}, or {instead}."
         )
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    if unreachable or isinstance(error, errors.LocalEntryNotFoundError):
         return (
-            f"{what} is not in the local cache, and {endpoint} cannot be reached ({first_line(causes[-1])}); "
+            f"{what} is not in the local cache, and {endpoint} cannot be reached ({unreachable or first_line(causes[-1])}); "
             f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}."
         )
     return f"{what} could not be fetched from {endpoint} ({first_line(error)}); try again, or {instead}."

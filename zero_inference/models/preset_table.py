@@ -6,12 +6,13 @@ One JSON file per model in `presets/`, with `name` (hub name), `aliases`, `sourc
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from zero_inference.runtime.near import closest
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 
@@ -61,13 +62,10 @@ def find_preset(name: str) -> Preset | None:
 
 def near_names(name: str, n: int = 3) -> list[str]:
     """Up to `n` presets whose name or alias resembles `name`, best first, each in its closest spelling."""
-    wanted = name.strip().lower()
-    scored = []
-    for preset in _presets():
-        spellings = (preset.name, *preset.aliases)
-        ratio, spelling = max(
-            (difflib.SequenceMatcher(None, wanted, spelling.lower()).ratio(), spelling) for spelling in spellings
-        )
-        if ratio >= 0.6:  # difflib's own cutoff for close matches
-            scored.append((-ratio, spelling.lower(), spelling))
-    return [spelling for _, _, spelling in sorted(scored)[:n]]
+    nearest: dict[str, str] = {}  # by the preset's name
+    spellings = [each for preset in _presets() for each in (preset.name, *preset.aliases)]
+    for spelling in closest(name, spellings, most=len(spellings)):
+        preset = find_preset(spelling)
+        assert preset is not None, "its spellings are those of the presets"
+        nearest.setdefault(preset.name, spelling)
+    return list(nearest.values())[:n]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zero_inference.config import RunConfig
+from zero_inference.config.choices import OWN_LENGTH
 from zero_inference.errors import UsageError
 from zero_inference.models.spec import ModelSpec, load_tokenizer
 from zero_inference.runtime.text import first_line
 
+INSTEAD = "replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
     "water always finds the lowest path.",
@@ -27,25 +33,81 @@ TEXT = (
 )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The ids of a prompt: its text, and what its tokenizer or its chat template puts around it."""
+
+    before: list[int]
+    text: list[int]
+    after: list[int]
+
+    def __len__(self) -> int:
+        return len(self.before) + len(self.text) + len(self.after)
+
+    def of_length(self, length: int, filler: list[int]) -> list[int]:
+        """`length` ids: a long text keeps its beginning, a short one its end, behind as much of `filler` as is missing.
+
+        Raises:
+            ValueError: there is no room for any text.
+        """
+        room = length - len(self.before) - len(self.after)
+        if room < 1 and self.after:
+            raise ValueError(f"the chat template alone takes {length - room} tokens")
+        missing = max(0, room - len(self.text))
+        lead = (filler * (missing // len(filler) + 1))[:missing] if missing else []
+        return (self.before + lead + self.text[: max(0, room)] + self.after)[:length]
+
+
+def with_prompt_length(config: RunConfig, spec: ModelSpec) -> RunConfig:
+    """`config` with the length in tokens of its longest --prompt, where no other length was asked for.
+
+    Raises:
+        UsageError: the model has no tokenizer for --prompt, or no chat template for --chat.
+    """
+    if not config.prompt and not config.chat:
+        return config
+    tokenizer = load_tokenizer(spec)
+    if tokenizer is None:
+        raise _no_tokenizer(config, spec)
+    if config.chat and not getattr(tokenizer, "chat_template", None):
+        raise UsageError(f"--chat: {spec.name} has no chat template; drop --chat, or use a model made for chats.")
+    if config.prompt_len != OWN_LENGTH:
+        return config
+    with _explained(spec.name):
+        longest = max(len(prompt_parts(tokenizer, text, config.chat)) for text in config.prompt)
+    if longest == 0:
+        raise UsageError(f"--prompt: the tokenizer of {spec.name} makes no tokens of it; write another text.")
+    return replace(config, prompt_len=longest)
+
+
 def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, str | None]:
     """The prompts of a run: ids int64 [batch, prompt_len], the tokenizer (None without one) and what to say about them, if anything.
 
     Raises:
         UsageError: the prompts or the tokenizer cannot be used.
     """
-    tokenizer = load_tokenizer(spec)
+    tokenizer, vocab_size = load_tokenizer(spec), spec.text_config.vocab_size
     if tokenizer is not None:
-        lines = read_prompts(config.prompts, config.batch_size)
-        return (
-            readable_ids(spec.name, tokenizer, lines, config.prompt_len, spec.text_config.vocab_size),
-            tokenizer,
-            None,
-        )
-    if config.prompts:
-        raise UsageError(f"--prompts {config.prompts}: {spec.name} has no tokenizer to read it with; drop --prompts.")
+        if config.prompt:
+            texts = [config.prompt[i % len(config.prompt)] for i in range(config.batch_size)]
+        else:
+            texts = read_prompts(config.prompts, config.batch_size)
+        return readable_ids(spec.name, tokenizer, texts, config.prompt_len, vocab_size, config.chat), tokenizer, None
+    if config.prompts or config.prompt:
+        raise _no_tokenizer(config, spec)
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
-    ids = random_ids(config.seed, config.batch_size, config.prompt_len, spec.text_config.vocab_size)
-    return ids, None, note
+    return random_ids(config.seed, config.batch_size, config.prompt_len, vocab_size), None, note
+
+
+def end_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a text of this model, as its tokenizer, its config and its settings of generation say."""
+    said = [getattr(tokenizer, "eos_token_id", None), getattr(spec.text_config, "eos_token_id", None)]
+    folder = spec.snapshot.folder if spec.snapshot else spec.folder
+    if folder is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            said.append(json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id"))
+    each = [one for ids in said for one in (ids if isinstance(ids, list) else [ids])]
+    return frozenset(one for one in each if isinstance(one, int))
 
 
 def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> torch.Tensor:
@@ -54,46 +116,82 @@ def random_ids(seed: int, batch_size: int, prompt_len: int, vocab_size: int) -> 
     return torch.randint(0, vocab_size, (batch_size, prompt_len), generator=generator)
 
 
-def readable_ids(name: str, tokenizer, prompts: list[str], prompt_len: int, vocab_size: int) -> torch.Tensor:
+def readable_ids(
+    name: str, tokenizer, prompts: list[str], prompt_len: int, vocab_size: int, chat: bool = False
+) -> torch.Tensor:
     """`text_ids`, all of them below `vocab_size`.
 
     Raises:
         UsageError: the tokenizer of model `name` cannot read the prompts, or is another model's.
     """
-    instead = "replace the tokenizer files, or remove them to run on random ids."
-    try:
-        ids = text_ids(tokenizer, prompts, prompt_len)
-    except Exception as error:  # whatever a tokenizer's own code raises
-        raise UsageError(
-            f"--model {name}: its tokenizer cannot encode the prompts ({first_line(error)}); {instead}"
-        ) from error
+    with _explained(name):
+        ids = text_ids(tokenizer, prompts, prompt_len, chat)
     if (largest := int(ids.max())) >= vocab_size:
         raise UsageError(
-            f"--model {name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; {instead}"
+            f"--model {name}: its tokenizer gives the id {largest}, and the model knows {vocab_size} tokens; {INSTEAD}"
         )
     return ids
 
 
-def text_ids(tokenizer, prompts: list[str], prompt_len: int) -> torch.Tensor:
+def text_ids(tokenizer, prompts: list[str], prompt_len: int, chat: bool = False) -> torch.Tensor:
     """Tokenize each prompt to exactly `prompt_len` real tokens: int64 [len(prompts), prompt_len].
 
     A long prompt keeps its beginning. A short one keeps its end and is led in by the built-in text, after whatever the
-    tokenizer puts at the start of a sequence.
+    tokenizer puts at the start of a sequence, or with `chat` the chat template before the message.
 
-    Raises ValueError where the tokenizer makes no tokens of the built-in text.
+    Raises:
+        ValueError: it makes no tokens of the built-in text.
+        UsageError: a chat template leaves no room for the text.
     """
     filler = tokenizer(" ".join(TEXT), add_special_tokens=False)["input_ids"]
     if not filler:
         raise ValueError("it makes no tokens of text")
-    rows = []
-    for prompt in prompts:
-        plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        full = tokenizer(prompt)["input_ids"]
-        start = full[: _find(full, plain)]
-        missing = max(0, prompt_len - len(start) - len(plain))
-        lead = (filler * (missing // len(filler) + 1))[:missing]
-        rows.append((start + lead + plain)[:prompt_len])
+    parts = [prompt_parts(tokenizer, prompt, chat) for prompt in prompts]
+    try:
+        rows = [each.of_length(prompt_len, filler) for each in parts]
+    except ValueError as error:
+        raise UsageError(f"--prompt-len {prompt_len}: {error}; ask for more.") from error
     return torch.tensor(rows, dtype=torch.int64)
+
+
+def prompt_parts(tokenizer, text: str, chat: bool) -> Parts:
+    """The ids of one prompt, as a message of a user with the beginning of an answer for `chat`."""
+    if not chat:
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+        full = tokenizer(text)["input_ids"]
+        return Parts(full[: _find(full, plain)], plain, [])
+    full, other = (_message(tokenizer, each) for each in (text, TEXT[0] if text != TEXT[0] else TEXT[1]))
+    start = _same(full, other)
+    end = min(_same(full[::-1], other[::-1]), len(full) - start)
+    return Parts(full[:start], full[start : len(full) - end], full[len(full) - end :])
+
+
+def _message(tokenizer, text: str) -> list[int]:
+    message = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def _same(one: list[int], other: list[int]) -> int:
+    """How many ids two lists have in common at their beginning."""
+    return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _no_tokenizer(config: RunConfig, spec: ModelSpec) -> UsageError:
+    option = "--prompt" if config.prompt else f"--prompts {config.prompts}"
+    return UsageError(f"{option}: {spec.name} has no tokenizer to read it with; drop {option.split()[0]}.")
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Whatever a tokenizer's own code raises, as a UsageError."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--model {name}: its tokenizer cannot encode the prompts ({first_line(error)}); {INSTEAD}"
+        ) from error
 
 
 def read_prompts(path: str | None, batch_size: int) -> list[str]:

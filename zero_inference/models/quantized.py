@@ -121,9 +121,7 @@ def plain_tensors(
                 )
             plain[key] = _Dequantized(tensor, scales[key], blocks, dtype, shape)
         elif dtype_name not in FLOATS and (key.endswith("weight") or "F8" in dtype_name or "float8" in dtype_name):
-            raise RunError(
-                f"{folder}: {key} is stored as {dtype_name}, quantized in a form that is not read; {INSTEAD}."
-            )
+            raise RunError(f"{folder}: {key} is stored as {dtype_name}, quantized in an unsupported format; {INSTEAD}.")
         else:
             plain[key] = tensor
     return plain

@@ -39,7 +39,7 @@ class Shards:
                     if key in self.where and places.get(key) not in (path, self.where[key]):
                         raise RunError(
                             f"{self.folder}: {key} is in {self.where[key].name} and in {path.name}, and no index says "
-                            "which is meant; fetch the checkpoint again."
+                            "which one to use; fetch the checkpoint again."
                         )
                     if key not in self.where or places[key] == path:
                         self.where[key] = path
@@ -98,9 +98,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
         # torch before 1.6 wrote another format, which cannot be mapped and is read as a whole
         state = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         if other := [str(key) for key, value in state.items() if not (isinstance(key, str) and torch.is_tensor(value))]:
-            raise RunError(
-                f"{path}: {few(other)} is not a named tensor; give the model's state_dict, and nothing beside it."
-            )
+            raise RunError(f"{path}: {few(other)} is not a named tensor; save the model's state_dict alone.")
         return {key: partial(state.get, key) for key in state}
     except RunError:
         raise

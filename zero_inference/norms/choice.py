@@ -67,7 +67,7 @@ def prepare_norm_kernels(
     if reason is None:
         reason = try_apart(device, dtype, columns, trial)
         if reason is not None and asked == "auto":
-            say(f"warning: our norm kernels are not used: {reason}")
+            say(f"warning: this package's norm kernels are not used: {reason}")
     if reason is not None and asked == "cuda":
         raise _refusal(reason)
     return reason
@@ -120,7 +120,7 @@ def apply_norm_kernels(
     if reason is None:
         return {"norm_modules_patched": patch.patch_norms(model, model_type), "norm_kernels_unused_because": None}
     if reason != NO_DEVICE and asked == "auto":
-        say(f"norms use transformers' own implementation: {reason}")
+        say(f"norms use transformers' implementation: {reason}")
     return {"norm_modules_patched": 0, "norm_kernels_unused_because": reason}
 
 

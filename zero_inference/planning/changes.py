@@ -20,7 +20,6 @@ from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import other_layer_types
 from zero_inference.planning.memory import memory_of
 from zero_inference.planning.plan import Plan, changed
-from zero_inference.utils import GB
 
 MOST_PAIRS = 3
 SHORTER = "lower --batch-size or --prompt-len, or "
@@ -43,6 +42,11 @@ def changes_that_fit(job: Job) -> list[str]:
     singles = [(change,) for change in _changes(job.config, job)]
     found = list(_fitting(singles, job))
     return found or list(islice(_fitting(_pairs(job), job), MOST_PAIRS))
+
+
+def one_of(changes: Sequence[str]) -> str:
+    """`changes_that_fit` in a sentence."""
+    return changes[0] if len(changes) == 1 else f"one of: {'; '.join(changes)}"
 
 
 def _changes(config: RunConfig, job: Job) -> list[Change]:
@@ -137,17 +141,16 @@ def refuse_hopeless(plan: Plan) -> None:
     loading = max(footprint.host, footprint.loading - (0 if job.on_gpu else weights[0]))
     ids = 8 * job.config.batch_size * job.length  # every rank has all of them, as int64
     tokens = (job.least_kv_device_bytes, job.kv_host_bytes + ids)
-    of_tokens = f"ids, keys and values of {job.config.batch_size} x {job.length} tokens"
+    of_tokens = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
     for what, (device, host), shorter in (
         ("its weights and their buffers", (weights[0], loading), ""),
         (of_tokens, tokens, SHORTER),
-        (f"its weights with {of_tokens}", (weights[0] + tokens[0], weights[1] + tokens[1]), SHORTER),
+        (f"its weights, {of_tokens}", (weights[0] + tokens[0], weights[1] + tokens[1]), SHORTER),
     ):
         for need in memory_of(job, device, host):
             if not need.fits:
                 changes = changes_that_fit(job)
                 raise UsageError(
-                    f"{job.config.model}: {what} need {need.needed / GB:.1f} GiB of {need.place}, and "
-                    f"{need.available / GB:.1f} GiB are available; "
-                    + (f"use one of: {'; '.join(changes)}." if changes else f"{shorter}use {more_memory(job)}.")
+                    f"{job.config.model}: {what} need {need.shortage()}; "
+                    + (f"use {one_of(changes)}." if changes else f"{shorter}use {more_memory(job)}.")
                 )

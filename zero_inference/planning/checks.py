@@ -19,12 +19,12 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
     if not machine.is_here and ranks.device.type == "cuda" and ranks.local_world_size > machine.gpus():
         raise UsageError(
             f"{ranks.local_world_size} ranks were started for a machine with {machine.gpus()} GPU"
-            f"{'s' * (machine.gpus() > 1)}; start one rank a GPU."
+            f"{'s' * (machine.gpus() > 1)}; start one rank per GPU."
         )
     if ranks.device.type == "cpu":
         for flag, given in (("--pin-memory 1", config.pin_memory), ("--pin-kv-cache", config.pin_kv_cache)):
             if given:
-                raise UsageError(f"{flag} locks memory for a GPU's copies, and there is no GPU here; drop it.")
+                raise UsageError(f"{flag} page-locks memory for copies to a GPU, and there is no GPU here; drop it.")
         if config.norm_kernels == "cuda":
             raise UsageError("--norm-kernels cuda: there is no CUDA device here; use auto or off.")
     elif ranks.local_rank >= machine.gpus():

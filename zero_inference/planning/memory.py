@@ -6,23 +6,53 @@ are what a prefill keeps at its peak (models/activations.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_inference.engines.base import EnginePlan, Job
-from zero_inference.utils import GB
+from zero_inference.runtime.amounts import amount, compared
+
+DEVICE_MEMORY, HOST_MEMORY, PAGE_LOCKED, DISK = "device memory", "host memory", "page-locked memory", "disk"
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes needed at one place of one node; `available` is None where it is not known."""
+    """Bytes needed at one place of one node; `available` is None where it is not known.
+
+    Attributes:
+        which: of several such places, for people.
+    """
 
     place: str
     needed: int
     available: int | None
+    which: str = ""
 
     @property
     def fits(self) -> bool:
         return self.available is None or self.needed <= self.available
+
+    def in_words(self) -> str:
+        """`20.4 of 23.5 GiB free`."""
+        if self.available is None:
+            return f"{amount(self.needed)}; how much is free is not known"
+        needed, there, unit = compared(self.needed, self.available)
+        return f"{needed} of {there} {unit} free"
+
+    def shortage(self) -> str:
+        """`24.8 GiB of host memory (23.5 GiB free)`."""
+        needed, there, unit = compared(self.needed, self.available or 0)
+        return f"{needed} {unit} of {self.name} ({there} {unit} free)"
+
+    @property
+    def name(self) -> str:
+        return f"{self.place} {self.which}".rstrip()
+
+
+def shown(needs: Sequence[Need]) -> list[Need]:
+    """Without page-locked memory, which is a part of host memory, unless it alone does not fit."""
+    host_fits = all(need.fits for need in needs if need.place == HOST_MEMORY)
+    return [need for need in needs if need.place != PAGE_LOCKED or (host_fits and not need.fits)]
 
 
 def memory_needs(plan: EnginePlan) -> list[Need]:
@@ -32,10 +62,10 @@ def memory_needs(plan: EnginePlan) -> list[Need]:
     pinned = weights.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
     needs = memory_of(job, plan.device_peak_bytes if job.on_gpu else 0, plan.host_peak_bytes())
     if job.on_gpu:  # the driver asks no memlock limit
-        needs.append(Need("page-locked memory", pinned * ranks_here, job.machine.available_host_bytes()))
+        needs.append(Need(PAGE_LOCKED, pinned * ranks_here, job.machine.available_host_bytes()))
     if job.config.disk_offload:
         folder = job.config.offload_path
-        needs.append(Need(f"disk ({folder})", weights.disk * ranks_here, job.machine.disk_free_bytes(folder)))
+        needs.append(Need(DISK, weights.disk * ranks_here, job.machine.disk_free_bytes(folder), f"({folder})"))
     return needs
 
 
@@ -43,19 +73,8 @@ def memory_of(job: Job, device: int, host: int) -> list[Need]:
     """A rank's bytes on its device and in host memory, for all ranks of this node; without a GPU, the device is host memory."""
     ranks_here = job.ranks.local_world_size
     if not job.on_gpu:
-        return [Need("host memory", (device + host) * ranks_here, job.machine.available_host_bytes())]
+        return [Need(HOST_MEMORY, (device + host) * ranks_here, job.machine.available_host_bytes())]
     return [
-        Need("device memory (each GPU)", device, job.free_device_bytes),
-        Need("host memory", host * ranks_here, job.machine.available_host_bytes()),
+        Need(DEVICE_MEMORY, device, job.free_device_bytes, "of each GPU" if ranks_here > 1 else ""),
+        Need(HOST_MEMORY, host * ranks_here, job.machine.available_host_bytes()),
     ]
-
-
-def describe(needs: list[Need]) -> str:
-    """One line a place."""
-    lines = []
-    for need in needs:
-        there = "how much is free is not known" if need.available is None else f"{need.available / GB:.2f} GiB free"
-        lines.append(
-            f"{need.place}: {need.needed / GB:.2f} GiB needed, {there}{'' if need.fits else '  <- does not fit'}"
-        )
-    return "\n".join(lines)

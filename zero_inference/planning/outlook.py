@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def limit_in_words(plan: EnginePlan) -> str | None:
-    """The most token/s of a decode with `plan`, and what binds it; None where the plan is for this machine, which a run measures."""
+    """The most token/s of decoding with `plan` by the machine's rates alone, and what binds it; None where the plan is for this machine,
+    whose rates a run measures."""
     machine = plan.job.machine
     if not isinstance(machine, DescribedMachine):
         return None
     if missing := missing_rates(plan, machine.description):
-        return f"decode: no limit is known without the rate of {' and '.join(missing)}"
+        return f"not known without the rate of {' and '.join(missing)}"
     found = least_step_s(plan, machine.description)
     if found is None:
-        return "decode: no limit is known, because the description of the machine has no rates"
+        return "not known, because the description of the machine has no rates"
     bound_by, step_s = found
     most = plan.job.config.batch_size / step_s
     bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
-    unknown = "part with several ranks" if plan.job.ranks.world_size > 1 else "rate"
-    alone = f", without the host's cores, whose {unknown} is not known" if plan.lacks_cores else ""
+    alone = "; the host's cores are not counted" if plan.lacks_cores else ""
     return (
-        f"decode: {bound} {significant(most)} token/s ({step_s:.3g} s a step), bound by {RATE_WORDS[bound_by]}{alone}"
+        f"{bound} {significant(most)} token/s ({significant(step_s)} s a step), bound by {RATE_WORDS[bound_by]}{alone}"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import LOG_PREFIX
 from zero_inference.models.spec import ModelSpec
+from zero_inference.options import options_asked
 from zero_inference.records.schema import Request
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.utils import get_filename
@@ -44,6 +45,7 @@ def request_of(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]
         dtype=spec.dtype_name,
         world_size=ranks.world_size,
         num_nodes=ranks.num_nodes,
+        options=options_asked(config),
         weights_place=weights_place(config, ranks),
     )
 

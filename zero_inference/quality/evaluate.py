@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 
 from zero_inference.config import RunConfig
-from zero_inference.config.checks import perplexity_window
+from zero_inference.config.quality_checks import perplexity_window
 from zero_inference.errors import UsageError
 from zero_inference.quality.data import data_file, load_items
 from zero_inference.quality.sandbox import check_isolation
 from zero_inference.quality.settings import QualitySettings
 from zero_inference.quality.tasks import TASKS
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.progress import Progress, current
 from zero_inference.runtime.replace import replacing
 
 
@@ -57,8 +57,8 @@ def check_lengths(config: RunConfig, positions: int | None) -> None:
         perplexity_window(config.perplexity_window, config.perplexity_stride, positions)
     if "humaneval" in config.quality and config.humaneval_tokens >= positions:
         raise UsageError(
-            f"--humaneval-tokens {config.humaneval_tokens}: the model has {positions} positions for problem and "
-            "program; use fewer."
+            f"--humaneval-tokens {config.humaneval_tokens}: problem and program share the model's {positions} positions; "
+            "use fewer."
         )
 
 
@@ -82,7 +82,7 @@ def evaluate(
     device: torch.device,
     ranks: Ranks,
     settings: QualitySettings,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Score `model`, which stays as it is, on the checked items of each task. Every rank calls this and gets the same.
 
@@ -91,12 +91,14 @@ def evaluate(
     """
     from zero_inference.quality.harness import LoadedLM
 
-    lm = LoadedLM(model, tokenizer, device, settings.batch_size, progress)
+    progress = progress or current()
+    lm = LoadedLM(model, tokenizer, device, settings.batch_size)
     done = Evaluation()
     for task, items in tasks.items():
         start = time.perf_counter()
-        lm.truncated = lm.forwards = 0
-        scores, details = TASKS[task](task, items, lm, device, ranks, settings)
+        lm.truncated = 0
+        with progress.task("quality", ticking=True) as lm.under_way:
+            scores, details = TASKS[task](task, items, lm, device, ranks, settings)
         scores |= {
             "batch_size": settings.batch_size,
             "truncated": ranks.total(lm.truncated),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import datasets
 import lm_eval.api.task as lm_eval_task
+import lm_eval.models.huggingface as lm_eval_models
 import torch
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
@@ -24,6 +25,7 @@ from lm_eval.tasks.hellaswag.utils import process_docs as hellaswag_docs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero_inference.errors import RunError
+from zero_inference.runtime.progress import Progress, Task
 
 STOP = [
     "\nclass",
@@ -36,7 +38,7 @@ TOP_P = 0.95  # of several samples, as in the Codex paper
 
 
 class LoadedLM(HFLM):
-    """HFLM over a loaded model: its device said by the engine, its weights untouched, its progress ours.
+    """HFLM over a loaded model: its device is the one that the engine names, its weights stay untouched, its progress is ours.
 
     The device of the first parameter, which HFLM asks, is meta under accelerate; tying the weights again would put plain
     parameters where an engine manages its own.
@@ -48,44 +50,59 @@ class LoadedLM(HFLM):
         tokenizer,
         device: torch.device,
         batch_size: int,
-        progress: Callable[[str], None] = lambda line: None,
     ):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         with _weights_untouched(model):
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         self._device = device
-        self.progress, self.label, self.forwards = progress, "", 0
-        self.truncated = 0
+        self.label, self.truncated = "", 0
+        self.under_way = Task(Progress(enabled=False), "quality", None, None)
 
     def loglikelihood(self, requests, disable_tqdm: bool = True):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def generate_until(self, requests, disable_tqdm: bool = True):
-        return super().generate_until(requests, disable_tqdm=True)
+        with self._counted():
+            return super().generate_until(requests)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, override_bs=None):
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
                 raise RunError(
-                    f"{self.label}: an answer of {len(continuation)} tokens, and the model's context is "
-                    f"{self.max_length}; leave it out of the data."
+                    f"{self.label}: an answer has {len(continuation)} tokens, but the model's context is only "
+                    f"{self.max_length}; remove it from the data."
                 )
         self.truncated += sum(
             len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
         )
-        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        with self._counted():
+            return super()._loglikelihood_tokens(requests, override_bs=override_bs)
 
-    def _model_call(self, *arguments, **named):
-        self._count()
-        return super()._model_call(*arguments, **named)
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What HFLM would draw with a bar of its own, a request at a time, is told as our progress."""
+        bars = lm_eval_models.tqdm
+        lm_eval_models.tqdm = lambda *rows, total=None, **settings: _Requests(self, total)
+        try:
+            yield
+        finally:
+            lm_eval_models.tqdm = bars
 
-    def _model_generate(self, *arguments, **named):
-        self._count()
-        return super()._model_generate(*arguments, **named)
 
-    def _count(self) -> None:
-        self.forwards += 1
-        self.progress(f"{self.label}, batch {self.forwards}")
+class _Requests:
+    """Takes the place of one of HFLM's bars."""
+
+    def __init__(self, lm: LoadedLM, total: int):
+        self.lm, self.total, self.done = lm, total, 0
+        self.update(0)
+
+    def update(self, count: int = 1) -> None:
+        self.done += count
+        self.lm.under_way.total = self.total
+        self.lm.under_way.at(f"{self.lm.label} {self.done} of {self.total} requests", self.done)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
         values = [float(answer[0]) for answer in sample["filtered_resps"]]
         if not all(math.isfinite(value) for value in values):
             raise RunError(
-                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, which are not finite; "
+                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, some of them not finite; "
                 "try another --dtype or quantization."
             )
         scored.append(Choice(values, bool(sample["acc"]), bool(sample["acc_norm"])))
@@ -219,8 +236,8 @@ def complete_programs(
     longest = max(len(lm.tok_encode(prompt)) for prompt in prompts)
     if longest + new_tokens > lm.max_length:
         raise RunError(
-            f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones, and the model's context is "
-            f"{lm.max_length}; lower --humaneval-tokens."
+            f"humaneval: a prompt of {longest} tokens and {new_tokens} new ones do not fit the model's context of "
+            f"{lm.max_length} tokens; lower --humaneval-tokens."
         )
     lm.label = "humaneval"
     settings = {"until": STOP, "max_gen_toks": new_tokens, "do_sample": temperature is not None}

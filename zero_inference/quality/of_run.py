@@ -15,14 +15,13 @@ def score_run(
 ) -> Quality:
     """The scores of each task, with their errors; writes the items where --quality-items asks for them. All ranks call it."""
     config, ranks = job.config, job.ranks
-    evaluation = quality.evaluate(
-        questions, loaded.model, tokenizer, loaded.device, ranks, quality.settings_of(config, ranks), progress.update
-    )
+    settings = quality.settings_of(config, ranks)
+    evaluation = quality.evaluate(questions, loaded.model, tokenizer, loaded.device, ranks, settings, progress)
     for task, scores in evaluation.scores.items():
         if scores["truncated"]:
             progress.say(
-                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context "
-                "and lost their beginning"
+                f"warning: {task}: {scores['truncated']} sequences were longer than the model's context; "
+                "their beginnings were cut off"
             )
     if config.quality_items and ranks.is_first:
         with files.noting("items", config.quality_items):

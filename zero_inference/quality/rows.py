@@ -38,7 +38,7 @@ def read_rows(task: str, path: Path) -> Iterator[tuple[str, Any]]:
         if name.endswith(suffixes):
             return reader(path, _text_of(path))
     raise UsageError(
-        f"--quality-data {path}: not a kind of file that is read for {task}; give one of {', '.join(suffixes_of(task))}."
+        f"--quality-data {path}: this type of file cannot be read for {task}; use one of {', '.join(suffixes_of(task))}."
     )
 
 
@@ -49,7 +49,9 @@ def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         try:
             yield f"{path}:{number}", _from_json(line)
         except ValueError as error:
-            raise UsageError(f"{path}:{number}: not JSON ({error}); a .jsonl file holds one object a line.") from error
+            raise UsageError(
+                f"{path}:{number}: not JSON ({error}); a .jsonl file holds one JSON object per line."
+            ) from error
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -58,7 +60,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
         raise UsageError(f"--quality-data {path}: not JSON ({error}).") from error
     if not isinstance(rows, list):
-        raise UsageError(f"--quality-data {path}: holds {kind_of(rows)}; it has to be a list of objects.")
+        raise UsageError(f"--quality-data {path}: holds {kind_of(rows)}; a list of objects is needed.")
     for number, row in enumerate(rows):
         yield f"{path}[{number}]", row
 
@@ -114,7 +116,7 @@ def _text_of(path: Path) -> str:
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise UsageError(f"--quality-data {path}: more than {MOST_BYTES >> 20} MiB of text; give a part of it.")
+            raise UsageError(f"--quality-data {path}: more than {MOST_BYTES >> 20} MiB of text; use only a part of it.")
         return data.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"--quality-data {path}: cannot be read as UTF-8 text ({error}).") from error

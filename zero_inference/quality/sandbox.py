@@ -119,7 +119,7 @@ def check_isolation() -> None:
     """
     if sys.platform != "linux":
         raise UsageError(
-            f"code written by a model runs only in Linux namespaces, and this is {sys.platform}: leave humaneval out."
+            f"code written by a model runs only in Linux namespaces, and this is {sys.platform}; drop humaneval."
         )
     try:
         probe = (
@@ -129,15 +129,15 @@ def check_isolation() -> None:
         outcome = run_program(probe, Limits(wall_s=30.0, cpu_s=30))
     except (IsolationError, OSError) as error:
         raise UsageError(
-            f"code written by a model runs only where it can be isolated, and this system does not allow that ({error}).\n"
-            "Needed: Linux 5.12 with user namespaces and seccomp (in a container: run it with them, or elsewhere); "
-            "or leave humaneval out."
+            f"code written by a model runs only where it can be isolated, which this system does not allow ({error}).\n"
+            "Needed: Linux 5.12 with user namespaces and seccomp (in a container, allow both, or run elsewhere); "
+            "or drop humaneval."
         ) from error
     if not outcome.passed:
         raise UsageError(
-            "code written by a model runs only where it can be isolated, and a program that tries the sandbox failed "
+            "code written by a model runs only where it can be isolated, and the test program for the sandbox failed "
             f"({outcome.reason}).\nThe sandbox shows {', '.join(binds())}, run by {interpreter()}; "
-            "or leave humaneval out."
+            "or drop humaneval."
         )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from zero_inference.config.checks import perplexity_window
+from zero_inference.config.quality_checks import perplexity_window
 from zero_inference.errors import RunError, UsageError
 from zero_inference.quality.in_step import in_step
 from zero_inference.quality.pass_at_k import pass_at_k
@@ -120,12 +121,18 @@ def evaluate_humaneval(
             settings.temperature if n > 1 else None,
             settings.seed + ranks.rank,
         )
-    lm.progress(f"humaneval, running {len(completions)} programs")
     programs = [
         program_of(item, completion)
         for item, completion in zip((item for item in share for _ in range(n)), completions)
     ]
-    outcomes = run_programs(programs, settings.limits, max(1, (os.cpu_count() or 1) // ranks.local_world_size))
+    workers = max(1, (os.cpu_count() or 1) // ranks.local_world_size)
+    with lm.under_way.progress.task("quality", len(programs)) as running:
+        outcomes = run_programs(
+            programs,
+            settings.limits,
+            workers,
+            lambda done: running.at(f"humaneval {done} of {len(programs)} programs run", done),
+        )
     mine = [list(zip(completions[at : at + n], outcomes[at : at + n])) for at in range(0, len(programs), n)]
     by_item = joined(mine, ranks)
     passed = [sum(outcome.passed for _, outcome in samples) for samples in by_item]
@@ -163,8 +170,12 @@ def program_of(item: dict, completion: str) -> str:
     return f"{item['prompt']}{completion}\n{item['test']}\ncheck({item['entry_point']})\n"
 
 
-def run_programs(programs: list[str], limits: Limits, workers: int) -> list[Outcome]:
+def run_programs(
+    programs: list[str], limits: Limits, workers: int, progress: Callable[[int], None] = lambda done: None
+) -> list[Outcome]:
     """How each program ended, in their order, without what it printed: thousands of outputs are not kept.
+
+    `progress` gets the number of those that have ended.
 
     Raises:
         RunError: the system stopped giving the isolation.
@@ -173,11 +184,17 @@ def run_programs(programs: list[str], limits: Limits, workers: int) -> list[Outc
     def ended(program: str) -> Outcome:
         return replace(run_program(program, limits), output="")
 
+    outcomes: list[Outcome] = []
     with ThreadPoolExecutor(workers) as pool:
         try:
-            return list(pool.map(ended, programs))
+            for outcome in pool.map(ended, programs):
+                outcomes.append(outcome)
+                progress(len(outcomes))
         except IsolationError as error:
-            raise RunError(f"humaneval: a program could not be isolated ({error}), so none is run any more.") from error
+            raise RunError(
+                f"humaneval: a program could not be isolated ({error}), so no more programs are run."
+            ) from error
+    return outcomes
 
 
 TASKS = {

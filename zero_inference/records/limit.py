@@ -9,21 +9,21 @@ from zero_inference.records.key import inline, key
 # What bounds a pass, in words.
 RATE_WORDS = {
     "device_memory": "device memory",
-    "host_memory": "memory",
+    "host_memory": "host memory",
     "matmul": "matrix products",
     "link": "the link",
-    "peers": "what GPUs send each other",
+    "peers": "copies between GPUs",
     "link_and_cores": "link and cores",
     "cores": "the host's cores",
     "disk": "the disk",
-    "launches": "the host's launches",
+    "launches": "kernel launches",
 }
 HOST_COPY = "host memory copy"  # `link_kind` where there is no GPU, and so no link
 _STREAM = "--engine stream"
 _CORES = "--engine stream with a GPU and --cpu-compute auto or above 0"
-_BUSY = ("s", "the link was copying")
-_COPIED = ("byte", "copied in that time by the first rank")
-_RATE = ("GB/s", "those bytes in that time; null where nothing was copied", "gbps_while_busy")
+_BUSY = ("s", "time the link was copying")
+_COPIED = ("byte", "bytes that the first rank copied in that time")
+_RATE = ("GB/s", "`copied_bytes` / `busy_s`; null if nothing was copied", "gbps_while_busy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,39 +31,41 @@ class Rates:
     """What the hardware does, measured in this process, in GB/s of 1e9 bytes and TFLOP/s of 1e12. The link's adds up all ranks at once, the
     disk's all nodes; the others are one device's. None: does not apply, or the device had no memory left to measure it."""
 
-    link_gb_per_s: float = key("GB/s", "host to device, all ranks at once", "link_gbps", required="when measured")
-    link_spread: float = key(
-        "share", "of `link_gbps`: between the 10th and the 90th percentile of the rounds of copies"
+    link_gb_per_s: float = key(
+        "GB/s", "host to device, all ranks at the same time", "link_gbps", required="when measured"
     )
-    link_kind: str = key("", "what was copied: page-locked memory to a GPU, or host memory where there is none")
+    link_spread: float = key(
+        "share", "distance between the 10th and the 90th percentile of the rounds of copies, as a share of `link_gbps`"
+    )
+    link_kind: str = key("", "what was copied: page-locked memory to a GPU, or, without a GPU, host memory")
     device_copy_gb_per_s: float | None = key(
-        "GB/s", "copy inside the device's memory, bytes read and bytes written", "device_copy_gbps"
+        "GB/s", "copy within device memory, counting bytes read and bytes written", "device_copy_gbps"
     )
     matmul_tflops: float | None = key(
         "TFLOP/s",
-        "product of large matrices in the model's dtype; on a CPU of as many rows as a step has, where that is faster",
+        "product of large matrices in the model's dtype; on a CPU, of matrices with as many rows as a decode step has, if that is faster",
     )
     disk_gb_per_s: float | None = key(
-        "GB/s", "direct reads, all nodes at once; null without --disk-offload", "disk_gbps"
+        "GB/s", "direct reads from disk, all nodes at the same time; null without --disk-offload", "disk_gbps"
     )
     link_beside_cores_gb_per_s: float | None = key(
         "GB/s",
-        "host to device while the host's cores multiply: the faster of what was measured for the plan and of the loops' own copies",
+        "host to device while the host's cores multiply: the higher of the rate measured for the plan and the rate reached in the loops",
         "link_beside_cores_gbps",
         only_with=_CORES,
         default=None,
     )
     cores_gb_per_s: float | None = key(
         "GB/s",
-        "what the host's cores read for a step's products, keys and values, while the link is busy: the faster of "
-        "what was measured for the plan and of what they reached in the loops while they worked",
+        "what the host's cores read for products and attention while the link is busy: the higher of the rate "
+        "measured for the plan and the rate reached in the loops",
         "cores_gbps",
         only_with=_CORES,
         default=None,
     )
     link_from: str = key(
         "",
-        "whose rate `link_gbps` is: `rounds` of copies between the loops, or the `loops`' own copies, if faster",
+        "where `link_gbps` was measured: in `rounds` of copies between the loops, or in the `loops` themselves, if those were faster",
         default="rounds",
     )
 
@@ -72,12 +74,12 @@ class Rates:
 class FloorStep:
     """Seconds that one decode step takes at least, by each rate that applies."""
 
-    device_memory: float | None = key("s", "to read weights, keys and values", only_with="a known rate", default=None)
-    matmul: float | None = key("s", "to multiply", only_with="a known rate", default=None)
+    device_memory: float | None = key("s", "to read weights and KV cache", only_with="a known rate", default=None)
+    matmul: float | None = key("s", "to compute the matrix products", only_with="a known rate", default=None)
     link: float | None = key("s", "to copy what crosses the link", only_with="a GPU and an offload", default=None)
     link_and_cores: float | None = key(
         "s",
-        "to copy what crosses the link and to multiply what the cores do, if both could share it as their rates are",
+        "to copy what crosses the link and compute what the cores multiply, with the work divided in the best way for the two rates",
         only_with=_CORES,
         default=None,
     )
@@ -89,10 +91,14 @@ class Limit:
     """The roofline of the decode: measured rates, the least time by each, which one binds, and the share reached."""
 
     rates: Rates = inline()
-    link_ahead_bytes: int = key("byte", "of the decode steps' weights that had crossed before the first of them")
-    floor_step_s: FloorStep = key("s", "the least time of a decode step by each rate")
-    bound_by: str | None = key("", "the rate that binds, a key of `floor_step_s`; null where none does")
-    floor_decode_s: float | None = key("s", "the decode latency that it allows", required="when measured")
+    link_ahead_bytes: int = key(
+        "byte", "weights for the decode steps that had crossed the link before the first of them began"
+    )
+    floor_step_s: FloorStep = key("s", "the least time that each rate allows for a decode step")
+    bound_by: str | None = key("", "the limiting rate, a key of `floor_step_s`; null if there is none")
+    floor_decode_s: float | None = key(
+        "s", "the shortest decode latency that the rates allow", required="when measured"
+    )
     fraction_of_limit: float | None = key("share", "`floor_decode_s` / decode latency", required="when measured")
 
 
@@ -101,22 +107,24 @@ class LinkUse:
     """How the link of this rank spent the last decode steps; the four times add up to that from first to last copy."""
 
     steps: int = key(
-        "", "decode steps that these are; the oldest of a very long generation are forgotten", only_with=_STREAM
+        "", "number of decode steps observed; of a very long generation only the last ones", only_with=_STREAM
     )
     busy_s: float = key(*_BUSY)
     slot_wait_s: float = key(
-        "s", "waiting for a slot whose layer was computing: the device is the slow one", only_with=_STREAM
+        "s",
+        "time the link waited for a slot whose layer was still being computed: the device is the bottleneck",
+        only_with=_STREAM,
     )
-    host_late_s: float = key("s", "the host was late with anything else", only_with=_STREAM)
+    host_late_s: float = key("s", "time the link waited for the host for any other reason", only_with=_STREAM)
     step_start_s: float = key(
         "s",
-        "the host was selecting a token and preparing the next step, and every layer it had asked for was there",
+        "time the link had nothing left to copy while the host selected a token and prepared the next step",
         only_with=_STREAM,
     )
     copied_bytes: int = key(*_COPIED)
     ahead_bytes: int = key(
         "byte",
-        "of the decode steps' layers, copied when the prefill's last layer was computed",
+        "layers for the decode steps that had been copied by the time the last layer of the prefill was computed",
         only_with=_STREAM,
     )
     gb_per_s_while_busy: float | None = key(*_RATE, init=False)
@@ -136,6 +144,8 @@ class TracedLinkUse:
     """The same of an engine that keeps no timeline, read from a trace."""
 
     busy_s: float = key(*_BUSY)
-    idle_s: float = key("s", "the link was not copying", only_with="--trace and a GPU, of another engine than stream")
+    idle_s: float = key(
+        "s", "time the link was not copying", only_with="--trace and a GPU, for engines other than stream"
+    )
     copied_bytes: int = key(*_COPIED)
     gb_per_s_while_busy: float | None = key(*_RATE)

@@ -12,15 +12,15 @@ class MovedPerStep:
     """Bytes moved per decode step, counted, and how long the cores worked; null where there was no decode step."""
 
     host_to_device_bytes_per_step: float | None = key(
-        "byte", "weights, keys and values, and the outputs of the host's cores", required="when measured"
+        "byte", "weights, KV cache, and results of the host's cores", required="when measured"
     )
-    device_to_host_bytes_per_step: float | None = key("byte", "keys and values, and the inputs of the host's cores")
-    disk_read_bytes_per_step: float | None = key("byte", "weights", required="when measured")
+    device_to_host_bytes_per_step: float | None = key("byte", "KV cache, and inputs for the host's cores")
+    disk_read_bytes_per_step: float | None = key("byte", "weights read from disk", required="when measured")
     cores_bytes_per_step: float | None = key(
-        "byte", "weights, keys and values that the host's cores read where they lie", default=None
+        "byte", "weights and KV cache that the host's cores read in host memory", default=None
     )
     cores_busy_s_per_step: float | None = key(
-        "s", "that the host's cores worked on them; else they wait for the device", default=None
+        "s", "time the host's cores were computing; the rest of the step they waited for the device", default=None
     )
 
 
@@ -28,10 +28,12 @@ class MovedPerStep:
 class ExpertUse:
     """Of the experts that tokens chose in the decode steps, what came of those that device memory keeps; counted."""
 
-    hit_rate: float = key("share", "of the choices (a token and an expert), whose expert was on the device")
-    saved_bytes_per_step: float = key("byte", "of experts that the host's cores did not have to read because of that")
+    hit_rate: float = key("share", "share of the choices (one token, one expert) whose expert was in device memory")
+    saved_bytes_per_step: float = key(
+        "byte", "bytes of experts that the host's cores did not have to read because of that"
+    )
     loaded_bytes_per_step: float = key(
-        "byte", "of experts that were copied to the device to be kept there; in `transfers` too"
+        "byte", "bytes of experts copied to the device to be kept there; also counted in `transfers`"
     )
 
 
@@ -44,10 +46,10 @@ class Loop:
         experts: those of device memory; None where it keeps none. Not in the record, which has the last loop's.
     """
 
-    prefill_s: float = key("s", "time to first token, its selection included", required="when measured")
-    decode_s: float = key("s", "from then on to the last one", required="when measured")
-    total_s: float = key("s", "prefill and decode", required="when measured")
-    step_s: list[float] = key("s", "times of the decode steps, one entry each", required="when measured")
+    prefill_s: float = key("s", "time to first token, including its selection", required="when measured")
+    decode_s: float = key("s", "time from the first token to the last", required="when measured")
+    total_s: float = key("s", "prefill plus decode", required="when measured")
+    step_s: list[float] = key("s", "time of each decode step", required="when measured")
     moved: MovedPerStep = MovedPerStep(None, None, None)
     experts: ExpertUse | None = None
 
@@ -57,9 +59,9 @@ class MachineLoad:
     """How busy the machine was before the run loaded anything."""
 
     load_average_before: float = key(
-        "processes", "running or waiting to run on the whole machine, over the minute before loading"
+        "processes", "load average of the machine in the minute before loading: processes running or waiting to run"
     )
-    usable_cores: float = key("cores", "that this process may use, by its affinity and its cgroup")
+    usable_cores: float = key("cores", "cores this process may use, by CPU affinity and cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Evenness:
     )
     slowest_step_over_median: float | None = key(
         "ratio",
-        "the decode step that took longest beside the median step of its loop, over all loops; "
+        "time of the slowest decode step / median step of its loop, over all loops; "
         "null with fewer than 3 steps in a loop",
     )
-    slowest_step_at: StepPlace | None = key("", "the step of `slowest_step_over_median`")
+    slowest_step_at: StepPlace | None = key("", "which step `slowest_step_over_median` is about")

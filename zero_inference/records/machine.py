@@ -11,8 +11,8 @@ from zero_inference.records.key import key
 class Gpu:
     """One that this process sees."""
 
-    name: str | None = key("", "as its driver calls it", only_with="a GPU")
-    memory_bytes: int | None = key("byte", "all of its memory", only_with="a GPU")
+    name: str | None = key("", "name of the GPU, from its driver", only_with="a GPU")
+    memory_bytes: int | None = key("byte", "total memory of the GPU", only_with="a GPU")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,16 @@ class Environment:
 
     cpu_model: str = key("", "name of the processor")
     cpu_cores: int | None = key("cores", "physical cores of the machine")
-    cpu_threads_usable: int | None = key("threads", "threads that this process may be scheduled on")
-    host_memory_bytes: int = key("byte", "all memory of the machine")
-    host_memory_limit_bytes: int | None = key("byte", "what the process's cgroups allow; null without a limit")
-    host_memory_available_bytes: int = key("byte", "what could still be taken when the run began")
-    memlock_bytes: int | None = key("byte", "what may be page-locked; null without a limit")
-    gpus: list[Gpu] = key("", "the GPUs that this process sees")
-    gpu_driver: str | None = key("", "version of the GPU's driver; null without one")
+    cpu_threads_usable: int | None = key("threads", "hardware threads this process may run on")
+    host_memory_bytes: int = key("byte", "total memory of the machine")
+    host_memory_limit_bytes: int | None = key("byte", "memory limit of the process's cgroups; null without a limit")
+    host_memory_available_bytes: int = key("byte", "memory available when the run began")
+    memlock_bytes: int | None = key("byte", "limit of page-locked memory; null without a limit")
+    gpus: list[Gpu] = key("", "GPUs visible to this process")
+    gpu_driver: str | None = key("", "version of the GPU driver; null without a GPU")
     os: str = key("", "name and version of the operating system")
-    kernel: str = key("", "version of the operating system's kernel")
+    kernel: str = key("", "version of the kernel")
     python: str = key("", "version of Python")
-    packages: dict[str, str | None] = key("", "versions of what a run computes with, by name; null if not installed")
-    git_commit: str | None = key("", "commit of the checkout that tracks this package; null if none does")
-    git_dirty: bool | None = key("", "whether tracked files were changed since that commit")
+    packages: dict[str, str | None] = key("", "versions of the libraries a run uses, by name; null if not installed")
+    git_commit: str | None = key("", "commit of the checkout this package runs from; null if it is not in one")
+    git_dirty: bool | None = key("", "whether tracked files have uncommitted changes")

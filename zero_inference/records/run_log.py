@@ -13,9 +13,9 @@ from zero_inference.config import RunConfig
 from zero_inference.errors import UsageError
 from zero_inference.records.key import as_mapping
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK, Record, Request, Result
-from zero_inference.records.write import append_record
+from zero_inference.records.write import append_record, complete
 from zero_inference.runtime.append import check_appendable
-from zero_inference.utils import LOG_LINES, benchmark_block, write_benchmark_log
+from zero_inference.utils import LOG_LINES, write_benchmark_log
 
 
 @dataclass
@@ -44,7 +44,7 @@ class RunLog:
         if not log.name:
             raise UsageError(f"--log-file {log} is a folder; name a file, or use --log-dir.")
         if log.suffix == ".jsonl":
-            raise UsageError(f"--log-file {log}: .jsonl is the record's name beside the log; end the log's in .log.")
+            raise UsageError(f"--log-file {log}: the record beside the log ends in .jsonl; end the log's name in .log.")
         record = log.with_suffix(".jsonl") if log.suffix == ".log" else log.with_name(log.name + ".jsonl")
         return cls(log, record, request, result or Result())
 
@@ -54,28 +54,26 @@ class RunLog:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"the log folder {self.log.parent} cannot be made ({error.strerror}); choose another --log-dir."
+                f"the log folder {self.log.parent} cannot be created ({error.strerror}); choose another --log-dir."
             ) from error
         for what, path in (("log", self.log), ("record", self.record)):
             try:
                 check_appendable(path)
             except OSError as error:
                 raise UsageError(
-                    f"the {what} {path} cannot be written to ({error.strerror}); "
-                    "choose another --log-dir or --log-file."
+                    f"the {what} {path} is not writable ({error.strerror}); choose another --log-dir or --log-file."
                 ) from error
-
-    def block(self) -> str:
-        """The log's four lines, as they are printed and logged."""
-        return benchmark_block(*self._values())
 
     def write(self) -> None:
         """Append the block and the record, each whether or not the other can be written."""
-        record = Record(status=STATUS_OK, request=self.request, result=self.result)
         with self.noting("log", self.log):
             write_benchmark_log(self.log, *self._values())
         with self.noting("record", self.record):
-            append_record(self.record, record)
+            append_record(self.record, self._succeeded())
+
+    def as_written(self) -> dict[str, Any]:
+        """The record of a run that went well, as `write` has it."""
+        return complete(as_mapping(self._succeeded()))
 
     def write_failure(self, reason: str) -> None:
         """Append a record of a run that failed."""
@@ -93,6 +91,9 @@ class RunLog:
             self.unwritten.append(f"the {what} was not written to {path} ({error.strerror or error})")
         except (ValueError, TypeError) as error:  # a key or a value that the record has no place for
             self.unwritten.append(f"the {what} was not written to {path} ({error})")
+
+    def _succeeded(self) -> Record:
+        return Record(status=STATUS_OK, request=self.request, result=self.result)
 
     def _values(self) -> list[float | None]:
         assert self.result.measured is not None, "a run that failed has no block"

@@ -38,17 +38,15 @@ class Request:
     argv: list[str] = key("", "the command line, a list of strings", required="always")
     engine: str = key("", " or ".join((", ".join(ENGINES[:-1]), ENGINES[-1])), required="always")
     model: str = key("", "hub name, folder or preset as given", required="always")
-    model_type: str | None = key(
-        "", "transformers' name of the family; null if the config could not be read", required="always"
-    )
+    model_type: str | None = key("", "model family; null if the config could not be read", required="always")
     dtype: str = key("", "type of weights and activations, such as bfloat16", required="always")
-    world_size: int = key("processes", "ranks of all nodes together", required="always")
-    num_nodes: int = key("machines", "nodes that the ranks run on", required="always")
-    batch_size: int = key("sequences", "B, over all ranks", required="always")
-    prompt_len: int = key("token", "P, real tokens of each prompt", required="always")
-    gen_len: int = key("token", "G, tokens generated per sequence", required="always")
-    quant_bits: int = key("bit", "bits of a stored weight: 16 (not quantized), 8 or 4", required="always")
-    quant_group_size: int = key("elements", "weights that share a scale and a minimum", required="always")
+    world_size: int = key("processes", "ranks on all nodes", required="always")
+    num_nodes: int = key("machines", "nodes the ranks run on", required="always")
+    batch_size: int = key("sequences", "B, summed over all ranks", required="always")
+    prompt_len: int = key("token", "P, tokens of each prompt, without padding", required="always")
+    gen_len: int = key("token", "G, tokens generated for each sequence", required="always")
+    quant_bits: int = key("bit", "bits per stored weight: 16 (not quantized), 8 or 4", required="always")
+    quant_group_size: int = key("elements", "number of weights that share a scale and a minimum", required="always")
     cpu_offload: bool = key("", "weights in host memory", required="always")
     disk_offload: bool = key("", "weights on disk", required="always")
     kv_offload: bool = key("", "KV cache in host memory", required="always")
@@ -56,52 +54,58 @@ class Request:
     dummy: bool = key("", "random weights and random token ids", required="always")
     pin_kv_cache: bool = key("", "the KV cache in host memory is page-locked")
     async_kv_offload: bool = key("", "the KV cache is copied while the layers compute")
-    seed: int = key("", "seed of random weights, token ids and samples")
+    seed: int = key("", "seed for random weights, token ids and sampling")
     pin_memory: bool | None = key(
-        "", "weights in host memory are page-locked; as asked where the run failed before it was decided"
+        "", "weights in host memory are page-locked; the value given if the run failed before it was decided"
     )
-    cpu_compute: str = key("", "as asked: auto, off, or the share of the weights in host memory for the host's cores")
-    cpu_threads: int | None = key("threads", "as asked; null where the engine chose")
+    cpu_compute: str = key(
+        "",
+        "--cpu-compute as given: auto, off, or the share of the weights in host memory for the cores",
+    )
+    cpu_threads: int | None = key("threads", "--cpu-threads as given; null if the engine chose")
+    options: dict[str, Any] = key(
+        "",
+        "every option that differs from its default, by name: what was typed, what a file of --config said, and what the plan found of "
+        "what was auto. As lines of YAML they are a file for --config",
+    )
     weights_place: str = key(
         "",
-        "where the weights waited: cpu (host memory), disk or gpu; cpu also for a run without offload on a machine without a GPU. "
-        "The place in the log's name",
+        "where the weights are kept: cpu (host memory), disk or gpu; cpu also without offload on a machine without a GPU. "
+        "The log's file name has the same word",
     )
-    chosen: Chosen | None = key("", "what the plan found of what was auto; null where nothing was", default=None)
+    chosen: Chosen | None = key("", "what the plan chose for options given as auto; null if none", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What the loops gave."""
 
-    model_bytes: int = key("byte", "all parameters at 2 bytes, see utils.model_bytes", required="when measured")
-    cache_bytes: int = key("byte", "KV cache at 2 bytes, see utils.cache_bytes", required="when measured")
+    model_bytes: int = key("byte", "all parameters at 2 bytes each, see utils.model_bytes", required="when measured")
+    cache_bytes: int = key("byte", "KV cache at 2 bytes per element, see utils.cache_bytes", required="when measured")
     hidden_bytes: int = key(
         "byte",
-        "hidden states of prompt and generated tokens at 2 bytes, see utils.hidden_bytes",
+        "hidden states of prompt and generated tokens at 2 bytes per element, see utils.hidden_bytes",
         required="when measured",
     )
-    weight_bytes: int = key(
-        "byte", "weights as the engine stores them, scales included, exact", required="when measured"
-    )
+    weight_bytes: int = key("byte", "exact size of the weights as stored, including scales", required="when measured")
     load_s: float = key(
         "s",
-        "until every rank has its weights where they stay; compiling and trying kernels for norms comes before and is not counted",
+        "time until every rank has its weights in place; compiling and checking the norm kernels is not included",
         required="when measured",
     )
     cold_total_s: float | None = key(
         "s", "total latency of the first warm-up loop; null without one", required="when measured"
     )
     warmup_total_s: list[float] = key("s", "total latency of each warm-up loop")
-    warmed_up: bool | None = key("", "whether the loops had become alike; null without --warmup-spread")
+    warmed_up: bool | None = key("", "whether the warm-up loops had converged; null without --warmup-spread")
     settling_s: list[float] = key(
         "s",
-        "total latency of each generation after the warm-up, until the engine had settled how its decode steps run",
+        "total latency of each generation after the warm-up in which the engine still adjusted how it runs decode steps",
     )
     loops: list[Loop] = key("", "every measured loop", required="when measured")
     evenness: Evenness = inline()
     prefill_latency_s: float = key(
-        "s", "time to first token, its selection included; median over loops", required="when measured"
+        "s", "time to first token, including its selection; median over loops", required="when measured"
     )
     prefill_throughput: float = key("token/s", "B P / prefill latency", required="when measured")
     decode_latency_s: float = key("s", "total - prefill; median over loops", required="when measured")
@@ -112,34 +116,40 @@ class Measured:
     total_throughput: float = key("token/s", "B G / total latency", required="when measured")
     peak_gpu_bytes: int | None = key(
         "byte",
-        "most device memory held during the measured loops; null without a device",
+        "peak device memory during the measured loops; null without a GPU",
         required="when measured",
     )
-    peak_host_bytes: int = key("byte", "most resident host memory of the process", required="when measured")
+    peak_host_bytes: int = key("byte", "peak resident memory of the process", required="when measured")
     output_ids_sha256: str = key(
-        "", "of the generated ids of the last loop, see fingerprint.output_ids_sha256", required="when measured"
+        "",
+        "SHA-256 of the token ids that the last loop generated, see fingerprint.output_ids_sha256",
+        required="when measured",
     )
-    transfers: MovedPerStep = key("byte", "bytes moved per decode step, all ranks, counted", required="when measured")
+    transfers: MovedPerStep = key(
+        "byte", "bytes moved per decode step by all ranks, counted and not assumed", required="when measured"
+    )
     decode_weights_gb_per_s: float | None = key(
         "GB/s",
-        "`weight_bytes` for each decode step / decode latency; null when G = 1, and for a mixture, of which a step reads some experts only",
+        "`weight_bytes` times decode steps / decode latency; null when G = 1, and for mixtures, of which a step reads some experts only",
         "decode_weights_gbps",
     )
     limit: Limit = key(
-        "", "the roofline of the decode on this machine, and the share reached", required="when measured"
+        "", "the roofline of decoding on this machine, and how much of it was reached", required="when measured"
     )
     link_use: LinkUse | TracedLinkUse | None = key(
-        "", "what the first rank's link did in the decode steps; null where nothing observes it"
+        "", "what the first rank's link did during the decode steps; null if it was not observed"
     )
     device: str = key("", "cuda or cpu")
     experts: ExpertUse | None = key(
         "",
-        "the experts that device memory keeps, in the decode steps of the last loop",
+        "the experts kept in device memory, during the decode steps of the last loop",
         only_with=_EXPERTS,
         default=None,
     )
     predicted: Predicted | None = key(
-        "", "what the plan said before loading; `zero-inference report --prediction` compares", default=None
+        "",
+        "what the plan predicted before loading; `zero-inference report --prediction` compares it with the measurement",
+        default=None,
     )
 
 
@@ -147,37 +157,39 @@ class Measured:
 class CoresUse:
     """How the host's cores take part, and the rates by which that was decided; those are null where the share was given."""
 
-    threads: int = key("threads", "that multiply, each on a physical core of its own where there is a GPU")
-    instructions: str = key("", "the instruction set of the products: portable, avx2, avx512 or amx")
-    share: float = key("share", "of the bytes in host memory, that the cores were to multiply")
-    rows: int = key("token", "most tokens of a rank's pass in which they do; longer passes fetch everything")
+    threads: int = key("threads", "threads that multiply; with a GPU one per physical core")
+    instructions: str = key("", "instruction set: portable, avx2, avx512 or amx")
+    share: float = key("share", "planned share of host memory's weights for the cores")
+    rows: int = key(
+        "token",
+        "most tokens of a pass that uses the cores; longer ones copy all weights",
+    )
     link_alone_gb_per_s: float | None = key(
         "GB/s",
-        "copies to the device while the cores rest; of several ranks, as many times the slowest link",
+        "copies to the device while the cores are idle; with several ranks, the slowest link times their number",
         "link_alone_gbps",
     )
     link_gb_per_s: float | None = key("GB/s", "the same while the cores multiply", "link_gbps")
-    cores_gb_per_s: float | None = key(
-        "GB/s", "stored bytes of weights multiplied while the link is busy", "cores_gbps"
-    )
-    cores_alone_gb_per_s: float | None = key("GB/s", "the same while the link rests", "cores_alone_gbps")
+    cores_gb_per_s: float | None = key("GB/s", "weights multiplied by the cores while the link is busy", "cores_gbps")
+    cores_alone_gb_per_s: float | None = key("GB/s", "the same while the link is idle", "cores_alone_gbps")
     read_gb_per_s: float | None = key("GB/s", "host memory read by the cores while the link is busy", "read_gbps")
     attention_gb_per_s: float | None = key(
         "GB/s",
-        "keys and values that the cores attend over, beside a busy link unless no weights cross it; reading's rate where that is not known",
+        "KV cache that the cores read in attention, while the link is busy if weights cross it; the read rate if not measured",
         "attention_gbps",
     )
     of_step_gb_per_s: float | None = key(
         "GB/s",
-        "of a decode step's products and attention over keys and values together, as the two rates say",
+        "products and attention of a decode step combined, from the two rates",
         "of_step_gbps",
     )
-    attends: bool = key("", "whether the cores compute decode attention over keys and values in host memory")
+    attends: bool = key("", "whether the cores compute attention over the KV cache in host memory during decoding")
     crossing_s: float | None = key(
-        "s", "from the device to the cores and back beside a busy link, for a feed-forward of hardly any width"
+        "s",
+        "time from the device to the cores and back while the link is busy, for a feed-forward block with almost no work",
     )
     device_gb_per_s: float | None = key(
-        "GB/s", "copy inside the device's memory, bytes read and bytes written", "device_gbps", default=None
+        "GB/s", "copy within device memory, counting bytes read and bytes written", "device_gbps", default=None
     )
 
 
@@ -185,16 +197,16 @@ class CoresUse:
 class DecodeGraph:
     """Whether decode steps are CUDA graphs, and how one step compared that was computed in both ways; null where none was."""
 
-    unused_because: str | None = key("", "why it is not used; null if it is")
+    unused_because: str | None = key("", "why graphs are not used; null if they are")
     difference: float | None = key(
         "share",
-        "largest relative difference of that step's logits, keys and values",
+        "largest relative difference in logits, keys and values between a step as a graph and the same step launched",
         default=None,
     )
-    graph_s: float | None = key("s", "of that step as a graph", default=None)
-    launched_s: float | None = key("s", "of that step launched kernel by kernel", default=None)
-    graphs: int | None = key("graphs", "one, and more where weights are fetched between them", default=None)
-    tried: bool = key("", "whether one was recorded, or could not be; false where it was clear before", default=False)
+    graph_s: float | None = key("s", "time of that step as a graph", default=None)
+    launched_s: float | None = key("s", "time of that step launched kernel by kernel", default=None)
+    graphs: int | None = key("graphs", "graphs of a step: several if weights are copied between them", default=None)
+    tried: bool = key("", "whether recording a graph was tried", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,42 +214,43 @@ class StreamPlacement:
     """What the stream engine placed where."""
 
     resident_layers: int = key("layers", "layers whose weights stay on the device")
-    streamed_layers: int = key("layers", "layers that are copied to the device for every step")
-    ring_depth: int = key("slots", "of the ring: copied layers that are on the device at once")
-    slot_bytes: int = key("byte", "largest layer that is copied, as it is stored")
-    resident_bytes: int = key("byte", "weights that stay on the device, and places for single experts there")
-    workspace_bytes: int = key("byte", "device memory to dequantize into")
-    fetched_bytes: int = key("byte", "weights that are copied to the device for each decode step")
+    streamed_layers: int = key("layers", "layers that are copied to the device in every step")
+    ring_depth: int = key("slots", "copied layers that are on the device at the same time")
+    slot_bytes: int = key("byte", "stored size of the largest layer that is copied")
+    resident_bytes: int = key("byte", "weights that stay on the device, with slots for experts")
+    workspace_bytes: int = key("byte", "device memory that weights are dequantized into")
+    fetched_bytes: int = key("byte", "weights that are copied to the device in each decode step")
     computed_bytes: int = key(
         "byte",
-        "weights that the host's cores read in each decode step; of experts those that it is expected to choose, if all are chosen alike",
+        "weights the host's cores read in each decode step; of experts, the expected number if all are equally likely",
     )
     expert_slots: float | None = key(
-        "experts", "of each layer, that device memory keeps at once; the mean", only_with=_EXPERTS, default=None
+        "experts",
+        "experts per layer that device memory holds at once, averaged over layers",
+        only_with=_EXPERTS,
+        default=None,
     )
-    expert_slot_bytes: int | None = key("byte", "of all of these, as they are stored", only_with=_EXPERTS, default=None)
-    cores: CoresUse | None = key(
-        "", "the host's cores; null where they do not multiply", only_with=_CORES, default=None
-    )
-    decode_graph: DecodeGraph | None = key("", "a decode step as CUDA graphs", only_with=_GRAPH, default=None)
+    expert_slot_bytes: int | None = key("byte", "stored size of all those experts", only_with=_EXPERTS, default=None)
+    cores: CoresUse | None = key("", "the host's cores; null if they do not multiply", only_with=_CORES, default=None)
+    decode_graph: DecodeGraph | None = key("", "decode steps as CUDA graphs", only_with=_GRAPH, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What an engine says of the model that it loaded."""
 
-    stream: StreamPlacement | None = key("", "what the engine placed where", only_with=_STREAM, default=None)
+    stream: StreamPlacement | None = key("", "where the engine put the weights", only_with=_STREAM, default=None)
     ds_config: dict[str, Any] | None = key(
-        "", "DeepSpeed's config as resolved; null for other engines", required="when measured", default=None
+        "", "the resolved DeepSpeed configuration; null for other engines", required="when measured", default=None
     )
     quantized_fraction: float | None = key(
-        "share", "of the weights, that is stored quantized", only_with=_QUANTIZED, default=None
+        "share", "share of the weights that is stored quantized", only_with=_QUANTIZED, default=None
     )
     not_quantized: list[str] | None = key(
-        "", "names of the weights that are stored as they were", only_with=_QUANTIZED, default=None
+        "", "names of weights that are not quantized", only_with=_QUANTIZED, default=None
     )
     norm_kernels_unused_because: str | None = key(
-        "", "why our norm kernels are not used; null if they are", default=None
+        "", "why this package's norm kernels are not used; null if they are", default=None
     )
 
 
@@ -252,13 +265,13 @@ class Quality:
 class Result:
     """What became of a request, filled on the way: None is what the run did not get to know."""
 
-    norm_modules_patched: int = key("modules", "norms that our kernels compute", default=0)
+    norm_modules_patched: int = key("modules", "norms computed by this package's kernels", default=0)
     machine: MachineLoad | None = inline(default=None)
     measured: Measured | None = inline(default=None)
     quality: Quality | None = inline(default=None)
     engine: EngineFacts | None = inline(default=None)
     environment: Mapping[str, Any] | None = key(
-        "", "machine and versions", required="when measured", parts=Environment, default=None
+        "", "the machine and library versions", required="when measured", parts=Environment, default=None
     )
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
@@ -284,8 +297,8 @@ class Result:
 class Record:
     """One line of a .jsonl file: the keys that every record has come first, the others after them."""
 
-    schema_version: int = key("", "layout of the record", required="always", default=SCHEMA_VERSION)
-    status: str = key("", f"'{STATUS_OK}', or '{STATUS_FAILED}' with the reason in `error`", required="always")
+    schema_version: int = key("", "version of this record format", required="always", default=SCHEMA_VERSION)
+    status: str = key("", f"'{STATUS_OK}', or '{STATUS_FAILED}', with the reason in `error`", required="always")
     request: Request = inline()
     result: Result = inline()
-    error: str | None = key("", "why it failed", only_with=f"status '{STATUS_FAILED}'", default=None)
+    error: str | None = key("", "why the run failed", only_with=f"status '{STATUS_FAILED}'", default=None)

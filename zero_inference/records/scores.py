@@ -8,14 +8,14 @@ from typing import Any
 
 from zero_inference.records.key import key
 
-_BATCH_SIZE = ("sequences", "sequences in one forward of a rank")
-_TRUNCATED = ("sequences", "that were longer than the model's context and lost their beginning")
-_SECONDS = ("s", "time of the task")
-_STDERR = ("share", "standard error of the mean over the items; null for a single one")
-_ACCURACY = ("share", "items whose most likely choice is the right one")
-_CORRECT = ("items", "whose most likely choice is the right one")
-_TOTAL = ("items", "items that were scored")
-_OUTCOMES = ("", "one digit an item, 1 or 0, in the order of the data")
+_BATCH_SIZE = ("sequences", "sequences in one forward pass of a rank")
+_TRUNCATED = ("sequences", "sequences longer than the model's context, whose beginning was cut off")
+_SECONDS = ("s", "time the task took")
+_STDERR = ("share", "standard error of the mean over the items; null for a single item")
+_ACCURACY = ("share", "share of items where the likeliest choice is the right one")
+_CORRECT = ("items", "number of items where the likeliest choice is the right one")
+_TOTAL = ("items", "number of items scored")
+_OUTCOMES = ("", "one digit per item, 1 (right) or 0, in the order of the data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,11 @@ class NormedChoiceScores:
     total: int = key(*_TOTAL)
     outcomes: str = key(*_OUTCOMES)
     acc_norm: float = key(
-        "share", "items whose most likely choice is the right one, likelihoods divided by the length of the choice"
+        "share",
+        "share of items where the likeliest choice is the right one, with log-likelihoods divided by the length of the choice",
     )
     acc_norm_stderr: float | None = key(*_STDERR)
-    outcomes_norm: str = key("", "`outcomes` by likelihoods divided by the length of the choice")
+    outcomes_norm: str = key("", "`outcomes` with log-likelihoods divided by the length of the choice")
     batch_size: int = key(*_BATCH_SIZE)
     truncated: int = key(*_TRUNCATED)
     seconds: float = key(*_SECONDS)
@@ -55,16 +56,18 @@ class NormedChoiceScores:
 class ProgramScores:
     """Of programs that were run against their tests."""
 
-    pass_at_k: dict[int, float] = key("share", "by k: the chance that one of k programs passes, mean over the problems")
-    stderr: dict[int, float | None] = key(
-        "share", "by k: standard error of the mean over the problems; null for a single one"
+    pass_at_k: dict[int, float] = key(
+        "share", "for each k: probability that at least one of k programs passes, averaged over the problems"
     )
-    n: int = key("programs", "written for each problem")
-    k: list[int] = key("", "every k of `pass_at_k`")
-    problems: int = key("problems", "that programs were written for")
-    temperature: float | None = key("", "temperature of the sampling; null for one greedy program")
-    new_tokens: int = key("token", "most tokens of a program")
-    passed: list[int] = key("programs", "that passed, of each problem")
+    stderr: dict[int, float | None] = key(
+        "share", "for each k: standard error of that average; null for a single problem"
+    )
+    n: int = key("programs", "programs written for each problem")
+    k: list[int] = key("", "the values of k in `pass_at_k`")
+    problems: int = key("problems", "number of problems")
+    temperature: float | None = key("", "sampling temperature; null for one greedy program")
+    new_tokens: int = key("token", "maximum tokens of a program")
+    passed: list[int] = key("programs", "programs that passed, for each problem")
     batch_size: int = key(*_BATCH_SIZE)
     truncated: int = key(*_TRUNCATED)
     seconds: float = key(*_SECONDS)
@@ -74,15 +77,15 @@ class ProgramScores:
 class PerplexityScores:
     """Of text that was read."""
 
-    perplexity: float = key("", "exp of `nll_per_token`; null where that is too large for a number")
+    perplexity: float = key("", "exp of `nll_per_token`; null if it is too large for a floating-point number")
     stderr: float | None = key("", "standard error of `perplexity`; null with a single window")
-    nll_per_token: float = key("nat/token", "mean negative log-likelihood, all documents together")
+    nll_per_token: float = key("nat/token", "mean negative log-likelihood per token over all documents")
     nll_stderr: float | None = key("nat/token", "standard error of `nll_per_token`; null with a single window")
-    tokens: int = key("token", "tokens that were scored")
-    windows: int = key("windows", "that the text was cut into")
-    documents: int = key("documents", "that the text came from")
+    tokens: int = key("token", "number of tokens scored")
+    windows: int = key("windows", "number of windows the text was split into")
+    documents: int = key("documents", "number of documents")
     window: int = key("token", "length of a window")
-    stride: int = key("token", "new tokens in each window")
+    stride: int = key("token", "tokens scored in each window after the first")
     batch_size: int = key(*_BATCH_SIZE)
     truncated: int = key(*_TRUNCATED)
     seconds: float = key(*_SECONDS)
@@ -95,15 +98,17 @@ TaskScores = ChoiceScores | NormedChoiceScores | ProgramScores | PerplexityScore
 class Tasks:
     """Which task has which scores."""
 
-    mmlu: ChoiceScores | None = key("", "likeliest of four choices", only_with="--quality mmlu", default=None)
+    mmlu: ChoiceScores | None = key(
+        "", "multiple choice: likeliest of four answers", only_with="--quality mmlu", default=None
+    )
     hellaswag: NormedChoiceScores | None = key(
-        "", "likeliest of four endings", only_with="--quality hellaswag", default=None
+        "", "multiple choice: likeliest of four endings", only_with="--quality hellaswag", default=None
     )
     humaneval: ProgramScores | None = key(
-        "", "programs that pass their tests", only_with="--quality humaneval", default=None
+        "", "generated programs that pass their tests", only_with="--quality humaneval", default=None
     )
     perplexity: PerplexityScores | None = key(
-        "", "how likely a text is to the model", only_with="--quality perplexity", default=None
+        "", "how well the model predicts a text", only_with="--quality perplexity", default=None
     )
 
 

@@ -1,4 +1,4 @@
-"""The columns of a report of runs: what is read from a record, what every printer shows, and what `--sort` accepts follow from here."""
+"""The columns of a report of runs: what is read from a record, what each format shows, and what `--sort` accepts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import functools
 import json
 from collections import Counter
 
+from zero_inference.report.given import given_number
 from zero_inference.report.prediction import time_over_predicted
-from zero_inference.runtime.tables import Column, decimals, gib, one_line
+from zero_inference.runtime.tables import Column, decimals, gib, one_line, three_digits
 
 three_decimals = decimals(3)
 
@@ -52,6 +53,16 @@ COLUMNS = (
     Column("cpu_offload", "cpu offload", _yes_no, dtype="boolean", shown="differs"),
     Column("disk_offload", "disk offload", _yes_no, dtype="boolean", shown="differs"),
     Column("kv_offload", "kv offload", _yes_no, dtype="boolean", shown="differs"),
+    Column(
+        "gpu_memory",
+        "gpu memory (GiB)",
+        three_digits,
+        of=functools.partial(given_number, name="gpu_memory"),
+        shown="differs",
+    ),
+    Column(
+        "ring_depth", "ring depth", decimals(0), of=functools.partial(given_number, name="ring_depth"), shown="differs"
+    ),
     Column("cpu_compute", "cpu compute", dtype="string", shown="differs"),
     Column("cpu_threads", "cpu threads", dtype="Int64", shown="differs"),
     Column("pin_memory", "pinned", _yes_no, dtype="boolean", shown="differs"),
@@ -115,6 +126,7 @@ COLUMNS = (
     Column("peak_host_bytes", "peak host (GiB)", gib, dtype="Int64", shown="detail"),
     Column("output_ids_sha256", "ids sha256", dtype="string", shown="detail"),
     Column("timestamp", "time", dtype="string", shown="detail"),
+    Column("folder", "folder", dtype="string", shown="differs"),
     Column("file", "file", dtype="string", shown="detail"),
     Column("status", "status", dtype="string", shown="detail"),
     Column("error", "error", dtype="string", shown="present"),

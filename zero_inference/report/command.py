@@ -1,79 +1,99 @@
-"""`zero-inference report LOGDIR`: run logs side by side."""
+"""`zero-inference report DIR...`: runs side by side."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_inference.errors import UsageError
+from zero_inference.options import examples
 from zero_inference.records.read import warn
 from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.report.columns import COLUMNS
 from zero_inference.report.fields import print_fields
+from zero_inference.report.folders import load_tree
 from zero_inference.report.prediction import print_predictions
 from zero_inference.report.runs import (
     SUFFIXES,
     columns_of,
     differing_columns,
-    load_records,
     print_frame,
     rows_of,
     runs_frame,
     sort_runs,
 )
+from zero_inference.report.terminal import print_short
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS, texts_of
+
+if TYPE_CHECKING:
+    import pandas
+
+RESULTS = ("decode_throughput", "prefill_latency_s", "fraction_of_limit", "total_throughput")  # first on the page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference report`."""
+    parser.epilog = examples("zero-inference report logs", "zero-inference report logs --html runs.html")
     parser.add_argument(
-        "log_dir", metavar="LOGDIR", type=Path, nargs="?", help="folder with the .jsonl and .log files of runs"
+        "log_dir",
+        metavar="DIR",
+        type=Path,
+        nargs="*",
+        help="folders with the .jsonl and .log files of runs; their subfolders are searched too",
     )
     parser.add_argument(
-        "--fields", action="store_true", help="instead of runs: every key of a record, its unit and its meaning"
+        "--fields", action="store_true", help="describe every key of a record instead: its unit and its meaning"
     )
     parser.add_argument(
         "--format",
         choices=FORMATS,
         default="table",
-        help="csv and json hold SI units in full precision (default: table)",
+        help="table (default) fits the terminal; csv and json hold SI units in full precision",
     )
     parser.add_argument(
-        "--all-columns", action="store_true", help="not only the main results and the columns in which the runs differ"
+        "--all-columns",
+        action="store_true",
+        help="every column, however wide; otherwise the main results and the columns in which runs differ",
     )
     parser.add_argument(
         "--sort",
         metavar="COLUMN",
         type=lambda text: text.replace("-", "_"),
         choices=[column.name for column in COLUMNS],
-        help="a column by its name in --format csv, such as total_throughput; throughputs sort best first",
+        help="a column by its name in --format csv, such as total_throughput; throughputs sort best first "
+        "(default: the table and the page list the fastest of each model first, other formats the order of the files)",
     )
     parser.add_argument(
         "--prediction",
         action="store_true",
-        help="by how much runs differ from what their plans said before loading, and the distribution of that",
+        help="how far each run was from what its plan had predicted, and the distribution of that",
     )
     parser.add_argument(
         "--html",
         metavar="FILE",
         type=Path,
-        help="also write a page with the table and figures, which needs nothing beside it",
+        help="also write a page with results, figures and table: one file that opens offline and on a phone",
     )
 
 
-def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    """The page: runs in the order of --sort, else the fastest of each model and length first."""
-    from zero_inference.report.html.page import Table, write_page
+def _order(args: argparse.Namespace, frame: pandas.DataFrame, records: list[dict[str, Any]]) -> list[int]:
+    """Of the runs in the table and on the page: by --sort, else the fastest of each model and length first."""
     from zero_inference.report.html.runs import fastest_first
 
-    frame = runs_frame(records)
     if args.sort:
-        order = sort_runs(frame.assign(row=range(len(frame))), args.sort)["row"].tolist()
-    else:
-        order = fastest_first(records)
+        return sort_runs(frame.assign(row=range(len(frame))), args.sort)["row"].tolist()
+    return fastest_first(records)
+
+
+def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    from zero_inference.report.html.page import Table, write_page
+
+    frame = runs_frame(records)
+    order = _order(args, frame, records)
     frame = frame.iloc[order]
     shown = frame if args.all_columns else differing_columns(frame).drop(columns="error", errors="ignore")
     if (frame["status"] == STATUS_FAILED).any() and not args.all_columns:
@@ -82,58 +102,74 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
     shown = shown.drop(
         columns=[column.name for column in COLUMNS if column.key.startswith("quality.")], errors="ignore"
     )
+    results = [name for name in RESULTS if name in shown.columns]
+    shown = shown[
+        [*results, *(name for name in shown.columns if name not in RESULTS)]
+    ]  # a phone shows the first columns
     columns, rows = columns_of(shown), rows_of(shown)
     values = [list(row.values()) for row in rows]
     table = Table(
         [column.header for column in columns], [column.numeric for column in columns], texts_of(rows, columns), values
     )
-    write_page(args.html, str(args.log_dir), [records[index] for index in order], table)
+    write_page(args.html, _named(args.log_dir), [records[index] for index in order], table)
     warn(f"page: {args.html}")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Prints the report of `args.log_dir`; 0, or 2 where there is nothing to report.
-
-    With --html an empty folder gets a page that says so, and 0. Raises UsageError where the page cannot be written.
-    """
-    if args.fields:
-        if args.log_dir or args.html or args.sort or args.all_columns or args.prediction:
-            raise UsageError(
-                "--fields describes the keys of any record: drop the folder and the other options but --format."
-            )
-        print_fields(args.format)
-        return 0
-    if args.prediction and (args.sort or args.all_columns):
-        raise UsageError(
-            "--prediction has columns of its own, in the order of the files: drop --sort and --all-columns."
-        )
-    if args.log_dir is None:
-        raise UsageError("the following arguments are required: LOGDIR; see zero-inference report --help")
-    if not args.log_dir.is_dir():
-        what = "is a file, not a folder" if args.log_dir.exists() else "does not exist"
-        warn(f"error: {args.log_dir} {what}; give the folder that run_model.py logs to")
-        return 2
-    if args.html:
-        if Path(os.path.realpath(args.html)).suffix in SUFFIXES:
-            raise UsageError(f"--html {args.html} has the name of a log or record; end it in .html.")
-        check_output_file("--html", args.html)
-    records = load_records(args.log_dir)
-    if args.html:
-        _write_html(args, records)
-    if not records:
-        found = any(path.suffix in SUFFIXES for path in args.log_dir.iterdir())
-        what = "no run in the .log and .jsonl files of" if found else "no .log or .jsonl in"
-        warn(f"{'warning' if args.html else 'error'}: {what} {args.log_dir}; run run_model.py first")
-        return 0 if args.html else 2
-    if args.prediction:
-        if not print_predictions(records, args.format):
-            warn(f"error: no record in {args.log_dir} says what was predicted; runs of this version do")
-            return 2
-        return 0
+def _print_runs(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """On stdout. The table is in short forms and fits the terminal, unless all columns are asked for."""
     frame = runs_frame(records)
+    if args.format == "table" and not args.all_columns:
+        print_short([records[index] for index in _order(args, frame, records)])
+        return
     if args.sort:
         frame = sort_runs(frame, args.sort)
     if not args.all_columns:
         frame = differing_columns(frame)
-    print_frame(frame, args.format)
+    print_frame(frame, args.format, folded=False)
+
+
+def _named(folders: Sequence[Path]) -> str:
+    return ", ".join(map(str, folders))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for options that do not go together or a page that cannot be written."""
+    if args.fields and (args.log_dir or args.html or args.sort or args.all_columns or args.prediction):
+        raise UsageError("--fields takes no folder and no other option than --format.")
+    if args.prediction and (args.sort or args.all_columns):
+        raise UsageError("--prediction has its own columns, in the order of the files: drop --sort and --all-columns.")
+    if not args.fields and not args.log_dir:
+        raise UsageError("the following arguments are required: DIR; see zero-inference report --help")
+    for folder in args.log_dir:
+        if not folder.is_dir():
+            what = "is a file, not a folder" if folder.exists() else "does not exist"
+            raise UsageError(f"{folder} {what}; give the folder that run_model.py logs to.")
+    if args.html:
+        if Path(os.path.realpath(args.html)).suffix in SUFFIXES:
+            raise UsageError(f"--html {args.html} has the name of a log or record; end it in .html.")
+        check_output_file("--html", args.html)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the report of the folders `args.log_dir`; 0, or 2 where there is nothing to report.
+
+    With --html an empty folder gets a page that says so, and 0. Raises UsageError for options that cannot be followed.
+    """
+    _check(args)
+    if args.fields:
+        print_fields(args.format)
+        return 0
+    records = load_tree(args.log_dir)
+    if args.html:
+        _write_html(args, records)
+    if not records:
+        what = f"no run in the .log and .jsonl files of {_named(args.log_dir)}"
+        warn(f"{'warning' if args.html else 'error'}: {what}; run run_model.py first")
+        return 0 if args.html else 2
+    if args.prediction:
+        if not print_predictions(records, args.format):
+            warn(f"error: no record in {_named(args.log_dir)} has a prediction; runs of this version do")
+            return 2
+        return 0
+    _print_runs(args, records)
     return 0

@@ -13,7 +13,7 @@ COLUMNS = (
 
 
 def rows() -> list[dict[str, str]]:
-    """In the order in which the keys are declared; what a key needs to be there stands behind its meaning."""
+    """In the order in which the keys are declared; the options that a key needs stand after its meaning."""
     return [
         {
             "key": one.key,

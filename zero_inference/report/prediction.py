@@ -1,4 +1,4 @@
-"""`zero-inference report LOGDIR --prediction`: what plans said, beside what the runs found."""
+"""`zero-inference report DIR... --prediction`: measured values beside the plans' predictions."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ COLUMNS = (
     Column("model", "model", dtype="string"),
     Column("engine", "engine", dtype="string"),
     *(Column(name, header, _signed_percent) for name, (header, _, _) in QUANTITIES.items()),
+    Column("folder", "folder", dtype="string"),
     Column("file", "file", dtype="string"),
 )
 
@@ -60,7 +61,7 @@ def prediction_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         if not isinstance(record.get("predicted"), dict):
             continue
-        row = {name: value_at(record, name, "string") for name in ("model", "engine", "file")}
+        row = {name: value_at(record, name, "string") for name in ("model", "engine", "folder", "file")}
         for name in QUANTITIES:
             predicted, measured = _said_and_found(record, name)
             row[name] = measured / predicted - 1 if predicted and measured is not None else None
@@ -69,7 +70,7 @@ def prediction_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The distribution of each quantity over `rows`: median, 10th and 90th percentile, and what is farthest from zero."""
+    """The distribution of each quantity over `rows`: median, 10th and 90th percentile, and the value farthest from zero."""
     import pandas
 
     found: list[dict[str, Any]] = [{"model": name} for name in (*SUMMARY, "largest")]
@@ -84,11 +85,17 @@ def summary_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_predictions(records: Iterable[dict[str, Any]], format: str) -> bool:
-    """The rows, and in a table their distribution behind them; false where no record says what was predicted."""
+    """Print the rows, in a table followed by their distribution; false where no record has a prediction."""
     rows = prediction_rows(records)
     if not rows:
         return False
-    shown = [each for each in COLUMNS if each.name not in QUANTITIES or any(row[each.name] is not None for row in rows)]
+    several = len({row["folder"] for row in rows}) > 1
+    shown = [
+        each
+        for each in COLUMNS
+        if (each.name not in QUANTITIES or any(row[each.name] is not None for row in rows))
+        and (each.name != "folder" or several)
+    ]
     more = summary_rows(rows) if format in ("table", "md") else []
     print_rows(rows + more, shown, format)
     return True

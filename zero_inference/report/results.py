@@ -1,9 +1,10 @@
-"""What a run prints when it is done: what was generated, the log's four lines, and in words what stands beside them in the record."""
+"""What a run prints when it is done: what was generated, a short table of times, sizes, the limit, and what explains slowness."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from zero_inference.errors import RunError
@@ -13,37 +14,42 @@ from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.loops import ExpertUse, MovedPerStep
 from zero_inference.records.run_log import RunLog
-from zero_inference.records.schema import DecodeGraph, Result
+from zero_inference.records.schema import DecodeGraph, Request, Result
+from zero_inference.report.advice import advice
+from zero_inference.report.run_table import line_width, run_in_words, sizes_in_words, times_table
 from zero_inference.runtime import signals
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.text import printable
-from zero_inference.utils import GB
 
 SHOWN_TEXTS = 3
 
 
-def publish(files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[], None]) -> None:
-    """Print and write the results of a run that went well. On the screen first: it is what stays where the files cannot be written.
+def publish(
+    files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[], None], ends: Collection[int] = ()
+) -> None:
+    """Print and write the results of a run that went well. Printed first, so that they are seen even if the files cannot be written.
 
     Args:
         output_ids: int64 [batch, gen_len].
         tokenizer: None shows no texts.
-        before: called first; what it raises does not keep the files from being written.
+        ends: ids that end a text.
+        before: called first; the files are written even if it raises.
 
     Raises:
-        RunError: something could not be written, or not be printed.
+        RunError: something could not be written or printed.
     """
     unprinted: BaseException | None = None
     try:
         before()
         if tokenizer is not None:
-            print_texts(output_ids, tokenizer)
-        print_results(files.block(), files.result)
+            print_texts(output_ids, tokenizer, ends)
+        print_results(files.request, files.result)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
     with signals.held():
         files.write()
     if files.unwritten:
-        raise RunError("; ".join(files.unwritten) + ("." if unprinted else ", but what was measured is on stdout."))
+        raise RunError("; ".join(files.unwritten) + ("." if unprinted else "; the results are on stdout only."))
     if isinstance(unprinted, OSError) and not isinstance(unprinted, BrokenPipeError):
         raise RunError(
             f"the results could not be printed ({unprinted.strerror}); they are in {files.log} and {files.record}."
@@ -53,94 +59,106 @@ def publish(files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[],
     print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
 
 
-def print_texts(output_ids: Any, tokenizer: Any) -> None:
-    """The first of the generated texts; `output_ids` int64 [batch, gen_len]."""
+def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = ()) -> None:
+    """The first of the generated texts, each up to the first id of `ends`; `output_ids` int64 [batch, gen_len]."""
     for number, row in enumerate(output_ids[:SHOWN_TEXTS]):
-        text = tokenizer.decode(row, skip_special_tokens=True).strip()
+        ids = row.tolist()
+        length = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+        text = tokenizer.decode(ids[:length], skip_special_tokens=True).strip()
         print(f"[{number}] {printable(text)}")
     hidden = len(output_ids) - SHOWN_TEXTS
     print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
 
 
-def print_results(block: str, result: Result) -> None:
-    """`block` is the log's; `result` is that of a run that went well."""
+def print_results(request: Request, result: Result) -> None:
+    """`result` is that of a run that went well."""
     measured, engine, scored = result.measured, result.engine, result.quality
     assert measured is not None and engine is not None and scored is not None, "a run that failed has no results"
-    print(block)
-    if line := steadiness.in_words(measured.evenness, len(measured.loops)):
-        print(line)
-    on_gpu, to_device = measured.device == "cuda", measured.transfers.host_to_device_bytes_per_step
-    if line := limit_in_words(measured.limit, measured.transfers, on_gpu):
-        print(line)
-    if on_gpu and measured.link_use:
-        cores_multiply = bool(measured.transfers.cores_bytes_per_step)
-        print(idle_in_words(measured.link_use, cores_multiply) or "the link was hardly ever idle")
-    elif measured.device == "cpu" and to_device and not measured.transfers.cores_bytes_per_step:
-        print(f"decode fetches {to_device / 1e9:.3f} GB a step; without a GPU there is no link to cross")
-    if measured.transfers.cores_bytes_per_step:
-        last = measured.loops[-1]  # what was moved is the last loop's
-        planned = engine.stream.cores if engine.stream is not None else None
-        measured_before = planned.of_step_gb_per_s if planned is not None else None
-        print(cores_in_words(measured.transfers, last.decode_s / len(last.step_s), measured_before, on_gpu))
-    if measured.experts is not None:
-        print(experts_in_words(measured.experts))
-    graph = engine.stream.decode_graph if engine.stream is not None else None
-    if graph is not None and graph.tried:
-        print(graph_in_words(graph, on_gpu))
-    if engine.quantized_fraction is not None:
-        print(f"quantized: {engine.quantized_fraction:.1%} of the weights, {measured.weight_bytes / GB:.3f} GB stored")
-    for task, scores in (scored.by_task or {}).items():
-        print(quality.in_words(task, as_mapping(scores)))
+    width = line_width()
+    print(printable(run_in_words(request)))
+    print(times_table(measured, colour=sys.stdout.isatty(), width=width), end="")
+    lines = [sizes_in_words(request, measured, engine), *_explanations(request, result)]
+    lines += [quality.in_words(task, as_mapping(scores)) for task, scores in (scored.by_task or {}).items()]
+    for line in lines:
+        print(textwrap.fill(printable(line), width, subsequent_indent="  ", break_long_words=False))
     sys.stdout.flush()
 
 
+def _explanations(request: Request, result: Result) -> Iterator[str]:
+    """The limit of the decode, what would help, and what explains slowness: a short line each."""
+    measured, engine = result.measured, result.engine
+    assert measured is not None and engine is not None
+    on_gpu, moved = measured.device == "cuda", measured.transfers
+    if line := limit_in_words(measured.limit, moved, on_gpu):
+        yield line
+    yield from advice(request, measured)
+    if on_gpu and measured.link_use:
+        if line := idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)):
+            yield line
+    elif measured.device == "cpu" and moved.host_to_device_bytes_per_step and not moved.cores_bytes_per_step:
+        yield f"decode fetches {amount(moved.host_to_device_bytes_per_step)} a step; without a GPU there is no link to cross"
+    if moved.cores_bytes_per_step:
+        last = measured.loops[-1]  # what was moved is the last loop's
+        planned = engine.stream.cores if engine.stream is not None else None
+        planned_rate = planned.of_step_gb_per_s if planned is not None else None
+        yield cores_in_words(moved, last.decode_s / len(last.step_s), planned_rate, on_gpu)
+    if measured.experts is not None:
+        yield experts_in_words(measured.experts)
+    graph = engine.stream.decode_graph if engine.stream is not None else None
+    if graph is not None and graph.tried:
+        yield graph_in_words(graph, on_gpu)
+    if line := steadiness.in_words(measured.evenness):
+        yield line
+
+
 def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | None:
-    """One line: what bounds a decode step here, and how near the run came. None where nothing does."""
+    """One line: how near the run came to what bounds a decode step here. None where nothing does."""
     rates = limit.rates
     if limit.bound_by == "link":
-        spread = " in the loops themselves" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
+        spread = "" if rates.link_from == "loops" else f" +- {rates.link_spread / 2:.1%}"
+        source = ", measured in the loops" if rates.link_from == "loops" else ""
+        of = "the link's limit"
         what = (
-            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step ({rates.link_kind}: "
-            f"{rates.link_gb_per_s:.1f} GB/s{spread})"
+            f"{amount(moved.host_to_device_bytes_per_step or 0)} a step at {rates.link_gb_per_s:.1f} GB/s{spread} "
+            f"({rates.link_kind}{source})"
         )
     elif limit.bound_by == "link_and_cores":
+        of = "the limit"
         what = (
-            f"moves {(moved.host_to_device_bytes_per_step or 0) / 1e9:.3f} GB to the device a step (link: "
-            f"{rates.link_beside_cores_gb_per_s or 0:.1f} GB/s beside the cores), multiplies {(moved.cores_bytes_per_step or 0) / 1e9:.3f} "
-            f"GB on the host's cores ({rates.cores_gb_per_s or 0:.1f} GB/s beside the link)"
+            f"{amount(moved.host_to_device_bytes_per_step or 0)} a step over the link "
+            f"({rates.link_beside_cores_gb_per_s or 0:.1f} GB/s) and {amount(moved.cores_bytes_per_step or 0)} "
+            f"on the host's cores ({rates.cores_gb_per_s or 0:.1f} GB/s)"
         )
     elif limit.bound_by == "disk":
-        read = (moved.disk_read_bytes_per_step or 0) / 1e9
-        what = f"reads {read:.3f} GB a step from disk ({rates.disk_gb_per_s:.2f} GB/s)"
+        read = amount(moved.disk_read_bytes_per_step or 0)
+        of, what = "the disk's limit", f"{read} a step at {rates.disk_gb_per_s:.2f} GB/s"
     elif limit.bound_by == "device_memory":
         memory = "device memory" if on_gpu else "this machine's memory"
-        what = f"is bound by {memory} (copies at {rates.device_copy_gb_per_s:.1f} GB/s)"
+        of, what = f"the limit of {memory}", f"copies at {rates.device_copy_gb_per_s:.1f} GB/s"
     elif limit.bound_by == "matmul":
-        what = f"is bound by matrix products ({rates.matmul_tflops:.2f} TFLOP/s)"
+        of, what = "the limit of matrix products", f"{rates.matmul_tflops:.2f} TFLOP/s"
     else:
         return None
-    return f"decode {what} and runs at {limit.fraction_of_limit:.1%} of that limit"
+    return f"{limit.fraction_of_limit:.1%} of {of}: {what}"
 
 
 def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None, on_gpu: bool) -> str:
-    """One line: what went each way in a decode step of `step_s`, and how fast the cores were, beside what was measured before."""
-    to_device, of_cores = (
-        (value or 0) / 1e9 for value in (moved.host_to_device_bytes_per_step, moved.cores_bytes_per_step)
-    )
+    """One line: how much the host's cores read in a decode step of `step_s` and how fast, beside the rate that was planned with."""
+    to_device, of_cores = moved.host_to_device_bytes_per_step or 0, moved.cores_bytes_per_step or 0
     copied = "copied to the device" if on_gpu else "fetched"
-    line = f"each decode step: {to_device:.3f} GB {copied}, {of_cores:.3f} GB read by the host's cores"
+    line = f"each step: {amount(to_device)} {copied}, {amount(of_cores)} read by the host's cores"
     if not moved.cores_busy_s_per_step:
         return line
     busy = moved.cores_busy_s_per_step / step_s
-    beside = "" if cores_gb_per_s is None else f" ({cores_gb_per_s:.1f} measured before, beside a busy link)"
-    return f"{line} at {of_cores / moved.cores_busy_s_per_step:.1f} GB/s{beside}, busy {busy:.0%} of the time"
+    planned = "" if cores_gb_per_s is None else f" (planned: {cores_gb_per_s:.1f})"
+    return f"{line} at {of_cores / moved.cores_busy_s_per_step / 1e9:.1f} GB/s{planned}, busy {busy:.0%}"
 
 
 def experts_in_words(use: ExpertUse) -> str:
-    """One line: what the experts that device memory keeps were good for."""
+    """One line: how often a chosen expert was in device memory, and the bytes that this saved and cost."""
     return (
-        f"experts: {use.hit_rate:.1%} of the choices were on the device, {use.saved_bytes_per_step / 1e9:.3f} GB a step not read from host "
-        f"memory, {use.loaded_bytes_per_step / 1e9:.3f} GB a step brought in"
+        f"experts: {use.hit_rate:.1%} of those chosen were on the device; {amount(use.saved_bytes_per_step)} a step "
+        f"saved, {amount(use.loaded_bytes_per_step)} copied in"
     )
 
 
@@ -150,33 +168,33 @@ def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
         return f"decode steps are launched kernel by kernel: {graph.unused_because}"
     graph_ms, launched_ms = (1e3 * (seconds or 0) for seconds in (graph.graph_s, graph.launched_s))
     if not on_gpu:
-        return f"without a GPU the decode step of a graph is called as it is: {graph_ms:.2f} ms, as usual {launched_ms:.2f} ms"
+        return f"no CUDA graph without a GPU: a step in its graph form took {graph_ms:.2f} ms, as usual {launched_ms:.2f} ms"
     graphs = "one CUDA graph" if graph.graphs == 1 else f"{graph.graphs} CUDA graphs"
-    return f"a decode step as {graphs} took {graph_ms:.2f} ms, launched kernel by kernel {launched_ms:.2f} ms"
+    return f"a decode step took {graph_ms:.2f} ms as {graphs}, {launched_ms:.2f} ms launched kernel by kernel"
 
 
 _HOST_LATE = {
-    False: "host late: it asked too late for the next layer",
-    True: "between a step's copies: the host's cores still worked, or Python asked too late for the next layer",
+    False: "because the host asked too late for the next layer",
+    True: "because the host's cores were still working, or the host asked too late",
 }
 
 
 def idle_in_words(use: LinkUse | TracedLinkUse, cores_multiply: bool = False) -> str | None:
-    """Where the rest of the link's time went, or None if there is hardly any.
+    """How much of the time the link was idle, and why; None if it hardly ever was.
 
     Args:
         cores_multiply: the host's cores have a part of the weights; the link may then wait for them.
     """
     if isinstance(use, TracedLinkUse):
         total = use.busy_s + use.idle_s
-        return f"in the trace the link stood idle {use.idle_s / total:.1%} of the time" if total else None
+        return f"the link was idle {use.idle_s / total:.1%} of the time, by the trace" if total else None
     causes = {
-        "waiting for a free slot: the device computes longer than a layer copies": use.slot_wait_s,
-        "at the start of a step, while the host prepares it: a larger --ring-depth bridges that": use.step_start_s,
+        "because the device computes longer than a layer copies": use.slot_wait_s,
+        "at the start of a step: try a larger --ring-depth": use.step_start_s,
         _HOST_LATE[cores_multiply]: use.host_late_s,
     }
     total = use.busy_s + sum(causes.values())
     worst = max(causes, key=causes.__getitem__)
     if not total or causes[worst] < 0.02 * total:
         return None
-    return f"the link stood idle {1 - use.busy_s / total:.1%} of the time, mostly {worst}"
+    return f"the link was idle {1 - use.busy_s / total:.1%} of the time, mostly {worst}"

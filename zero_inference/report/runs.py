@@ -31,7 +31,7 @@ _LOG_NAME = re.compile(
 
 
 def parse_log_name(stem: str) -> dict[str, Any]:
-    """What a run log's name says, as record keys; a name of another pattern is taken as the model's.
+    """The record keys that a run log's name holds; a name of another pattern is taken as the model's.
 
     The name says whether the weights were quantized but not to how many bits: `quant_bits` is 16 or missing.
     """
@@ -56,7 +56,7 @@ def parse_log_name(stem: str) -> dict[str, Any]:
 
 
 def _as_logged(run: dict[str, Any]) -> tuple[str | None, ...]:
-    """What tells a run's block and its record to be of one run: figures in the three decimals of the block."""
+    """Values by which a run's block and its record are matched, in the three decimals of the block."""
     values = (
         value_at(run, key, "Float64")
         for key in ("prefill_latency_s", "decode_latency_s", "total_latency_s", "total_throughput")
@@ -96,23 +96,24 @@ def load_runs(folder: str | Path) -> pandas.DataFrame:
     return runs_frame(load_records(folder))
 
 
-def load_records(folder: str | Path) -> list[dict[str, Any]]:
+def load_records(folder: str | Path, only: Callable[[Path], bool] | None = None) -> list[dict[str, Any]]:
     """Every run whose record (.jsonl) or block (.log) lies in `folder`, in the order of the file names.
 
-    A block whose run has a record in the .jsonl of the same name is listed once. Raises `NotADirectoryError` where
-    there is no such folder.
+    A block whose run has a record in the .jsonl of the same name is listed once. `only` says which files to read, all where it is
+    None. Raises `NotADirectoryError` where there is no such folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise NotADirectoryError(f"no folder {folder}")
     rows: list[dict[str, Any]] = []
-    for stem in sorted({path.with_suffix("") for path in folder.iterdir() if path.suffix in SUFFIXES}):
+    files = {path for path in folder.iterdir() if path.suffix in SUFFIXES and (only is None or only(path))}
+    for stem in sorted({path.with_suffix("") for path in files}):
         # Not with_suffix on the stem: model names hold dots.
         log, jsonl = stem.parent / f"{stem.name}.log", stem.parent / f"{stem.name}.jsonl"
-        records = _read(read_records, jsonl)
+        records = _read(read_records, jsonl) if only is None or jsonl in files else []
         rows += [record | {"file": jsonl.name} for record in records]
         unmatched = Counter(_as_logged(record) for record in records if record.get("status") == STATUS_OK)
-        for block in _read(parse_log, log):
+        for block in _read(parse_log, log) if only is None or log in files else ():
             if unmatched[_as_logged(block)]:
                 unmatched[_as_logged(block)] -= 1
             else:
@@ -123,8 +124,7 @@ def load_records(folder: str | Path) -> list[dict[str, Any]]:
 def differing_columns(frame: pandas.DataFrame) -> pandas.DataFrame:
     """The frame with the columns that tell its runs apart, beside the model, the engine and the main results.
 
-    A value that one run has and another lacks is a difference, as not knowing is not being equal; but what a failed
-    run did not get to know is none.
+    A value that one run has and another lacks is a difference; but not one that is missing only from failed runs.
     """
     good = frame[frame["status"] == STATUS_OK]
 
@@ -162,6 +162,6 @@ def render(frame: pandas.DataFrame, format: str, *, colour: bool = False, width:
     return tables.render(rows_of(frame), columns_of(frame), format, colour=colour, width=width)
 
 
-def print_frame(frame: pandas.DataFrame, format: str) -> None:
-    """`render` on stdout, as `tables.print_rows`."""
-    tables.print_rows(rows_of(frame), columns_of(frame), format)
+def print_frame(frame: pandas.DataFrame, format: str, folded: bool = True) -> None:
+    """`render` on stdout, as `tables.print_rows`; a table that is not `folded` is as wide as its columns."""
+    tables.print_rows(rows_of(frame), columns_of(frame), format, folded=folded)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,8 @@ HOW_TO_LAUNCH = "start with deepspeed or torchrun, or unset it to run one proces
 TIMEOUT = datetime.timedelta(
     minutes=30
 )  # of a collective: a prefill can take long, and a rank that is gone is noticed elsewhere
+_variables: list[str] = []  # of the environment, that DeepSpeed reads in each pass, and that no launcher has set
+_users = 0  # of the process group, that are no run: a loaded model, or the program that calls this package
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,9 @@ def _launched(name: str, default: int, least: int, most: int) -> int:
 def start_process_group(ranks: Ranks) -> None:
     """Initialise torch.distributed: NCCL on CUDA, gloo on CPU. A single rank needs no port and no launcher."""
     for name, value in (("RANK", ranks.rank), ("LOCAL_RANK", ranks.local_rank), ("WORLD_SIZE", ranks.world_size)):
-        os.environ.setdefault(name, str(value))
+        if name not in os.environ:
+            os.environ[name] = str(value)
+            _variables.append(name)
     where: dict = {"backend": "gloo"}
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
@@ -146,7 +153,9 @@ def start_process_group(ranks: Ranks) -> None:
     if dist.is_initialized():
         return
     if ranks.world_size == 1:
+        hook = sys.excepthook
         dist.init_process_group(**where, store=dist.HashStore(), rank=0, world_size=1)
+        sys.excepthook = hook  # torch's says "[rank0]:" before each line of a traceback, for ever
     else:
         dist.init_process_group(**where, timeout=TIMEOUT)
 
@@ -165,5 +174,41 @@ def new_group(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def stop_process_group() -> None:
+    """Leave the process group, unless somebody else in this process uses it. Variables that were set for it go with it: other libraries
+    would take them for a launcher's."""
+    if _users:
+        return
     if dist.is_initialized():
         dist.destroy_process_group()
+    while _variables:
+        os.environ.pop(_variables.pop(), None)
+
+
+@contextlib.contextmanager
+def process_group_kept() -> Iterator[None]:
+    """Within it a process group that is there already is not stopped: it is the caller's."""
+    global _users
+    kept = int(dist.is_initialized())
+    _users += kept
+    try:
+        yield
+    finally:
+        _users -= kept
+
+
+def hold_process_group(ranks: Ranks) -> Callable[[], None]:
+    """Start the process group, if it is not there, for longer than one run; returns what lets go of it."""
+    global _users
+    if dist.is_initialized() and not _users:
+        _users += 1  # the caller's own, which stays
+    start_process_group(ranks)
+    _users += 1
+    held = [True]
+
+    def release() -> None:
+        global _users
+        if held.pop() if held else False:
+            _users -= 1
+            stop_process_group()
+
+    return release

@@ -21,6 +21,7 @@ import torch
 
 from zero_inference.runtime.cache_folder import extensions_folder
 from zero_inference.runtime.locks import held_lock
+from zero_inference.runtime.progress import QUIET_S, current
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 PREBUILT = "prebuilt"  # folder in an installed package
@@ -100,8 +101,9 @@ def _load(say: Callable[[str], None]) -> str | None:
                 mark.unlink(missing_ok=True)
                 library.unlink(missing_ok=True)  # or ninja would find nothing to do
                 _check_compiler()
-                say("compiling the CUDA kernels (once on this machine, about a minute) ...")
-                _build(name, folder, architectures)
+                say("compiling the CUDA kernels (once per machine, about a minute) ...")
+                with current().slow("compiling the CUDA kernels", QUIET_S):
+                    _build(name, folder, architectures)
                 mark.write_bytes(file_digest(library))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
         reason = in_one_line(error)

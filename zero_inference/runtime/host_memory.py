@@ -15,6 +15,7 @@ import weakref
 import torch
 
 from zero_inference.errors import RunError
+from zero_inference.runtime.amounts import amount
 
 HUGE_PAGE = 2 << 20
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device, not for the current one alone
@@ -52,7 +53,7 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
 def refused(nbytes: int, error: OSError) -> str:
     """What to say where the system gives no memory."""
     return (
-        f"{nbytes / 2**30:.2f} GiB of host memory were asked for and refused ({error.strerror}); "
+        f"{amount(nbytes)} of host memory was asked for and refused ({error.strerror}); "
         "quantize the weights, use --disk-offload or a machine with more memory."
     )
 
@@ -66,9 +67,9 @@ def page_lock(tensor: torch.Tensor) -> None:
     status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, PORTABLE))
     if status != 0:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        shown = "none" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.2f} GiB"
+        shown = "none" if limit == resource.RLIM_INFINITY else amount(limit)
         raise RunError(
-            f"{tensor.nbytes / 2**30:.2f} GiB of host memory could not be page-locked "
+            f"{amount(tensor.nbytes)} of host memory could not be page-locked "
             f"(CUDA error {status}, memlock limit {shown}); raise `ulimit -l` or use --pin-memory 0."
         )
 

@@ -1,31 +1,49 @@
-"""Progress on stderr: a live line or bar on a terminal, a plain line every few seconds elsewhere, nothing at --verbose 0."""
+"""Progress on stderr: one live line or bar on a terminal, a plain line at most every ten seconds elsewhere, nothing at --verbose 0.
+
+A command that takes long makes a `Progress` the process's own with `reporting`; what it calls finds it by `current`, which says
+nothing where no command did. So a library call stays quiet.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from zero_inference.runtime.durations import duration, to_go
 from zero_inference.runtime.text import printable
 
 if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.status import Status
+    import argparse
 
-QUIET_S = 10.0
+    from rich.console import Console
+    from rich.live import Live
+    from rich.progress import Progress as Bar
+
+QUIET_S = 10.0  # between two plain lines, and before the first one
+TICK_S = 1.0
+REFRESH_S = 0.1  # of a live line: a token may take less
+SLOW_IMPORT_S = 2.0
+GIB = 1 << 30
 
 
 class Progress:
-    """What is going on, for the person who waits. Only the first rank speaks."""
+    """What is going on, for the person who waits. Only the first rank speaks.
 
-    def __init__(self, enabled: bool):
-        self.enabled = enabled
+    Args:
+        clock: seconds, as time.monotonic.
+    """
+
+    def __init__(self, enabled: bool, clock: Callable[[], float] = time.monotonic):
+        self.enabled, self.clock = enabled, clock
         self._console: Console | None = None
-        self._live: Status | Bar | None = None
-        self._shown = time.monotonic()
+        self._live: Live | Bar | None = None
+        self._tasks: list[Task] = []
+        self._lock = threading.RLock()  # a task may show itself from its thread
         if enabled and sys.stderr.isatty():
             from rich.console import Console
 
@@ -34,67 +52,248 @@ class Progress:
     def say(self, line: str) -> None:
         """A line that stays."""
         line = printable(line)
-        if self._console is not None:
-            self._console.print(line, markup=False, highlight=False)
-        elif self.enabled:
-            with contextlib.suppress(OSError):  # whoever read it is gone: the run goes on
-                print(line, file=sys.stderr, flush=True)
+        with self._lock:
+            if self._console is not None:
+                self._console.print(line, markup=False, highlight=False)
+            elif self.enabled:
+                with contextlib.suppress(OSError):  # whoever read it is gone: the run goes on
+                    print(line, file=sys.stderr, flush=True)
 
-    def update(self, line: str) -> None:
-        """A line that the next one replaces."""
-        if self._console is not None:
-            from rich.status import Status
+    @contextlib.contextmanager
+    def task(
+        self, name: str, total: float | None = None, *, after_s: float | None = None, ticking: bool = False
+    ) -> Iterator[Task]:
+        """Something that takes time, shown until the block ends. Of tasks inside each other the innermost is shown.
 
-            if isinstance(self._live, Status):
-                self._live.update(line)
-            else:
-                self._show(self._console.status(line))
-        elif self.enabled and time.monotonic() - self._shown > QUIET_S:
-            self._shown = time.monotonic()
-            self.say(line)
+        Args:
+            total: units of work, where they are known; time per unit gives the time to go.
+            after_s: show nothing before. None shows it at once on a terminal, and after `QUIET_S` elsewhere.
+            ticking: show it every second, for work that cannot say itself how far it is.
+        """
+        task = Task(self, name, total, after_s)
+        with self._lock:
+            self._tasks.append(task)
+        ended = threading.Event()
+        if ticking and self.enabled:
+            threading.Thread(target=_tick, args=(task, ended), daemon=True).start()
+        try:
+            yield task
+        finally:
+            ended.set()
+            with self._lock:
+                self._tasks.remove(task)
+                self.clear()
+
+    def slow(self, name: str, after_s: float) -> contextlib.AbstractContextManager[Task]:
+        """A task that is only mentioned if it takes longer than `after_s`: "NAME ..."."""
+        return self.task(name, after_s=after_s, ticking=True)
 
     def loading(self, total_bytes: int) -> Callable[[int], None]:
-        """A callback that takes the bytes of each parameter and shows how loading goes, in GB and GB/s of 1e9 bytes."""
-        loaded, start = 0, time.monotonic()
-        bar = self._loading_bar(total_bytes) if self._console is not None else None
+        """A callback that takes the bytes of each parameter and shows how loading goes."""
+        moved, loaded = Moved(self, "loading weights", total_bytes), 0
 
         def advance(nbytes: int) -> None:
             nonlocal loaded
             loaded += nbytes
-            rate = loaded / max(time.monotonic() - start, 1e-9) / 1e9
-            words = f"{loaded / 1e9:.1f} of {total_bytes / 1e9:.1f} GB ({rate:.1f} GB/s)"
-            if bar is not None:
-                bar.update(bar.task_ids[0], completed=loaded, words=words)
-            else:
-                self.update(f"loading {words}")
+            moved.at(loaded)
 
         return advance
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone
+    def clear(self) -> None:
+        """Take the live line off the terminal; the next update puts it back."""
+        with self._lock, contextlib.suppress(OSError):  # the terminal is gone
             self._show(None)
 
-    def _loading_bar(self, total_bytes: int) -> Bar:
-        """With one task."""
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    close = clear
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is shown within, where results are printed to a stdout that may be the same terminal."""
+        with self._lock:
+            self.clear()
+            yield
+
+    @property
+    def on_terminal(self) -> bool:
+        return self._console is not None
+
+    def show(self, task: Task, line: str) -> None:
+        """The current line of `task`, which replaces the one before."""
+        with self._lock:
+            if self._console is None or task is not (self._tasks or [task])[-1]:
+                return
+            from rich.live import Live
+            from rich.spinner import Spinner
+            from rich.text import Text
+
+            text = Text(printable(line), overflow="ellipsis", no_wrap=True)
+            if isinstance(self._live, Live) and isinstance(self._live.renderable, Spinner):
+                self._live.renderable.update(text=text)
+            else:
+                # stdout is for results, which may go elsewhere: rich would send it to the terminal too
+                self._show(
+                    Live(Spinner("dots", text=text), console=self._console, transient=True, redirect_stdout=False)
+                )
+
+    def show_bar(self, name: str, total: int, done: int, words: str) -> None:
+        """The same with a bar, for bytes."""
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        bar = Bar(
-            TextColumn("loading"),
-            BarColumn(),
-            TextColumn("{task.fields[words]}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._show(bar)
-        bar.add_task("loading", total=total_bytes, words="")
-        return bar
+        with self._lock:
+            if not isinstance(self._live, Bar):
+                columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}")
+                bar = Bar(*columns, console=self._console, transient=True, redirect_stdout=False)
+                bar.add_task(name, total=total, words="")
+                self._show(bar)
+            assert isinstance(self._live, Bar)
+            self._live.update(self._live.task_ids[0], description=name, total=total, completed=done, words=words)
 
-    def _show(self, live: Status | Bar | None) -> None:
+    def _show(self, live: Live | Bar | None) -> None:
         """At most one live display at a time."""
         if self._live is not None:
             self._live.stop()
         self._live = live
         if live is not None:
             live.start()
+
+
+class Task:
+    """One long piece of work: how far it is, and how long it still takes. See `Progress.task`.
+
+    Attributes:
+        done: units that are finished.
+    """
+
+    def __init__(self, progress: Progress, name: str, total: float | None, after_s: float | None):
+        self.progress, self.name, self.total, self.done = progress, name, total, 0.0
+        self._start = self._since = progress.clock()
+        self._words: str | None = None
+        self._left_s: float | None = None
+        at_once = 0.0 if progress.on_terminal else QUIET_S
+        self._next_shown = self._start + (at_once if after_s is None else after_s)
+
+    def at(self, words: str, done: float | None = None, left_s: float | None = None) -> None:
+        """What is under way.
+
+        Args:
+            done: units that are finished; as before where not given.
+            left_s: seconds from now to the end, where time per unit would not tell.
+        """
+        with self.progress._lock:
+            self._words = words
+            if done is not None and done != self.done or left_s is not None:
+                self._since, self._left_s = self.progress.clock(), left_s
+                self.done = self.done if done is None else done
+        self.refresh()
+
+    def left_s(self) -> float | None:
+        """Seconds to go; None where that is not known yet."""
+        waited = self.progress.clock() - self._since
+        if self._left_s is not None:
+            return max(0.0, self._left_s - waited)
+        if not self.total or not self.done:
+            return None
+        unit_s = (self._since - self._start) / self.done
+        after_this = max(0.0, self.total - self.done - 1)  # units; the one under way may be slower than the others
+        return max(unit_s * (self.total - self.done) - waited, unit_s * after_this, 0.0)
+
+    def line(self) -> str:
+        """Such as "compare: run 3 of 8 (int4), 2 min 10 s so far, about 4 min to go"."""
+        elapsed, left = self.progress.clock() - self._start, self.left_s()
+        if self._words is None:
+            return f"{self.name} ..." + (f" ({duration(elapsed)} so far)" if elapsed >= QUIET_S else "")
+        so_far = f", {duration(elapsed)} so far" if elapsed >= 1 else ""
+        return f"{self.name}: {self._words}{so_far}{to_go(left)}"
+
+    def refresh(self) -> None:
+        """Show it, if it is time to."""
+        if not self.progress.enabled:
+            return
+        now = self.progress.clock()
+        if now < self._next_shown:
+            return
+        if self.progress.on_terminal:
+            self._next_shown = now + REFRESH_S
+            self.progress.show(self, self.line())
+        else:
+            self._next_shown = now + QUIET_S
+            self.progress.say(self.line())
+
+
+class Moved:
+    """Bytes that are loaded or fetched: a bar on a terminal, lines elsewhere.
+
+    Args:
+        already: bytes that were there before and took no time.
+    """
+
+    def __init__(self, progress: Progress, name: str, total: int, already: int = 0):
+        self._progress, self._name, self._total, self._already = progress, name, total, already
+        self._start = progress.clock()
+        self._next_shown = self._start + (0.0 if progress.on_terminal else QUIET_S)
+
+    def at(self, done: int) -> None:
+        """`done` bytes are there."""
+        progress, now = self._progress, self._progress.clock()
+        if not progress.enabled or now < self._next_shown:
+            return
+        total = max(self._total, done)
+        rate = (done - self._already) / max(now - self._start, 1e-9)
+        left = (total - done) / rate if rate > 0 else None
+        digits = 1 if total >= 10 * GIB else 2
+        words = f"{done / GIB:.{digits}f} of {total / GIB:.{digits}f} GiB ({rate / 1e9:.2g} GB/s){to_go(left)}"
+        if progress.on_terminal:
+            self._next_shown = now + REFRESH_S
+            progress.show_bar(self._name, total, done, words)
+        else:
+            self._next_shown = now + QUIET_S
+            progress.say(f"{self._name}: {words}")
+
+
+_NONE = Progress(enabled=False)
+_current: list[Progress] = []
+
+
+def current() -> Progress:
+    """The progress of the command that runs; a silent one where none does."""
+    return _current[-1] if _current else _NONE
+
+
+def is_reporting() -> bool:
+    """Whether a command has said what is told and what is not, be it nothing."""
+    return bool(_current)
+
+
+@contextlib.contextmanager
+def reporting(progress: Progress) -> Iterator[Progress]:
+    """Make `progress` the `current` one; its live line is gone at the end."""
+    _current.append(progress)
+    try:
+        yield progress
+    finally:
+        _current.remove(progress)
+        progress.close()
+
+
+def add_verbose(parser: argparse._ActionsContainer) -> None:
+    """`--verbose` of a command."""
+    parser.add_argument(
+        "--verbose",
+        type=int,
+        choices=(0, 1, 2),
+        default=1,
+        help="0: no progress and no warnings; 2: a traceback with an error (default: 1)",
+    )
+
+
+def importing(what: str, enabled: bool = True) -> contextlib.AbstractContextManager[Task]:
+    """A block that imports large libraries: says so where it takes more than two seconds, and this is the first rank."""
+    return Progress(enabled and os.environ.get("RANK", "0") == "0").slow(f"importing {what}", SLOW_IMPORT_S)
+
+
+def _tick(task: Task, ended: threading.Event) -> None:
+    while not ended.wait(TICK_S):
+        with task.progress._lock:
+            if not ended.is_set():  # or it would show a line that was just taken away
+                task.refresh()

@@ -12,7 +12,12 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def exit_on_stop() -> None:
-    """SIGTERM and SIGHUP raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt. What is ignored (nohup) stays so."""
+    """SIGTERM and SIGHUP raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt. What is ignored (nohup) stays so.
+
+    Only the main thread can say so; in another one nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda received, frame: sys.exit(128 + received))
@@ -22,6 +27,21 @@ def ignore_stop() -> None:
     """From here on nothing but SIGKILL interrupts this process: it is ending, and says why."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """At the end signals do what they did before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # one that was not set from Python cannot be set from here either
+                signal.signal(number, handler)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,16 @@ def decimals(count: int) -> Callable[[float], str]:
 def significant(value: float) -> str:
     """Three digits that count, and whole numbers from 1000 on."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def three_digits(value: float, most_decimals: int = 6) -> str:
+    """Three significant digits, trailing zeros kept and without an exponent; whole numbers from 1000 on."""
+    if not value:
+        return "0"
+    digits = 1 + math.floor(math.log10(abs(value)))
+    if digits < 3 and round(abs(value), 3 - digits) >= 10**digits:  # 9.996 is 10.0
+        digits += 1
+    return f"{value:.{min(max(0, 3 - digits), most_decimals)}f}"
 
 
 def gib(nbytes: float) -> str:
@@ -164,18 +175,30 @@ def pipe_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def terminal_table(columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None) -> str:
-    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red."""
+def terminal_table(
+    columns: Sequence[Column], texts: list[list[str]], colour: bool, width: int | None, gap: int = 3
+) -> str:
+    """A table of `texts` for a terminal of `width` columns, as wide as needed without one. The column named `error` is red.
+
+    `gap` is the number of characters between two columns, at least 1.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    head = (
+        box.SIMPLE_HEAD if colour else box.Box("    \n    \n -- \n" + "    \n" * 5, ascii=True)
+    )  # plain where it is not a terminal
+    table = Table(box=head, pad_edge=False, show_edge=False, padding=(0, (gap - 1) // 2, 0, gap // 2))
     for column in columns:
         # Folded, never cut: a table too wide for the terminal still holds every digit.
         table.add_column(
-            column.header, justify="right" if column.numeric else "left", overflow="fold", no_wrap=column.whole
+            column.header,
+            justify="right" if column.numeric else "left",
+            vertical="bottom",
+            overflow="fold",
+            no_wrap=column.whole,
         )
     for row in texts:
         # Text, not str: rich would read "[...]" in a name or an error as markup.
@@ -242,11 +265,13 @@ def print_rows(
     format: str,
     turn: bool = False,
     piped_width: int | None = None,
+    folded: bool = True,
 ) -> None:
-    """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide."""
+    """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide. Where it
+    is not `folded`, a table is as wide as its columns."""
     import shutil
     import sys
 
     terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else piped_width
+    width = (shutil.get_terminal_size().columns if terminal else piped_width) if folded else None
     print(render(rows, columns, format, colour=terminal, width=width, turn=turn), end="", flush=True)

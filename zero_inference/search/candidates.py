@@ -16,6 +16,7 @@ from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import other_layer_types
 from zero_inference.machine.limited import LimitedMachine
+from zero_inference.options import options_asked, words_of
 from zero_inference.planning.plan import Plan, changed
 from zero_inference.planning.timing import Times
 from zero_inference.utils import GB
@@ -131,19 +132,7 @@ def command_of(config: RunConfig, world_size: int = 1) -> str:
 
 def options_of(config: RunConfig) -> list[str]:
     """Those of run_model.py that ask for `config`."""
-    words = []
-    for name, value in config.as_dict().items():
-        implied = name == "cpu_offload" and config.engine == "stream"  # by itself
-        if implied or value == DEFAULTS[name] or name in ("dry_run", "machine", "assume"):
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if name == "pin_memory":
-            words.append(str(int(value)))
-        elif isinstance(value, tuple):
-            words.append(",".join(map(str, value)))
-        elif value is not True:
-            words.append(f"{value:g}" if isinstance(value, float) else str(value))
-    return words
+    return words_of(options_asked(config))
 
 
 def find_candidates(job: Job, free: Free) -> Found:

@@ -16,7 +16,7 @@ from zero_inference.records.schema import Chosen
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.search.candidates import BATCH_SIZES, Candidate, Free, command_of, find_candidates
 from zero_inference.search.ranking import ranked
-from zero_inference.search.table import why_none
+from zero_inference.search.words import why_none
 
 DEFAULT_GOAL = "throughput"
 MOST_OTHERS = 5
@@ -41,7 +41,7 @@ def choose(
     if not found.candidates:
         raise UsageError(f"{asked}: {why_none(found, config.model)}")
     best, others = _best(found.candidates, config)
-    say(f"chosen: {_in_words(best)}; zero-inference plan compares")
+    say(f"chosen: {_in_words(best)}; zero-inference plan shows the alternatives")
     chosen = Chosen(
         options=list(config.auto),
         goal=config.goal,
@@ -55,7 +55,7 @@ def check_alone(config: RunConfig, ranks: Ranks) -> None:
     """Raises UsageError where several ranks were to find something: they would have to agree."""
     if config.auto and ranks.world_size > 1:
         raise UsageError(
-            f"{_asked(config)}: only one process can look for the best yet; say what {ranks.world_size} ranks are to do."
+            f"{_asked(config)}: this works in one process only, and {ranks.world_size} were started; name the values instead of auto."
         )
 
 
@@ -80,9 +80,7 @@ def faster_than(plan: Plan) -> str | None:
         return None
     seconds, engine = min(found)
     times = plan.times.step.seconds / seconds
-    return (
-        f"hint: --engine {engine} is predicted to decode {times:.1f} times as fast here; zero-inference plan compares"
-    )
+    return f"hint: --engine {engine} is predicted to decode {times:.1f} times as fast here; zero-inference plan compares them"
 
 
 def _free(config: RunConfig) -> Free:
@@ -111,5 +109,5 @@ def _in_words(best: Candidate) -> str:
     config, times = best.config, best.times
     return (
         f"--engine {config.engine} --quant-bits {config.quant_bits} --batch-size {config.batch_size}"
-        f"{' --kv-offload' if config.kv_offload else ''}, {times.in_words(config.batch_size)}"
+        f"{' --kv-offload' if config.kv_offload else ''}: predicted {times.in_words(config.batch_size)}"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
+from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED
 from zero_inference.planning.plan import Plan
-from zero_inference.utils import GB
+from zero_inference.runtime.amounts import amount_or_more
 
 DEVICE = "free device memory"
 
@@ -15,7 +16,7 @@ def least_machine(plans: list[Plan]) -> str:
     plan = min(plans, key=_needed_beyond)
     gpus, config = plan.job.ranks.world_size, plan.job.config
     needs = " and ".join(
-        f"{nbytes / GB:.1f} GiB of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
+        f"{amount_or_more(nbytes)} of {place}{f' on each of {gpus} GPUs' if place == DEVICE and gpus > 1 else ''}"
         for place, nbytes in _needed(plan).items()
     )
     least = f" --gpu-memory 0 --ring-depth {LEAST_RING_DEPTH}" if config.ring_depth else ""
@@ -36,9 +37,9 @@ def _needed_beyond(plan: Plan) -> tuple[int, int, int]:
 
 def _needed(plan: Plan) -> dict[str, int]:
     """Free bytes by place; what is page-locked is host memory too."""
-    needed = {need.place: need.needed for need in plan.needs if need.needed and need.place != "page-locked memory"}
+    needed = {need.place: need.needed for need in plan.needs if need.needed and need.place != PAGE_LOCKED}
     if plan.job.on_gpu:
         needed = {DEVICE: plan.weights.least_free_device_bytes} | {
-            place: nbytes for place, nbytes in needed.items() if not place.startswith("device memory")
+            place: nbytes for place, nbytes in needed.items() if place != DEVICE_MEMORY
         }
     return needed

@@ -1,49 +1,50 @@
-"""What is told of the configurations that were compared."""
+"""The configurations that were compared: as rows for `--json`, and as a table for people that fits 100 columns."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from zero_inference.planning.changes import changes_that_fit
-from zero_inference.planning.copies_time import lacks_peers
-from zero_inference.planning.memory import Need
+from zero_inference.planning.memory import HOST_MEMORY
 from zero_inference.planning.plan import Plan
-from zero_inference.planning.timing import why_unknown
-from zero_inference.records.limit import RATE_WORDS
-from zero_inference.runtime.replace import replacing
-from zero_inference.runtime.tables import Column, decimals, significant
-from zero_inference.search.candidates import Candidate, Found
+from zero_inference.runtime.amounts import in_gib
+from zero_inference.runtime.tables import Column, significant, terminal_table, texts_of
+from zero_inference.search.candidates import Candidate
 from zero_inference.search.ranking import pareto_front
-from zero_inference.search.smallest import least_machine
-from zero_inference.utils import GB
 
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GB:.1f}"
-
-
+PIPED_WIDTH = 100
+NARROW = 96  # columns of a terminal below which the table's own stand closer together
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+# By key of `RATE_WORDS`, short enough for a column.
+BOUND_BY = {
+    "device_memory": "memory",
+    "host_memory": "memory",
+    "matmul": "products",
+    "link": "link",
+    "peers": "GPU copies",
+    "link_and_cores": "link+cores",
+    "cores": "cores",
+    "disk": "disk",
+    "launches": "launches",
+}
+# Numbers are texts by then: a bound stands before them.
 COLUMNS = (
-    Column("place", "", decimals(0), "Int64"),
-    Column("engine", "engine", dtype="string"),
-    Column("quant_bits", "bits", decimals(0), "Int64"),
-    Column("gpus", "GPUs", decimals(0), "Int64"),
-    Column("weights", "weights in", dtype="string"),
-    Column("keys_and_values", "keys and values in", dtype="string"),
-    Column("batch_size", "batch", decimals(0), "Int64"),
-    Column("prefill_s", "first token (s)", significant),
-    Column("step_s", "decode step (s)", significant),
-    Column("at_most", "", dtype="string"),
-    Column("tokens_per_s", "decode (token/s)", significant),
-    Column("total_s", "total (s)", significant),
-    Column("measured_tokens_per_s", "measured", significant),
-    Column("device_bytes", "device (GiB)", _gib, "Int64"),
-    Column("host_bytes", "host (GiB)", _gib, "Int64"),
-    Column("tried", "tried", dtype="string"),
-    Column("bound_by", "mostly", lambda value: RATE_WORDS[value], dtype="string"),
-    Column("front", "front", dtype="string"),
+    Column("place", ""),
+    Column("configuration", "engine: weights, KV cache", dtype="string"),
+    Column("batch_size", "batch"),
+    Column("tokens_per_s", "token/s"),
+    Column("measured", "measured\ntoken/s"),
+    Column("step_s", "step\n(s)"),
+    Column("prefill_s", "first\ntoken (s)"),
+    Column("total_s", "total\n(s)"),
+    Column("device", "device\n(GiB)"),
+    Column("host", "host\n(GiB)"),
+    Column("cores", "on the\ncores"),
+    Column("bound_by", "bound by", dtype="string"),
 )
+ONLY_WITH_ALL = ("total_s", "cores")
 
 
 def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -53,7 +54,7 @@ def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> l
 
 
 def _row(place: int, candidate: Candidate, on_front: bool) -> dict[str, Any]:
-    plan, config = candidate.plan, candidate.config
+    plan, config, times = candidate.plan, candidate.config, candidate.times
     return {
         "place": place,
         "engine": config.engine,
@@ -62,22 +63,32 @@ def _row(place: int, candidate: Candidate, on_front: bool) -> dict[str, Any]:
         "weights": weights_in_words(plan),
         "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
         "batch_size": config.batch_size,
-        "prefill_s": candidate.times.prefill.seconds,
-        "step_s": candidate.times.step.seconds,
+        "prefill_s": times.prefill.seconds,
+        "step_s": times.step.seconds,
         "tokens_per_s": candidate.tokens_per_s,
-        "at_most": "at most" if candidate.times.at_least else None,
+        "at_most": times.at_least,
         "total_s": candidate.total_s,
         "measured_tokens_per_s": candidate.measured_tokens_per_s,
         "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
-        "host_bytes": next(need.needed for need in plan.needs if need.place == "host memory"),
-        "bound_by": candidate.times.step.bound_by,
+        "host_bytes": next(need.needed for need in plan.needs if need.place == HOST_MEMORY),
+        "bound_by": times.step.bound_by,
         "tried": "failed" if candidate.failed else None,
-        "front": "*" if on_front else None,
+        "front": on_front,
     }
 
 
 def weights_in_words(plan: Plan) -> str:
     """Where they are, and what share of the layers, or of their experts, the host's cores multiply."""
+    words, cores = place_of_weights(plan), max(plan.weights.share_on_cores())
+    if not plan.weights.footprint.host or not plan.job.on_gpu:
+        return words
+    if plan.weights.lacks_cores:
+        return f"{words} (cores not known)"
+    return f"{words} (cores {cores:.0%})" if cores else words
+
+
+def place_of_weights(plan: Plan) -> str:
+    """`host`, `85% host` (the rest is on the device), `device` or `disk`."""
     weights = plan.weights
     host = weights.footprint.host * plan.job.ranks.local_world_size
     if weights.footprint.disk:
@@ -86,11 +97,21 @@ def weights_in_words(plan: Plan) -> str:
         return "host"
     if not host:
         return "device"
-    words = "host" if host > 0.99 * weights.weight_bytes else f"host {host / max(1, weights.weight_bytes):.0%}, device"
-    cores = max(weights.share_on_cores())
-    if weights.lacks_cores:
-        return f"{words} (cores not known)"
-    return f"{words} (cores {cores:.0%})" if cores else words
+    return "host" if host > 0.99 * weights.weight_bytes else f"{host / max(1, weights.weight_bytes):.0%} host"
+
+
+def kind_of_weights(plan: Plan) -> str:
+    """`int4`, or the dtype: `bf16`."""
+    config = plan.job.config
+    return f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[plan.job.spec.dtype_name]
+
+
+def configuration_in_words(candidate: Candidate) -> str:
+    """Without the batch: `stream: int4 85% host, KV device`."""
+    plan, config = candidate.plan, candidate.config
+    keys = "host" if config.kv_offload or not plan.job.on_gpu else "device"
+    gpus = f", {candidate.world_size} GPUs" if candidate.world_size > 1 else ""
+    return f"{config.engine}: {kind_of_weights(plan)} {place_of_weights(plan)}, KV {keys}{gpus}"
 
 
 def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -98,8 +119,7 @@ def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> 
     return [
         row
         | {
-            "front": row["front"] is not None,
-            "at_most": row["at_most"] is not None,
+            "bounds_because": list(each.times.bounds_because),
             "with_host": each.times.with_host,
             "without_cores": each.times.without_cores,
             "total_tokens_per_s": each.config.batch_size * each.config.gen_len / each.total_s,
@@ -109,109 +129,35 @@ def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> 
     ]
 
 
-def what_is_not_known(candidates: Sequence[Candidate]) -> list[str]:
-    """Lines about what the times of `candidates` leave out."""
-    lines = []
-    if not all(each.times.with_host for each in candidates):
-        lines.append("what the host takes to launch operators is not known: it is taken to be never late")
-    if any(each.times.without_cores for each in candidates):
-        lines.append(
-            "cores not known: what the host's cores multiply there is measured by a run, which may be faster than predicted"
-        )
-    described = [(each.plan.weights, each.plan.job.machine.described()) for each in candidates]
-    if any(machine is not None and lacks_peers(weights, machine) for weights, machine in described):
-        lines.append(
-            "how fast GPUs send each other weights is not known (--assume peers=): it is taken to cost nothing"
-        )
-    return lines
+def table(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate], every_column: bool) -> str:
+    """For the terminal, or `PIPED_WIDTH` wide; with every column as wide as that takes where it is no terminal."""
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else None if every_column else PIPED_WIDTH
+    texts = [_texts(row, each) for row, each in zip(rows, candidates)]
+    columns = [
+        column
+        for column in COLUMNS
+        if (every_column or column.name not in ONLY_WITH_ALL) and any(row[column.name] for row in texts)
+    ]
+    gap = 1 if width is not None and width < NARROW else 2
+    return terminal_table(columns, texts_of(texts, columns), terminal, width, gap)
 
 
-def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
-    """A line for each engine and number of bits, with what would make it fit."""
-    lines = []
-    for plan in plans:
-        config = plan.job.config
-        free: int | None = plan.job.free_device_bytes
-        refused = Need("free device memory", plan.weights.least_free_device_bytes, free or 0)
-        short = next(
-            (need for need in plan.needs if not need.fits), refused
-        )  # which counts what the engine keeps free, too
-        offload = {"cpu": " with weights in host memory", "disk": " with weights on disk"}.get(config.offload, "")
-        gpus = f" on {plan.job.ranks.world_size} GPUs" if plan.job.ranks.world_size > 1 else ""
-        line = (
-            f"{config.engine} with {config.quant_bits} bits{'' if config.engine == 'stream' else offload}{gpus}: "
-            f"{short.needed / GB:.1f} GiB of {short.place} needed, {(short.available or 0) / GB:.1f} GiB available"
-        )
-        if changes := changes_that_fit(plan.job):
-            line += f"; fits with {changes[0]}"
-        lines.append(line)
-    return lines
-
-
-def why_none(found: Found, model: str) -> str:
-    """Why no configuration of `model` can be told of; of one that fits nowhere, the smallest machine that would do."""
-    if found.unknown:
-        return (
-            f"{len(found.unknown)} configurations of {model} fit, and how fast they are is not known: {why_not_predicted(found.unknown)}; "
-            "say what is missing with --assume, or measure it with zero-inference link --save."
-        )
-    if not found.too_large:
-        return f"{model}: none of these engines runs it with these options; leave some of them out."
-    available = {
-        need.place: need.available for plan in found.too_large for need in plan.needs if need.available is not None
+def _texts(row: dict[str, Any], candidate: Candidate) -> dict[str, str | None]:
+    most, least = ("≤", "≥") if row["at_most"] else ("", "")
+    measured = row["measured_tokens_per_s"]
+    cores = max(candidate.plan.weights.share_on_cores())
+    return {
+        "place": f"{'*' if row['front'] else ''}{row['place']}",
+        "configuration": configuration_in_words(candidate),
+        "batch_size": str(row["batch_size"]),
+        "tokens_per_s": most + significant(row["tokens_per_s"]),
+        "measured": row["tried"] if measured is None else significant(measured),
+        "step_s": least + significant(row["step_s"]),
+        "prefill_s": least + significant(row["prefill_s"]),
+        "total_s": least + significant(row["total_s"]),
+        "device": None if row["device_bytes"] is None else in_gib(row["device_bytes"]),
+        "host": in_gib(row["host_bytes"]),
+        "cores": "?" if candidate.plan.weights.lacks_cores else f"{cores:.0%}" if cores else None,
+        "bound_by": BOUND_BY[row["bound_by"]],
     }
-    there = ", ".join(f"{nbytes / GB:.1f} GiB of {place}" for place, nbytes in available.items())
-    return (
-        f"none of {len(found.too_large)} ways to run {model} fits ({there}); the smallest machine that would do has "
-        f"{least_machine(found.too_large)}."
-    )
-
-
-def why_not_predicted(plans: Sequence[Plan]) -> str:
-    """Why nobody knows how fast they are; each reason once."""
-    reasons = []
-    for plan in plans:
-        description = plan.job.machine.described()
-        reasons.append(
-            "the machine was not measured" if description is None else why_unknown(plan.weights, description)
-        )
-    return "; ".join(dict.fromkeys(reasons))
-
-
-def draw(candidates: Sequence[Candidate], path: Path, title: str) -> None:
-    """A picture of latency against throughput, PNG, PDF or SVG by the name. Raises OSError, or ValueError for another kind of file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6))
-    kinds: dict[str, list[Candidate]] = {}
-    for each in candidates:
-        gpus = f", {each.world_size} GPUs" if each.world_size > 1 else ""
-        kinds.setdefault(f"{each.config.engine}, {each.config.quant_bits} bits{gpus}", []).append(each)
-    for kind, some in kinds.items():
-        axes.scatter(
-            [1e3 * each.times.step.seconds for each in some],
-            [each.tokens_per_s for each in some],
-            label=kind,
-            s=28,
-        )
-    front = pareto_front(candidates)
-    steps = [1e3 * each.times.step.seconds for each in front]
-    axes.plot(steps, [each.tokens_per_s for each in front], color="black", linewidth=1, label="Pareto front")
-    for each, step in zip(front, steps):
-        axes.annotate(
-            f"batch {each.config.batch_size}",
-            (step, each.tokens_per_s),
-            xytext=(4, 4),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    axes.set(xscale="log", yscale="log", xlabel="ms a step (latency of a token)", ylabel="token/s", title=title)
-    axes.grid(True, which="both", alpha=0.2)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    with replacing(path) as part:
-        figure.savefig(part, format=path.suffix.lstrip(".").lower() or "png")
-    pyplot.close(figure)

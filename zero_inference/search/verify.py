@@ -1,4 +1,4 @@
-"""The best configurations tried, each in a process of its own, for some steps."""
+"""The best configurations, each run for a few steps in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_OK
 from zero_inference.runtime.child_runs import last_words, run_child
 from zero_inference.runtime.processes import isolated_ranks
+from zero_inference.runtime.progress import current
 from zero_inference.search.candidates import Candidate, options_of
 from zero_inference.search.ranking import ranked
 
@@ -19,28 +20,35 @@ MOST_TOKENS = 17  # of a trial: 16 steps
 
 
 def verified(best: Sequence[Candidate], count: int, goal: str, say: Callable[[str], None]) -> list[Candidate]:
-    """`best` with the first `count` of them run and ranked by what they did; those that failed come last.
+    """`best` with the first `count` of them run and ranked by their measured rates; those that failed come last.
 
     Raises:
         RunError: all of them failed.
     """
     tried, failed = [], []
-    with tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder:
-        for number, candidate in enumerate(best[:count], 1):
-            say(f"trying {number} of {min(count, len(best))}: {candidate.command()}")
+    chosen = best[:count]
+    with (
+        tempfile.TemporaryDirectory(prefix="zero-inference-plan-") as folder,
+        current().task("plan --verify", len(chosen), ticking=True) as task,
+    ):
+        for number, candidate in enumerate(chosen, 1):
+            task.at(f"run {number} of {len(chosen)} ({candidate.command()})", number - 1)
             rate = _measured_tokens_per_s(candidate, Path(folder), number, say)
             if rate is None:
                 failed.append(replace(candidate, failed=True))
             else:
-                say(f"  {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}")
+                say(
+                    f"run {number} of {len(chosen)}: {rate:.3g} token/s, predicted {candidate.tokens_per_s:.3g}: "
+                    f"{candidate.command()}"
+                )
                 tried.append(replace(candidate, measured_tokens_per_s=rate))
     if not tried:
-        raise RunError(f"--verify {count}: none of them ran; what each said is above.")
+        raise RunError(f"--verify {count}: every run failed; the reasons are above.")
     return ranked(tried, goal) + list(best[count:]) + failed
 
 
 def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
-    """None where the run failed, which is told."""
+    """None where the run failed, which `say` is told."""
     config = replace(candidate.config, gen_len=min(candidate.config.gen_len, MOST_TOKENS), dry_run=False, verbose=0)
     log, output = folder / f"{number}.log", folder / f"{number}.out"
     options = [*options_of(config), "--loops", "1", "--log-file", str(log)]
@@ -53,5 +61,5 @@ def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say:
     )
     rate = (ended.record or {}).get("decode_throughput")
     if rate is None:
-        say(f"  it failed: {last_words(ended.said()) or f'exit code {ended.code}'}")
+        say(f"run {number} failed: {last_words(ended.said()) or f'exit code {ended.code}'}: {candidate.command()}")
     return rate

@@ -193,8 +193,8 @@ def _refuse_other_run(config: RunConfig, dtype: torch.dtype, generated: dict, me
     for block in ("fp16", "bf16"):
         if merged[block].get("enabled") is not generated[block]["enabled"]:
             raise UsageError(
-                f"--ds-config {config.ds_config}: {block}.enabled is {merged[block].get('enabled')!r}, and the run is "
-                f"in {str(dtype).removeprefix('torch.')}: take it out and use --dtype."
+                f"--ds-config {config.ds_config}: {block}.enabled is {merged[block].get('enabled')!r}, but the run "
+                f"uses {str(dtype).removeprefix('torch.')}; remove it and use --dtype."
             )
     both = generated["zero_optimization"], merged["zero_optimization"]
     offloads = [part.get("offload_param", {}) for part in both]
@@ -235,17 +235,17 @@ def read_ds_config(path: str | None) -> dict:
                 raise UsageError(f"--ds-config {path}: {block} holds a {type(part).__name__}; a JSON object is needed.")
     for block in ("optimizer", "scheduler"):  # DeepSpeed would compile and build one
         if block in loaded:
-            raise UsageError(f"--ds-config {path}: {block} is for training, and nothing is trained here; take it out.")
+            raise UsageError(f"--ds-config {path}: {block} is for training; remove it.")
     if "weight_quantization" in loaded:
         raise UsageError(
-            f"--ds-config {path}: weight_quantization is set by --quant-bits and --quant-group-size; take it out."
+            f"--ds-config {path}: weight_quantization is set by --quant-bits and --quant-group-size; remove it."
         )
     for key, option in (
         ("device", "--cpu-offload or --disk-offload"),
         ("nvme_path", "--offload-dir"),
     ):  # it empties nvme_path
         if key in loaded.get("zero_optimization", {}).get("offload_param", {}):
-            raise UsageError(f"--ds-config {path}: offload_param.{key} is set by {option}; take it out.")
+            raise UsageError(f"--ds-config {path}: offload_param.{key} is set by {option}; remove it.")
     return loaded
 
 

@@ -8,10 +8,8 @@ memory holds the stored weights and one layer; `deepspeed.initialize` then finds
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +28,13 @@ from zero_inference.engines.deepspeed.config import (
 )
 from zero_inference.engines.deepspeed.gathered import Moment
 from zero_inference.engines.deepspeed.memory import places_of_weights
-from zero_inference.engines.deepspeed.modules import build_modules, check_aio, init_distributed, use_private_folder
+from zero_inference.engines.deepspeed.modules import (
+    build_modules,
+    check_aio,
+    init_distributed,
+    stderr_of_process,
+    use_private_folder,
+)
 from zero_inference.engines.deepspeed.quantization import (
     QuantizationPlan,
     QuantizedFunctionals,
@@ -44,6 +48,7 @@ from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.progress import SLOW_IMPORT_S, current
 
 connect = no_communicator
 
@@ -147,19 +152,17 @@ def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedM
     """Fill and partition the model; see `zero_inference.engines.base`."""
     config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
     _prepare_environment(config.verbose, ranks)
-    build_modules(
-        config.disk_offload,
-        config.use_gds,
-        dequantize_on_gpu=config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype),
-        say=functools.partial(print, file=sys.stderr, flush=True) if ranks.is_first and config.verbose > 0 else None,
-    )
+    by_kernel = config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype)
+    with stderr_of_process():
+        build_modules(config.disk_offload, config.use_gds, by_kernel, say=current().say)
     init_distributed(ranks)
     releases = ExitStack()
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None
     if workspace:
         releases.callback(workspace.close)
     try:
-        return _load(plan, progress, workspace, releases)
+        with stderr_of_process():
+            return _load(plan, progress, workspace, releases)
     except BaseException:
         releases.close()
         raise
@@ -245,7 +248,7 @@ def _check_by_deepspeed(merged: dict[str, Any], path: str | None) -> None:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         what = f"--ds-config {path}" if path else "the DeepSpeed configuration made from these options"
-        raise UsageError(f"{what}: DeepSpeed refuses it: {' '.join(lines[:3])[:300]}") from error
+        raise UsageError(f"{what}: DeepSpeed rejects it: {' '.join(lines[:3])[:300]}") from error
 
 
 def compile_dequantization(ranks: Ranks, say: Callable[[str], None]) -> None:
@@ -271,6 +274,7 @@ def _prepare_environment(verbose: int, ranks: Ranks | None) -> None:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}"
-    from deepspeed.utils import logger
+    with current().slow("importing DeepSpeed", SLOW_IMPORT_S):
+        from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR if verbose < 2 else logging.INFO)

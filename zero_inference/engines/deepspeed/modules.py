@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from zero_inference.errors import UsageError
 from zero_inference.runtime.cache_folder import OURS, user_cache
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.locks import held_lock
+from zero_inference.runtime.progress import QUIET_S, current
 from zero_inference.runtime.text import first_line
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
@@ -43,14 +44,26 @@ def check_aio(use_gds: bool) -> None:
     """Raises UsageError where NVMe cannot be read the way that was asked for."""
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
-    with redirect_stderr(sys.__stderr__):  # its probe wants a stderr with a file descriptor, or finds nothing
+    with stderr_of_process():
         found = AsyncIOBuilder().is_compatible(verbose=False)
     if not found:
         raise UsageError(
-            f"--disk-offload reads NVMe through libaio, which cannot be built here: install {AIO_HEADERS}."
+            f"--disk-offload reads NVMe through libaio, which cannot be compiled against here: install {AIO_HEADERS}."
         )
     if use_gds and not GDSBuilder().is_compatible(verbose=False):
-        raise UsageError("--use-gds: GPUDirect Storage (libcufile) is not on this machine; drop --use-gds.")
+        raise UsageError("--use-gds: this machine has no GPUDirect Storage (libcufile); drop --use-gds.")
+
+
+@contextmanager
+def stderr_of_process() -> Iterator[None]:
+    """Where stderr has no file descriptor, as in some notebooks: DeepSpeed's probes for libaio want one, or find nothing."""
+    try:
+        sys.stderr.fileno()
+    except (AttributeError, OSError):
+        with redirect_stderr(sys.__stderr__):
+            yield
+    else:
+        yield
 
 
 def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Callable[[str], None] | None) -> None:
@@ -78,8 +91,9 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         if builder is None or not builder.is_compatible(verbose=False):
             continue
         if say is not None and not list(folder.glob(f"{builder.name}/*.so")):
-            say(f"compiling DeepSpeed's {builder.name} module (once on this machine, some minutes) ...")
-        with held_lock(folder / f"{builder.name}.lock"), redirect_stdout(sys.stderr), _own_programs_first():
+            say(f"compiling DeepSpeed's {builder.name} module (once per machine, may take minutes) ...")
+        waiting = current().slow(f"compiling or loading DeepSpeed's {builder.name} module", QUIET_S)
+        with waiting, held_lock(folder / f"{builder.name}.lock"), redirect_stdout(sys.stderr), _own_programs_first():
             if OURS in str(folder):
                 (folder / builder.name / "lock").unlink(missing_ok=True)
                 _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again

@@ -62,35 +62,6 @@ class CoresPlan:
         meetings_s = residency.layers * self.rates.crossing_s if self.attends else 0.0
         return sum(cores_s_of(residency, self.rates).values()) + self.attention_s(self.rates) + meetings_s
 
-    def in_words(self, computed_bytes: int, stored_bytes: int) -> str:
-        """What the cores do in a decode step: how many bytes of the `stored_bytes` of their blocks they are expected to read."""
-        one = len(self.cpus) == 1 and bool(self.instructions)
-        chosen = (
-            f" (of {stored_bytes / 1e9:.3f} GB, with the experts that tokens choose)"
-            if stored_bytes > computed_bytes
-            else ""
-        )
-        who = (
-            f"{len(self.cpus)} thread{'' if one else 's'} ({self.instructions})"
-            if self.instructions
-            else "the host's cores"
-        )
-        tasks = [f"multipl{'ies' if one else 'y'} {computed_bytes / 1e9:.3f} GB{chosen}"] if computed_bytes else []
-        if self.attends:
-            tasks.append(f"attend{'s' if one else ''} over {self.kv_bytes / 1e9:.3f} GB of keys and values")
-        of_ranks = f" for {self.ranks} ranks" if self.ranks > 1 else ""
-        said = f"{who} {' and '.join(tasks)} in host memory{of_ranks}"
-        if self.kv_bytes and self.ranks > 1:
-            said += "; keys and values are carried, because each rank keeps its own"
-        if self.rates is None:
-            return said
-        tokens, link = self.few_rows * self.ranks, "links" if self.ranks > 1 else "link"
-        return (
-            f"{said}; side by side: {link} {self.rates.link_gb_per_s:.1f} GB/s ({self.rates.link_alone_gb_per_s:.1f} alone), "
-            f"cores {self.rates.cores_gb_per_s:.1f} GB/s ({self.rates.cores_alone_gb_per_s:.1f} alone) with {tokens} "
-            f"token{'s' if tokens > 1 else ''} a pass"
-        )
-
     def facts(self, computed_bytes: int) -> CoresUse:
         """For the record."""
         of_both = ("link_alone_gb_per_s", "link_gb_per_s", "cores_gb_per_s", "cores_alone_gb_per_s")
@@ -141,20 +112,20 @@ def why_cores_stay_out(job: Job) -> str | None:
         return "--cpu-compute off"
     if hosts > 1 and share is not None:
         raise UsageError(
-            f"--cpu-compute {job.config.cpu_compute}: the ranks are on {hosts} hosts, each with a part of every layer, and cores "
-            "multiply what the memory of one host has; use one host, or --cpu-compute off."
+            f"--cpu-compute {job.config.cpu_compute}: the ranks are on {hosts} hosts, each with a part of every layer, and a host's cores "
+            "multiply only what is in its own memory; use one host, or --cpu-compute off."
         )
     if hosts > 1:
         return "the ranks are on several hosts"
     if share is None and not (job.on_gpu and job.machine.gpus()):
-        return "without a GPU there is no link to be faster than"
+        return "without a GPU there is no link that they could relieve"
     missing = job.machine.missing_code(job.on_gpu)
     if not _is_alone(job):
         missing = next(filter(None, job.ranks.gather_objects(missing)), None)
     if missing and share is not None:
         raise UsageError(
-            f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled ({missing}); it takes a C++ compiler (g++ 10 or "
-            "newer, or what CXX names, such as clang++ 14); or use --cpu-compute off."
+            f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled ({missing}); install a C++ compiler (g++ 10 or "
+            "newer, or one named by CXX, such as clang++ 14), or use --cpu-compute off."
         )
     return f"their code could not be compiled: {missing}" if missing else None
 
@@ -176,7 +147,7 @@ def place_on_cores(
     can_attend = may_attend and config.kv_offload and ranks == 1 and why_not_attended(job.skeleton.model) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
-            return residency, "no block in host memory is work for them"
+            return residency, "host memory has no weights that they can multiply"
         raise UsageError(
             f"--cpu-compute {config.cpu_compute}: {job.spec.name} has no block in host memory that the cores can multiply "
             "(linear modules of a decoder layer's attention or feed-forward, or experts); use --cpu-compute off."
@@ -201,8 +172,8 @@ def place_on_cores(
         residency = residency.with_share_computed(config.cpu_share)
         if not residency.computed and not can_attend:
             raise UsageError(
-                f"--cpu-compute {config.cpu_compute}: less than half of a block of {job.spec.name}, and blocks are not divided; use a "
-                "larger share, or --cpu-compute off."
+                f"--cpu-compute {config.cpu_compute}: this share of {job.spec.name} is less than half a block, and blocks are not divided; "
+                "use a larger share, or --cpu-compute off."
             )
         return residency.with_budget_used(), replace(plan, share=config.cpu_share)
     if isinstance(found, str):
@@ -211,7 +182,7 @@ def place_on_cores(
     best = best_split(residency.with_shares_computed(1.0, 0.0), found, kv_bytes, can_attend, carried)
     if not (best.of_experts or best.of_others or best.attends):
         rates_of_both = f"{found.cores_gb_per_s:.1f} GB/s beside a link at {found.link_gb_per_s:.1f} GB/s"
-        return residency, f"they would hardly help: {rates_of_both}"
+        return residency, f"they would hardly help ({rates_of_both})"
     plan = replace(plan, attends=best.attends, automatic=True)
     # blocks of experts are so large that they may come late, though the link has time for them
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
@@ -254,7 +225,7 @@ def _is_alone(job: Job) -> bool:
 def _rates(job: Job, scheme: GroupQuantization | None, cpus: tuple[int, ...], can_attend: bool) -> BesideLink | str:
     """Or why they are not known."""
     if job.machine.is_here and _is_alone(job):
-        return "what they give is measured first in a run, by all ranks together"
+        return "their rates are only measured in a run, by all ranks together"
     config = job.spec.text_config
     heads = heads_of_key(config) if can_attend else 0
     work = Work(job.spec.dtype, scheme, job.rank_batch, config.hidden_size, heads)

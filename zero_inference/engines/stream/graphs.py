@@ -155,4 +155,4 @@ def _asking(feeder: BlockFeeder, between: Between) -> Iterator[None]:
 
 def _as_before(slot: int | None, recorded: int | None) -> None:
     if slot != recorded:
-        raise RunError(f"a block lies in slot {slot}, and its graph reads slot {recorded}; use --decode-graph off.")
+        raise RunError(f"a block is in slot {slot}, but its graph reads slot {recorded}; use --decode-graph off.")

@@ -13,6 +13,7 @@ from zero_inference.engines.stream.pace import paced_s, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
 from zero_inference.engines.stream.step_graph import why_no_graph
+from zero_inference.engines.stream.words import cores_in_words, experts_in_words, places_in_words, rates_in_words
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
@@ -186,24 +187,22 @@ class StreamPlan(EnginePlan):
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
-        if not self.residency.in_host_memory:
+        found, unused = self.residency, f"the host's cores are not used: {self.cores_stay_out}"
+        if not found.in_host_memory:
             kept_out = self.cores is None and self.cores_stay_out and self.job.config.kv_offload
-            return [f"the host's cores stay out: {self.cores_stay_out}"] if kept_out else []
-        line = f"a decode step fetches {self.fetched_bytes / 1e9:.3f} GB{' over the link' if self.job.on_gpu else ''}"
+            return [unused] if kept_out else []
+        line = f"each decode step {self.fetched_in_words()}"
         if self.cores is None:
-            return [line + (f" (the host's cores stay out: {self.cores_stay_out})" if self.cores_stay_out else "")]
-        computed = self.residency.computed_bytes
-        stored = sum(self.residency.layouts[block].stored_bytes for block in self.residency.computed)
-        lines = [f"{line}, and {self.cores.in_words(computed, stored)}"]
+            return [line, *([unused] if self.cores_stay_out else [])]
+        lines = [f"{line}; {cores_in_words(self.cores, found)}", *rates_in_words(self.cores)]
         if self.no_attention:
             lines.append(f"keys and values cross the link: {self.no_attention}")
-        if slots := self.residency.expert_slots:
-            of = sum(self.residency.blocks[block].experts.number for block in self.residency.expert_blocks)
-            lines.append(
-                f"device memory keeps {sum(slots.values())} of the {of} experts in host memory, those used most: "
-                f"{self.residency.expert_slot_bytes / 1e9:.3f} GB"
-            )
-        return lines
+        return lines + experts_in_words(found)
+
+    def places_in_words(self) -> str:
+        """See `EnginePlan`."""
+        all_in_one = not self.residency.in_host_memory or not self.job.on_gpu
+        return super().places_in_words() if all_in_one else places_in_words(self.residency)
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -260,7 +259,7 @@ def _with_cores(
     if not divided.in_host_memory and not config.kv_offload:
         if config.cpu_share is not None:
             raise UsageError(
-                f"--cpu-compute {config.cpu_compute}: all weights stay on the device, so none is in host memory for the cores; lower "
+                f"--cpu-compute {config.cpu_compute}: all weights are on the device, so the cores have nothing to compute; lower "
                 "--gpu-memory, or drop --cpu-compute."
             )
         return None, None, None
@@ -270,7 +269,7 @@ def _with_cores(
     placed = without_spare_slots(job, placed, scheme)
     needed = placed.host_bytes + job.kv_host_bytes
     if cores.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
-        return None, None, "host memory does not hold the experts that device memory keeps as well"
+        return None, None, "host memory has no space for the experts that the device keeps as well"
     return placed, cores, None
 
 

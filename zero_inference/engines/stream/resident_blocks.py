@@ -11,6 +11,7 @@ from zero_inference.engines.stream.expert_slots import spread
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.errors import DoesNotFit
+from zero_inference.runtime.amounts import amount
 
 GIB = 1 << 30
 # The copies that wait in the ring have to last while the host ends one token and prepares the next; this is a choice on the
@@ -50,8 +51,8 @@ def decide_residency(
     plan = plan_for(gpu_memory_gib, depth)
     if not _fits(plan, left):
         raise DoesNotFit(
-            f"{plan.kept_bytes / GIB:.2f} GiB of resident layers and {plan.depth} slots of {plan.slot_bytes / GIB:.2f} GiB do not fit "
-            f"into the {left / GIB:.2f} GiB of device memory left for them: {_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
+            f"{amount(plan.kept_bytes)} of resident layers and a ring of {plan.depth} slots of {amount(plan.slot_bytes)} each do not fit "
+            f"into the {amount(left)} of device memory left for them: {_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
         )
     return plan
 
@@ -133,4 +134,4 @@ def _advice(
                 return f"use --gpu-memory {tenths / 10:g} or less" + (
                     f" with --ring-depth {slots}" if slots != depth else ""
                 )
-    return "fewer of them do not fit either; see with --dry-run which other options would"
+    return "fewer layers do not fit either; --dry-run says which other options would"

@@ -62,8 +62,8 @@ class BlockStore:
         found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)
         if found != expected:
             raise RunError(
-                f"block {block}: {name} is {found[1]} {list(found[0])} and its place is for {expected[1]} "
-                f"{list(expected[0])}; use weights that fit the model's config.json."
+                f"block {block}: {name} is {found[1]} {list(found[0])}, expected is {expected[1]} "
+                f"{list(expected[0])}; use weights that match the model's config.json."
             )
         tensors = (values,) if stored.packed is None else quantize(values.to(self.ranks.device), scheme)
         buffer = self._buffer(block)

@@ -17,13 +17,13 @@ BOUNDS = {
 
 
 def bounds_among(found: Iterable[str]) -> list[str]:
-    """Those of `found` in the order of `BOUNDS`, then what other tools named."""
+    """Those of `found` in the order of `BOUNDS`, then names from other tools."""
     found = set(found)
     return [bound for bound in (*BOUNDS, *sorted(found - set(BOUNDS))) if bound in found]
 
 
 def look(bound: str) -> tuple[str, str]:
-    """Colour and marker; what other tools named shares the last."""
+    """Colour and marker; names from other tools share the last."""
     index = list(BOUNDS).index(bound) if bound in BOUNDS else len(BOUNDS)
     return SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
 

@@ -21,7 +21,7 @@ LINE, MARK, FOOT = 13, 20, 34  # a row is one or two lines of text and a mark
 ROWS_AT_ONCE = 16  # so that a drawing fits on a printed page
 MOST_ROWS = (
     20 * ROWS_AT_ONCE
-)  # a row takes 10 ms and 5 KB of the page; thousands would take minutes and no browser would like them
+)  # a row takes 10 ms and 5 KB of the page; thousands would take minutes and be too much for a browser
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
@@ -61,7 +61,7 @@ def text_width(text: str) -> float:
 
 @functools.lru_cache(10_000)  # a run has the same words in several drawings
 def fitting(text: str, room: float) -> str:
-    """One line at most `room` points wide; what is left out is left out of the middle."""
+    """One line at most `room` points wide, cut in the middle."""
     text = " ".join(text.split())
     if len(text) <= 200 and text_width(text) <= room:
         return text
@@ -128,7 +128,7 @@ def row_figures(
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(x_label)
         _legend(figure, legend)
-        # Said once for each row, so that who cannot see the drawing has its figures.
+        # Said once for each row, so that readers who cannot see the drawing have its figures.
         described = "; ".join(f"{', '.join(filter(None, (row.label, row.rest)))}: {row.value}" for row in chunk)
         drawings.append(
             Drawing(parts_title, caption, embedded(figure, f"{name}-{start}", parts_title, described), folded=start > 0)

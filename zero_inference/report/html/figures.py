@@ -29,7 +29,7 @@ LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late",
 
 
 def all_figures(runs: list[Run]) -> list[list[Drawing]]:
-    """The drawings, a list for each subject that the runs have something to say about."""
+    """The drawings, a list for each subject that the runs have data for."""
     import matplotlib
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
@@ -94,9 +94,9 @@ def shares_of_limit(runs: list[Run]) -> list[Drawing]:
         mark,
         finish,
         "share of the limit (%)",
-        "How near a decode step came to this machine's roofline, the least time that it allows: bytes or operations "
-        "that the run needed, at the rates measured in the same process. Each mark is a run, its shape says what "
-        "binds it; the bar is the median, the broken line the limit.",
+        "The least time of a decode step on this machine over the measured time. The least time is the bytes or operations "
+        "of the step at the rates measured in the same process. Each mark is a run, and its shape shows the limit that "
+        "applies; the bar is the median, the dashed line the limit.",
         legend=[(bound_name(bound), *look(bound)) for bound in bounds],
         what="settings",
     )
@@ -125,8 +125,8 @@ def phases(runs: list[Run]) -> list[Drawing]:
         rows,
         ("prefill", "decode"),
         "share of a generation's time (%)",
-        "Prefill is the time to the first token, decode that of all others; medians over the measured loops. "
-        "Their durations stand right of the run's name.",
+        "Prefill is the time to the first token, decode the time of all others; medians over the measured loops. "
+        "The durations are right of the run's name.",
     )
 
 
@@ -145,7 +145,7 @@ def link_use(runs: list[Run]) -> list[Drawing]:
         tuple(LINK_NAMES.values()),
         "share of the link's time in decode (%)",
         "Copying: the link was busy, at the rate right of the run's name. Waiting for a slot: the device computes longer than a "
-        "layer copies. Host late: it asked too late for the next layer. Start of a step: the host prepares the token.",
+        "layer copies. Host late: the host asked too late for the next layer. Start of a step: the host prepares the token.",
     )
 
 
@@ -220,9 +220,8 @@ def steps(runs: list[Run]) -> list[Drawing]:
         axes.xaxis.set_major_formatter(lambda value, position: f"{value:+.3g}" if value else "0")
 
     caption = (
-        "Decode steps of all measured loops, relative to the run's median step, which stands right of its name. The box "
-        "holds the middle "
-        "half, the whiskers reach from the 5th to the 95th percentile, circles are steps outside."
+        "Decode steps of all measured loops, relative to the run's median step, which is right of its name. The box holds the "
+        "middle half, the whiskers reach from the 5th to the 95th percentile, circles are steps outside."
     )
     caption += " An arrow: steps beyond the edge." if beyond else ""
     return row_figures("steps", "Step times", rows, mark, finish, "difference from the run's median step (%)", caption)
@@ -265,6 +264,6 @@ def quality(runs: list[Run]) -> list[Drawing]:
             f"{fitting(metric, ROOM / 2)}{' (%)' if share else ''}, {better} is better",
             ""
             if drawings
-            else "Scores of the model as it was timed; the bar is one standard error to either side, where the record has it.",
+            else "Scores of the model as it was timed; the bar is one standard error to each side, where the record has it.",
         )
     return drawings

@@ -13,7 +13,7 @@ SAME_RATE = 1.5  # links that differ by more are of different machines: a genera
 
 @dataclass(frozen=True)
 class Point:
-    """A run under the rooflines; `bytes_per_token` are those of the rate that holds it back.
+    """A run under the rooflines; `bytes_per_token` are those moved at the rate that limits it.
 
     That is what a step reads from disk where the disk binds it; what it reads of device memory where that binds it or nothing lies
     elsewhere; and else what lies outside device memory, copied over the link or read by the host's cores.
@@ -41,7 +41,7 @@ class Machine:
 
 
 def machines_of(runs: list[Run]) -> list[Machine]:
-    """Those with a run whose bytes and rates are known, the one with most runs first."""
+    """Machines with a run whose bytes and rates are known, the one with most runs first."""
     alike: dict[tuple, list[Point]] = {}
     for run in runs:
         if point := _point(run):
@@ -118,7 +118,7 @@ def _rates_of(points: list[Point]) -> dict[str, tuple[float, float]]:
 
 
 def _hardware(run: Run) -> tuple:
-    """What tells machines apart by name."""
+    """The names by which machines are told apart."""
     return (
         tuple(run.gpu_names),
         run.text("environment.cpu_model"),

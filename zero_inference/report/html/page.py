@@ -1,4 +1,4 @@
-"""Fills page.html: one file that needs nothing beside it."""
+"""Fills page.html: one self-contained file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_inference.report.html import figures, summary
 from zero_inference.report.html.runs import Run, clean, make_runs
 from zero_inference.runtime.replace import replacing
 
-FINDINGS_AT_ONCE = 8
+FINDINGS_AT_ONCE = 6
 SHORT_TEXT = 32  # is not broken in the table
 FOLDER = Path(__file__).parent
 
@@ -54,28 +54,39 @@ def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     runs = make_runs(records)
     found = summary.findings(runs)
+    subjects = figures.all_figures(runs)
+    leading = [drawing for drawing in subjects[0] if not drawing.folded][:1] if subjects and found else []
     return template.render(
         source=clean(source),
+        name=clean(_name(source)),
         short_text=SHORT_TEXT,
         style=(FOLDER / "page.css").read_text(encoding="utf-8"),
         script=script,
         # Only this script may run, whatever a record holds, and nothing is fetched.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         counted=summary.counted(runs) if runs else "",
-        findings=found[:FINDINGS_AT_ONCE],
+        leading=leading,
+        lead=found[:1],
+        findings=found[1:FINDINGS_AT_ONCE],
         more_findings=found[FINDINGS_AT_ONCE:],
         machines=_machines(runs),
         times=_times(runs),
         headers=list(zip(map(clean, table.headers), table.numeric)),
         scores=_scores(runs),
         rows=_rows(runs, table),
-        subjects=figures.all_figures(runs),
+        subjects=[rest for each in subjects if (rest := [drawing for drawing in each if drawing not in leading])],
         failed=[
             (run.number, ", ".join(filter(None, (run.setting, run.rest))), run.text("error") or "no error was recorded")
             for run in runs
             if run.failed
         ],
     )
+
+
+def _name(source: str) -> str:
+    """The folders by the last parts of their paths."""
+    names = [part.rstrip("/").rpartition("/")[2] or part for part in source.split(", ")]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _rows(runs: list[Run], table: Table) -> list[dict[str, Any]]:
@@ -100,6 +111,8 @@ def _machines(runs: list[Run]) -> str:
     counts = Counter(
         run.gpus or ("no GPU" if run.record.get("environment") else "machine not recorded") for run in runs
     )
+    if len(counts) == 1:
+        return next(iter(counts))
     return "; ".join(f"{name} ({count} run{'s' * (count != 1)})" for name, count in counts.most_common(6))
 
 

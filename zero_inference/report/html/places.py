@@ -1,4 +1,4 @@
-"""Where short texts beside the marks of a plot cover neither marks nor each other."""
+"""Places for short texts beside the marks of a plot, so that they cover neither marks nor each other."""
 
 from __future__ import annotations
 

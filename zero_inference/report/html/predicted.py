@@ -1,4 +1,4 @@
-"""Predicted against measured: how many times as long as its plan said each run took."""
+"""Predicted against measured: the time of each run over the time that its plan predicted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Ratios:
 
 
 def predicted_against_measured(runs: list[Run]) -> list[Drawing]:
-    """A row for each run whose record says how long it was to take, farthest from that first; marks for decode and prefill."""
+    """A row for each run whose record has a prediction, farthest from it first; marks for decode and prefill."""
     found = [(run, _ratios(run)) for run in runs if not run.failed]
     rows = [Row(run.label, run.rest, ratios.text, ratios) for run, ratios in found if ratios.known]
     if not rows:
@@ -91,7 +91,7 @@ def _ratios(run: Run) -> _Ratios:
 
 
 def _distance(ratio: float) -> float:
-    """Half as long is as far off as twice as long."""
+    """Half the predicted time is as far off as twice the predicted time."""
     return abs(math.log(ratio))
 
 
@@ -100,7 +100,7 @@ def _times(ratio: float) -> str:
 
 
 def _caption(data: Sequence[_Ratios]) -> str:
-    """How many runs came out as predicted."""
+    """How many runs were near their prediction."""
     parts = []
     for phase, within, band, ratios in (
         ("decode", DECODE_WITHIN, "inner band", [each.decode for each in data if each.decode]),
@@ -116,7 +116,7 @@ def _caption(data: Sequence[_Ratios]) -> str:
             median = _times(statistics.median(ratios))
             parts.append(f"{near} of {len(ratios)} {phase} times are {of}, their median {median}")
     return (
-        "How many times as long each run took as its plan had said before loading, farthest first; right of 1 it was slower. "
+        "Measured time over the time that the plan predicted before loading, farthest from 1 first; right of 1 the run was slower. "
         f"{'; '.join(parts)}."
     )
 

@@ -26,13 +26,13 @@ MACHINES_AT_ONCE, MOST_MACHINES = 2, 12
 LEFT, RIGHT, TOP, BOTTOM, PLOT_HEIGHT, LEGEND_LINE = 44, 20, 20, 38, 230, 13.5  # points
 LEAST_SPAN = 6.0  # an axis reaches over at least this factor
 CAPTION = (
-    "Each mark is a run, numbered as in the table where there is room; colour and shape say what binds it. The lines are the token/s that "
-    "the highest rates measured here allow, a thin stem ends at what the run's own rates do. "
+    "Each mark is a run, numbered as in the table where there is room; colour and shape show the limit that applies. The lines are the "
+    "token/s that the highest rates measured here allow; a thin stem ends at what the run's own rates allow. "
 )
 
 
 def roofline(runs: list[Run]) -> list[Drawing]:
-    """A figure for each machine that the runs say enough of, the one with most runs first."""
+    """A figure for each machine that the runs have enough data for, the one with most runs first."""
     machines = machines_of(runs)
     drawings = [
         _figure(f"roofline-{index}", machine, folded=index >= MACHINES_AT_ONCE)
@@ -73,7 +73,7 @@ def _set_axes(axes, points: list[Point]) -> None:
 
 
 def _span(values: list[float]) -> tuple[float, float]:
-    """Room around the values, and at least `LEAST_SPAN` from end to end."""
+    """A margin around the values, and at least `LEAST_SPAN` from end to end."""
     low, high = min(values), max(values)
     margin = max(1.5, math.sqrt(LEAST_SPAN / (high / low)))
     return low / margin, high * margin
@@ -113,7 +113,7 @@ def _draw_points(axes, points: list[Point]) -> None:
 
 
 def _number_points(axes, machine: Machine) -> None:
-    """The runs' numbers where there is room, rather not on a line or a stem."""
+    """The runs' numbers where there is room, if possible not on a line or a stem."""
     to_points = 72 / axes.figure.dpi
 
     def place(x: float, y: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Records as the page needs them: what is missing or of another kind reads as None, and text is fit to be shown."""
+"""Records as the page needs them: missing or odd values read as None, and text is safe to show."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
+from zero_inference.report.given import OF_SPEED, differing_options
+from zero_inference.report.short import model_in_short, weights_in_short
 from zero_inference.runtime.text import printable
 
-SHORT_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
 LONGEST_TEXT = 2000
 
@@ -45,7 +46,8 @@ class Score:
 class Run:
     """One record; `number` is its row in the page's table, from 1. Times in s, throughputs in token/s, shares of 1.
 
-    `label` names it by its number and setting, `rest` by what else tells it from the page's other runs.
+    `label` names it by its number and setting, `rest` by what else tells it from the page's other runs, `options` are those in which
+    runs of the same engine, place and weights differ.
     """
 
     number: int
@@ -53,6 +55,7 @@ class Run:
     several_gpus: bool = False
     label: str = ""
     rest: str = ""
+    options: tuple[str, ...] = ()
 
     def amount(self, key: str) -> float | None:
         return value_at(self.record, key, "Float64")
@@ -74,7 +77,7 @@ class Run:
 
     @property
     def short_model(self) -> str:
-        return self.model.rstrip("/").rpartition("/")[2] or self.model
+        return model_in_short(self.model)
 
     @property
     def engine(self) -> str:
@@ -82,12 +85,8 @@ class Run:
 
     @property
     def weights(self) -> str:
-        bits, dtype = self.whole("quant_bits"), self.text("dtype")
-        if bits is not None and bits < 16:
-            return f"int{bits}"
-        if bits is None and self.record.get("weight_quantize"):
-            return "quantized"
-        return SHORT_DTYPES.get(dtype, dtype) if dtype else "16 bit" if bits == 16 else "dtype unknown"
+        quantized = bool(self.record.get("weight_quantize"))
+        return weights_in_short(self.whole("quant_bits"), self.text("dtype"), quantized) or "dtype unknown"
 
     @property
     def place(self) -> str:
@@ -107,9 +106,13 @@ class Run:
         counts = Counter(self.gpu_names)
         return ", ".join(f"{count} x {name}" for name, count in counts.items()) or None
 
-    @cached_property
+    @property
     def setting(self) -> str:
         """Engine, place and kind of the weights and what else makes a line of its own in a plot."""
+        return ", ".join((self._kind, *self.options))
+
+    @cached_property
+    def _kind(self) -> str:
         parts = [self.engine, self.place, self.weights]
         if self.record.get("kv_offload"):
             parts.append("KV on host")
@@ -129,7 +132,7 @@ class Run:
     @property
     def group_name(self) -> str:
         model, prompt, gen = self.group
-        lengths = [f"prompts of {prompt} tokens"] * (prompt is not None) + [f"{gen} generated"] * (gen is not None)
+        lengths = [f"prompt {prompt}"] * (prompt is not None) + [f"{gen} generated"] * (gen is not None)
         return ", ".join([model, *lengths])
 
     @property
@@ -144,7 +147,7 @@ class Run:
 
     @property
     def bound_by(self) -> str | None:
-        """What binds a decode step: link, disk, device_memory or matmul. Older records name none, but knew only link and disk."""
+        """What limits a decode step: link, disk, device_memory or matmul. Older records do not name it; they had only link and disk."""
         if self.share_of_limit is None:
             return None
         disk_bytes, disk_gb_per_s = self.amount("transfers.disk_read_bytes_per_step"), self.amount("limit.disk_gbps")
@@ -231,6 +234,7 @@ def make_runs(records: list[dict[str, Any]]) -> list[Run]:
 
     models, batches = differs(lambda run: run.model), differs(lambda run: run.whole("batch_size"))
     prompts, gens = differs(lambda run: run.whole("prompt_len")), differs(lambda run: run.whole("gen_len"))
+    _add_options(runs)
     for run in runs:
         batch, prompt, gen = run.whole("batch_size"), run.whole("prompt_len"), run.whole("gen_len")
         parts = [run.short_model] * models + [f"batch {batch}"] * (batches and batch is not None)
@@ -240,6 +244,18 @@ def make_runs(records: list[dict[str, Any]]) -> list[Run]:
         object.__setattr__(run, "label", f"#{run.number} {run.setting}")
         object.__setattr__(run, "rest", ", ".join(parts))
     return runs
+
+
+def _add_options(runs: list[Run]) -> None:
+    """Tells runs of one model, length and kind from each other by the options that set their speed."""
+    alike: dict[tuple, list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.group, run.setting), []).append(run)
+    for each in alike.values():
+        for name, values in differing_options([run.record for run in each]).items():
+            for run, value in zip(each, values):
+                if name in OF_SPEED and value is not None:
+                    object.__setattr__(run, "options", (*run.options, clean(f"{name} {value}")))
 
 
 def fastest_first(records: list[dict[str, Any]]) -> list[int]:

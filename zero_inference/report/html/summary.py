@@ -1,4 +1,4 @@
-"""The page's headline: which configuration is fastest, and what bounds it."""
+"""The page's headlines: which configuration is fastest, and what bounds it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from dataclasses import dataclass
 from zero_inference.report.html.runs import Run
 
 NEAR_THE_LIMIT = 0.7
+LIMIT_WORDS = {
+    "link": "the link's limit",
+    "link_and_cores": "the limit of link and cores",
+    "disk": "the disk's limit",
+    "device_memory": "device memory's limit",
+    "matmul": "the limit of matrix products",
+}
 LEADERS_NAMED = 3
 LINK_CAUSES = {
-    "slot_wait_s": "it waited for a free slot (the device computes longer than a layer copies)",
+    "slot_wait_s": "the device computes longer than a layer copies",
     "host_late_s": "the host asked too late for the next layer",
-    "step_start_s": "a step began late (the host prepares the token)",
+    "step_start_s": "steps began late (the host prepares the token)",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The fastest run of one model at one length, and those that the spread of the loops does not tell from it.
+    """The fastest run of one model at one length, and those too close to it for the spread of the loops to tell apart.
 
     `leaders` are numbers and names, the fastest first, of which `more` are not named; `claim` is what can be said of them; `bound`
-    is of the first.
+    is about the first, as are `figure` (its token/s), `phase` and `share` (of its limit, in words; empty where that is not known).
     """
 
     group: str
@@ -30,6 +37,9 @@ class Finding:
     claim: str
     speed: str
     bound: str
+    figure: str
+    phase: str
+    share: str
 
 
 def counted(runs: list[Run]) -> str:
@@ -71,14 +81,29 @@ def _finding(runs: list[Run]) -> Finding | None:
     speeds = number(of(best)) + (f" to {number(of(leaders[-1]))}" if equal else "")
     speed, claim = f"{speeds} token/s in {phase}", "is fastest" if len(ranked) > 1 else "is the only run"
     if equal:
-        claim = "are the fastest, and what is between them is within the spread of their loops"
+        claim = "are the fastest, too close for the spread of their loops to tell apart"
     elif rival is not None:
         times = of(best) / of(rival)
         speed += f", {times:.{2 if times < 1.1 else 1 if times < 100 else 0}f} times the next setting "
         speed += f"({_named(rival)}: {number(of(rival))})"
         if best.loop_spread(key) is None and rival.loop_spread(key) is None:
-            speed += "; how much loops differ was not recorded"
-    return Finding(best.group_name, named, len(leaders) - len(named), claim, speed, bound_in_words(best))
+            speed += "; the spread of their loops was not recorded"
+    share = "" if best.share_of_limit is None else f"{best.share_of_limit:.1%} of {_limit_in_short(best)}"
+    return Finding(
+        best.group_name,
+        named,
+        len(leaders) - len(named),
+        claim,
+        speed,
+        bound_in_words(best),
+        number(of(best)),
+        phase,
+        share,
+    )
+
+
+def _limit_in_short(run: Run) -> str:
+    return LIMIT_WORDS.get(run.bound_by, f"the limit of {run.bound_by}")
 
 
 def _within_spread(best: Run, other: Run, of: Callable[[Run], float], key: str) -> bool:
@@ -104,12 +129,12 @@ def bound_in_words(run: Run) -> str:
         return "What bounds it was not measured."
     what = _limit_named(run)
     if share >= NEAR_THE_LIMIT:
-        return f"It is bound by {what}, and reaches {share:.1%} of that limit."
-    text = f"The nearest limit is {what}, of which it reaches {share:.1%}: something else is slow"
+        return f"It is bound by {what} and reaches {share:.1%} of that limit."
+    text = f"It reaches {share:.1%} of the nearest limit, {what}: something else is slow"
     use = run.link_use
     worst = max(LINK_CAUSES, key=use.get) if use else None
     if worst and run.bound_by == "link" and use[worst] > 0.02 * sum(use.values()):
-        text += f"; where the link stood idle, mostly {LINK_CAUSES[worst]}"
+        text += f"; the link was idle mostly because {LINK_CAUSES[worst]}"
     return text + "."
 
 

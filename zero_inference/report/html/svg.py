@@ -1,4 +1,4 @@
-"""Drawings that can stand inside a page: colours of the page's theme, ids of their own, words for who cannot see them."""
+"""Drawings that can stand inside a page: colours of the page's theme, ids of their own, a description for those who cannot see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput against batch size: a panel for each model and length, a line for each setting."""
+"""Throughput: a drawing for each model and length, lines over batch sizes, or bars where there is only one."""
 
 from __future__ import annotations
 
@@ -13,41 +13,98 @@ from zero_inference.report.html.drawing import (
     MARKERS,
     WIDTH,
     Drawing,
+    Row,
     canvas,
     fitting,
     legend_below,
     log_axis,
+    row_figures,
 )
 from zero_inference.report.html.runs import Run
 from zero_inference.report.html.summary import number
-from zero_inference.report.html.svg import INK, MUTED, SERIES, SURFACE, embedded
+from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, SURFACE, embedded
 
 PANELS_AT_ONCE = 6
+FARTHEST_LIMIT = 3.0  # times the highest bar: the line of a limit beyond would leave the bars no width
 STYLED_LINES = 12
 
 
 def throughput(runs: list[Run]) -> list[Drawing]:
-    """A panel for each model, prompt length and number of generated tokens, a line for each setting. A setting looks the same in
-    all panels."""
+    """A drawing for each model, prompt length and number of generated tokens: bars where all runs have one batch size, otherwise a line
+    for each setting, which looks the same in all panels. Models and lengths with a single run share one drawing of bars."""
     groups: dict[tuple, list[Run]] = {}
     for run in runs:
         if run.decode_throughput and (run.whole("batch_size") or 0) > 0:
             groups.setdefault(run.group, []).append(run)
-    alone = [group for group, members in groups.items() if len(members) == 1]
-    if len(alone) < len(groups):  # a point by itself shows nothing that its row in the table does not
-        groups = {group: members for group, members in groups.items() if group not in alone}
-    plotted = [run for group in groups.values() for run in group]
+    alone = [members[0] for members in groups.values() if len(members) == 1]
+    several = sorted((members for members in groups.values() if len(members) > 1), key=len, reverse=True)
+    looks = _looks([members for members in several if len(_batches(members)) > 1])
+    drawings = []
+    for index, group in enumerate(several):
+        name, folded = f"throughput-{index}", index >= PANELS_AT_ONCE
+        one_batch = len(_batches(group)) == 1
+        drawings += _bars(name, group, folded) if one_batch else [_throughput_panel(name, group, looks, folded)]
+    return drawings + (_bars("throughput-alone", alone, folded=False) if alone else [])
+
+
+def _batches(runs: list[Run]) -> list[int]:
+    return sorted({run.whole("batch_size") for run in runs})
+
+
+def _looks(groups: list[list[Run]]) -> dict[str, int]:
+    """The settings that are drawn in most runs, each with the number of its look."""
+    plotted = [run for group in groups for run in group]
     count = Counter(run.setting for run in plotted)
     best = {setting: max(run.decode_throughput for run in plotted if run.setting == setting) for setting in count}
     ranked = sorted(count, key=lambda setting: (-count[setting], -best[setting]))
-    looks = {setting: index for index, setting in enumerate(ranked[:STYLED_LINES])}
-    drawings = []
-    for index, group in enumerate(sorted(groups.values(), key=len, reverse=True)):
-        drawings.append(_throughput_panel(f"throughput-{index}", group, looks, folded=index >= PANELS_AT_ONCE))
-    if drawings and len(alone) > 0 and len(plotted) > 1:
-        note = f" Not drawn, as each has one run: {len(alone)} more model{'s' * (len(alone) > 1)} or lengths."
-        drawings[0] = dataclasses.replace(drawings[0], caption=drawings[0].caption + note)
-    return drawings
+    return {setting: index for index, setting in enumerate(ranked[:STYLED_LINES])}
+
+
+def _bars(name: str, runs: list[Run], folded: bool) -> list[Drawing]:
+    """A bar for each setting, the fastest first, with a line at the limit that its own rates allow."""
+    from matplotlib.ticker import MaxNLocator
+
+    one_group, batches = len({run.group for run in runs}) == 1, _batches(runs)
+    rows = _bar_rows(runs, not one_group, len(batches) > 1)
+    most = max(speed for speed, _ in (row.data for row in rows))
+    near = [limit for _, limit in (row.data for row in rows) if limit and limit <= FARTHEST_LIMIT * most]
+    span = 1.02 * max(most, *near, 0.0)
+
+    def mark(axes, y: float, data: tuple[float, float | None]) -> None:
+        speed, limit = data
+        axes.barh(y, span, height=0.5, color=GRID, alpha=0.45, linewidth=0, zorder=0)
+        axes.barh(y, speed, height=0.5, color=SERIES[0], linewidth=0, zorder=1)
+        if limit and limit <= span:
+            axes.plot([limit, limit], [y - 0.4, y + 0.4], color=INK, linewidth=1.4, zorder=2)
+
+    def finish(axes) -> None:
+        axes.set_xlim(0, span)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(lambda value, position: number(value) if value else "0")
+
+    at = f" at batch {batches[0]}" if len(batches) == 1 else ""
+    title = f"Throughput{at}: {runs[0].group_name if one_group else 'models and lengths with one run'}"
+    caption = "Decode tokens per second of all sequences together; higher is better."
+    caption += " The upright line is the limit that the rates measured in the run allow." if near else ""
+    drawings = row_figures(name, title, rows, mark, finish, "decode throughput (token/s)", caption, what="settings")
+    return [dataclasses.replace(each, folded=folded or each.folded) for each in drawings]
+
+
+def _bar_rows(runs: list[Run], several_groups: bool, several_batches: bool) -> list[Row]:
+    """`data` is (token/s, its limit or None), medians where a setting ran more than once."""
+    alike: dict[tuple, list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.group, run.setting, run.whole("batch_size")), []).append(run)
+    rows = []
+    for each in alike.values():
+        run, speed = each[0], statistics.median(run.decode_throughput for run in each)
+        limits = [run.decode_throughput / run.share_of_limit for run in each if run.share_of_limit]
+        rest = [run.short_model] * several_groups + [f"batch {run.whole('batch_size')}"] * several_batches
+        rest += [f"prompt {run.whole('prompt_len')}", f"{run.whole('gen_len')} generated"] * several_groups
+        several = f" ({len(each)} runs)" if len(each) > 1 else ""
+        data = (speed, statistics.median(limits) if limits else None)
+        rows.append(Row(run.setting, ", ".join(rest), f"{number(speed)} token/s{several}", data))
+    return sorted(rows, key=lambda row: -row.data[0])
 
 
 @dataclass(frozen=True)
@@ -70,9 +127,9 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
         for setting in dict.fromkeys(run.setting for run in runs)
     }
     named = sorted((setting for setting in lines if setting in looks), key=looks.get)
-    panel = _Panel(lines, named, looks, sorted({run.whole("batch_size") for run in runs}))
+    panel = _Panel(lines, named, looks, _batches(runs))
     legend = 13.5 * (len(named) + bool(panel.others)) + 4
-    height = (210 if len(panel.batches) > 1 else 170) + legend
+    height = 210 + legend
     figure, axes = canvas(WIDTH, height, left=44, right=14, top=20, bottom=38 + legend)
     _plot_lines(axes, panel)
     _finish_axes(axes, panel.batches, [run.decode_throughput for run in runs])
@@ -81,8 +138,6 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
     caption = "Tokens per second of all sequences together, in decode; higher is better. "
     if len({(run.setting, run.whole("batch_size")) for run in runs}) < len(runs):
         caption += "The median where a setting ran more than once."
-    if len(panel.batches) == 1:
-        caption += f"All have batch {panel.batches[0]}: points side by side, no lines."
     best = max(runs, key=lambda run: run.decode_throughput)
     described = (
         f"{len(lines)} settings at batch {', '.join(map(str, panel.batches))}. "
@@ -92,11 +147,8 @@ def _throughput_panel(name: str, runs: list[Run], looks: dict[str, int], folded:
 
 
 def _plot_lines(axes, panel: _Panel) -> None:
-    for place, setting in enumerate(panel.others + panel.named):
+    for setting in panel.others + panel.named:
         points = _medians(panel.lines[setting])  # batch, token/s
-        if len(panel.batches) == 1:  # side by side, as equal speeds would hide each other
-            shift = 2 ** (0.6 * ((place + 0.5) / len(panel.lines) - 0.5))
-            points = [(batch * shift, speed) for batch, speed in points]
         look = panel.looks.get(setting)
         colour = MUTED if look is None else SERIES[look % len(SERIES)]
         hollow = look is not None and look >= len(SERIES)

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""The table "Your first big model" of README.md and docs/big-models.md, made from committed results.
+
+    python scripts/big_models_table.py            prints it
+    python scripts/big_models_table.py --write    puts it into both, between its two marks
+
+A row is a model and an amount of GPU memory. The results are those of benchmarks/plan_candidates.py with `--best 1`: the configuration that
+the plan ranked first, and how fast it then was. Memory is the peak of the run, in GiB; with 1 sequence, or with 32 where 1 was not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.results_table import replaced  # noqa: E402
+from zero_inference.runtime.tables import Column, pipe_row, significant, texts_of  # noqa: E402
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "big-models.md")
+RESULTS = ROOT / "benchmarks" / "results" / "h200-big-models"
+LARGEST = ROOT / "benchmarks" / "results" / "h200-kept" / "thirteenth_host" / "llama405b-int4-bs32-auto.jsonl"
+MODELS = {
+    "llama-2-13b": "Llama-2-13B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B (mixture)",
+    "mixtral-8x7b": "Mixtral-8x7B (mixture)",
+    "llama-3.1-70b": "Llama-3.1-70B",
+}
+BATCHES = (1, 32)
+BEGIN, END = "<!-- big models: scripts/big_models_table.py -->", "<!-- end of big models -->"
+COLUMNS = (
+    Column("model", "model, 4 bits", dtype="string"),
+    Column("gpu", "GPU memory", dtype="string"),
+    Column("gpu_peak", "used (GiB)", significant),
+    Column("host_peak", "host memory used (GiB)", significant),
+    Column("one", "1 sequence: predicted, measured (token/s)", dtype="string"),
+    Column("many", "32 sequences: predicted, measured (token/s)", dtype="string"),
+)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put it into README.md and docs/big-models.md")
+    args = parser.parse_args(argv)
+    if not args.write:
+        print(table())
+        return 0
+    for page in PAGES:
+        page.write_text(replaced(page.read_text(encoding="utf-8"), table(), BEGIN, END), encoding="utf-8")
+    return 0
+
+
+def table() -> str:
+    """Markdown, without a line break at its end."""
+    rows = [row for model, name in MODELS.items() for row in rows_of(model, name)]
+    rows.append(row_of_largest())
+    lines = [[column.header for column in COLUMNS], ["---"] * len(COLUMNS), *texts_of(rows, COLUMNS)]
+    return "\n".join(map(pipe_row, lines))
+
+
+def rows_of(model: str, name: str) -> list[dict[str, Any]]:
+    """By COLUMNS, a row for each amount of GPU memory that was tried."""
+    tried = {batch: by_memory(model, batch) for batch in BATCHES}
+    rows = []
+    for gib in sorted({gib for found in tried.values() for gib in found}):
+        found = [tried[batch].get(gib) for batch in BATCHES]
+        record = next(each["record"] for each in found if each)
+        rows.append(
+            {"model": name, "gpu": f"{gib:g} GiB", "one": speeds(found[0]), "many": speeds(found[1])} | peaks(record)
+        )
+    return rows
+
+
+def by_memory(model: str, batch: int) -> dict[float, dict[str, Any]]:
+    """The candidates of `model`, each with its `record`, by GiB of GPU memory; none where nothing was tried."""
+    folder = RESULTS / f"bs{batch}" / model
+    if not folder.is_dir():
+        return {}
+    found = json.loads((folder / "candidates.json").read_text())["candidates"]
+    return {each["gpu_memory"]: each | {"record": last_record(folder / each["log"])} for each in found}
+
+
+def speeds(candidate: dict[str, Any] | None) -> str:
+    if candidate is None:
+        return "-"
+    predicted, measured = candidate["predicted_tokens_per_s"], candidate["measured_tokens_per_s"]
+    return f"{rounded(predicted)}, **{rounded(measured)}**"
+
+
+def row_of_largest() -> dict[str, Any]:
+    record = last_record(LARGEST)
+    rate = record["batch_size"] * (record["gen_len"] - 1) / record["predicted"]["decode_s"]
+    both = speeds({"predicted_tokens_per_s": rate, "measured_tokens_per_s": record["decode_throughput"]})
+    return {"model": "Llama-3.1-405B", "gpu": "140 GiB", "one": "-", "many": both} | peaks(record)
+
+
+def peaks(record: dict[str, Any]) -> dict[str, float]:
+    return {"gpu_peak": record["peak_gpu_bytes"] / 2**30, "host_peak": record["peak_host_bytes"] / 2**30}
+
+
+def rounded(rate: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text().splitlines()[-1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""Bytes in words: GiB, and smaller units where these would be hard to read."""
+
+import pytest
+
+from zero_inference.runtime.amounts import amount, amount_or_more, compared, in_gib
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.mark.parametrize(
+    "nbytes, text",
+    [
+        (0, "0 bytes"),
+        (7, "7 bytes"),
+        (1024, "1 KiB"),
+        (353 << 10, "0.345 MiB"),
+        (100 * MIB, "100 MiB"),
+        (512 * MIB, "0.5 GiB"),
+        (20.44 * GIB, "20.4 GiB"),
+        (131.417 * GIB, "131 GiB"),
+        (999.6 * GIB, "1000 GiB"),
+        (1511.9 * GIB, "1512 GiB"),
+    ],
+)
+def test_an_amount_has_three_digits_and_its_unit(nbytes, text):
+    assert amount(nbytes) == text
+
+
+def test_two_amounts_share_a_unit_and_differ_where_they_do():
+    assert compared(20.44 * GIB, 23.5 * GIB) == ("20.4", "23.5", "GiB")
+    assert compared(0, 128 * GIB) == ("0", "128", "GiB")
+    assert compared(128.2 * GIB, 128 * GIB) == ("128.20", "128.00", "GiB")
+    assert compared(10 * MIB, 20 * MIB) == ("10", "20", "MiB")
+    assert compared(0, 0) == ("0", "0", "bytes")
+
+
+def test_what_is_enough_is_rounded_up():
+    assert amount_or_more(6.21 * GIB) == "6.3 GiB" and amount_or_more(131.401 * GIB) == "131.5 GiB"
+    assert in_gib(7.25 * GIB) == "7.25"

@@ -1,0 +1,364 @@
+"""run, plan and load from Python: the same tokens, logits and scores as plain transformers, and a process left as it was found."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from conftest import need_lm_eval, plain_ids
+
+from zero_inference import load, plan, run, unload
+from zero_inference.api.keywords import options_from
+from zero_inference.cli import console_main
+from zero_inference.errors import RunError, UsageError
+from zero_inference.models.prompts import random_ids
+from zero_inference.options import run_config
+from zero_inference.search.candidates import command_of
+
+CPU = {"dtype": "float32", "verbose": 0}
+WAYS = {
+    "resident": {"engine": "resident"},
+    "stream": {"ring_depth": 2},
+    "stream, repeated steps": {"decode_graph": "on"},
+    "stream, keys in host memory": {"kv_offload": True},
+    "stream, cores attend": {"kv_offload": True, "cpu_compute": 1.0},
+    "accelerate": {"engine": "accelerate", "cpu_offload": True},
+    "accelerate, disk": {"engine": "accelerate", "disk_offload": True},
+    "deepspeed": {"engine": "deepspeed", "cpu_offload": True},
+    "deepspeed, disk": {"engine": "deepspeed", "disk_offload": True},
+}
+TEXTS = ["The river was low that year, and the boats lay on the mud.", "Bread needs flour, water, salt and patience."]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(no_gpu, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoints):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32).eval()
+
+
+def placed(way: str, tmp_path) -> dict:
+    options = WAYS[way] | CPU
+    return options | ({"offload_dir": tmp_path / "offload"} if "disk_offload" in options else {})
+
+
+def batch(rows: int, tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Sequences of different lengths, padded on the left."""
+    mask = torch.ones(rows, tokens, dtype=torch.int64)
+    for row in range(1, rows):
+        mask[row, : row % 3] = 0
+    return {"input_ids": 3 + random_ids(seed, rows, tokens, 300) * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loaded_model_is_one_of_transformers(way, checkpoints, plain, tmp_path):
+    """The same tokens and logits, for batches of any shape that was planned for, one behind the other."""
+    with load(checkpoints("llama"), batch_size=3, max_length=24, **placed(way, tmp_path)) as model:
+        assert isinstance(model, type(plain)) and model.device.type == "cpu" and model.dtype == torch.float32
+        shapes = [(3, 9), (2, 13), (3, 9)] + ([] if model._held.calls.config.kv_offload else [(5, 6)])
+        for seed, (rows, tokens) in enumerate(shapes):
+            inputs = batch(rows, tokens, seed)
+            expected = plain.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+            found = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+            assert torch.equal(found, expected)
+        if "decode_graph" in WAYS[way]:
+            assert model._held.loaded.facts["stream"]["decode_graph"].unused_because is None
+        inputs = batch(3, 20)
+        with torch.no_grad():
+            expected = plain(**inputs, labels=inputs["input_ids"])
+        found = model(**inputs, labels=inputs["input_ids"])
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        assert math.exp(found.loss) == pytest.approx(math.exp(expected.loss), rel=1e-5)  # perplexity
+        step = model(inputs["input_ids"][:, -1:], past_key_values=found.past_key_values)
+        torch.testing.assert_close(
+            step.logits,
+            plain(inputs["input_ids"][:, -1:], past_key_values=expected.past_key_values).logits,
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    assert not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ
+    assert not list((tmp_path / "offload").glob("*")) if "disk" in way else not (tmp_path / "offload").exists()
+
+
+def test_quantized_weights_score_alike_by_call_and_by_run(readable, tmp_path):
+    """Perplexity of the loaded int4 model, window by window, is that of `run(..., quality="perplexity")`."""
+    need_lm_eval()
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    common = {"engine": "stream", "quant_bits": 4, "quant_group_size": 32, **CPU}
+    data = {"quality": "perplexity", "quality_data": tmp_path / "text.txt", "perplexity_window": 64}
+    measured = run(readable, prompt_len=8, gen_len=2, loops=1, warmup=0, log=False, **common, **data)
+    with load(readable, max_length=64, **common) as model:
+        tokens = [model.tokenizer.bos_token_id, *model.tokenizer(TEXTS[0])["input_ids"]]
+        loss = model(torch.tensor([tokens]), labels=torch.tensor([tokens]), use_cache=False).loss
+    assert measured.quality["perplexity"]["tokens"] == len(tokens) - 1
+    assert measured.quality["perplexity"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert "perplexity" in repr(measured)
+
+
+def test_other_generations_are_those_of_transformers(checkpoints, plain):
+    inputs = batch(2, 7)
+    asked = {"max_new_tokens": 6, "do_sample": False}
+    with load(checkpoints("llama"), batch_size=4, max_length=16, **CPU) as model:
+        for more in (
+            {"num_beams": 2},
+            {"use_cache": False},
+            {"prompt_lookup_num_tokens": 2},
+            {"cache_implementation": "static"},
+        ):
+            rows = {name: value[:1] for name, value in inputs.items()} if "prompt_lookup_num_tokens" in more else inputs
+            assert torch.equal(model.generate(**rows, **asked, **more), plain.generate(**rows, **asked, **more)), more
+        whole = model.generate(**inputs, **asked, return_dict_in_generate=True)
+        again = model.generate(**batch(2, 7, seed=1), **asked)
+        assert whole.past_key_values.get_seq_length() == 12 and not torch.equal(again, whole.sequences)
+        torch.manual_seed(3)
+        sampled = model.generate(inputs["input_ids"], do_sample=True, num_return_sequences=2, max_length=12)
+        torch.manual_seed(3)
+        assert torch.equal(
+            sampled, plain.generate(inputs["input_ids"], do_sample=True, num_return_sequences=2, max_length=12)
+        )
+
+
+def test_a_call_beyond_the_plan_says_what_to_load_with(checkpoints):
+    inputs = batch(3, 10)
+    with load(checkpoints("llama"), batch_size=2, max_length=16, **CPU) as model:
+        assert model.max_length == 16 and any("2 x 16 tokens" in line for line in model.placement)
+        with pytest.raises(
+            UsageError, match="3 sequences of 20 tokens.* planned for 2 of 16.* batch_size=3, max_length=20"
+        ):
+            model.generate(**inputs, max_new_tokens=10)
+        with pytest.raises(UsageError, match="batch_size=3, max_length=16"):
+            model(batch(3, 16)["input_ids"])
+        with pytest.raises(UsageError, match="batch_size=2, max_length=17"):
+            model(batch(1, 17)["input_ids"])
+        model(inputs["input_ids"])
+    with load(checkpoints("llama"), batch_size=3, max_length=20, kv_offload=True, **CPU) as model:
+        assert model.generate(**inputs, max_new_tokens=10, min_new_tokens=10).shape == (3, 20)
+        with pytest.raises(UsageError, match="batch_size=4, max_length=20"):
+            model(batch(4, 2)["input_ids"])
+        with pytest.raises(UsageError, match="kv_offload=True .* not for beam_search"):
+            model.generate(**batch(1, 5), max_new_tokens=2, num_beams=2)
+
+
+def test_a_checkpoints_own_length_ends_where_memory_does(checkpoints):
+    with load(checkpoints("llama"), max_length=12, **CPU) as model:
+        model.generation_config.max_length = 100
+        model.generation_config.eos_token_id = None
+        assert model.generate(**batch(1, 5)).shape == (1, 12)
+
+
+def test_an_unloaded_model_holds_nothing_and_says_so(checkpoints):
+    model = load(checkpoints("llama"), max_length=16, **CPU)
+    parameter = weakref.ref(next(model.parameters()))
+    unload(model)
+    model.unload()
+    gc.collect()
+    assert parameter() is None and not list(model.parameters())
+    for call in (lambda: model(torch.ones(1, 2, dtype=torch.int64)), lambda: model.generate(), lambda: model.device):
+        with pytest.raises(UsageError, match="was unloaded"):
+            call()
+
+
+@pytest.mark.parametrize("way", ["resident", "stream", "stream, cores attend", "accelerate, disk"])
+def test_a_model_that_nobody_holds_goes(way, checkpoints, tmp_path):
+    """As when a notebook's cell is run once more."""
+    model = load(checkpoints("llama"), max_length=16, **placed(way, tmp_path))
+    model.generate(**batch(1, 5), max_new_tokens=2)
+    there, threads = weakref.ref(model), threading.active_count()
+    del model
+    gc.collect()
+    assert there() is None and threading.active_count() <= threads
+    assert not list((tmp_path / "offload").glob("*"))
+
+
+def test_weights_stay_where_the_engine_has_them(checkpoints):
+    with load(checkpoints("llama"), max_length=16, **CPU) as model:
+        assert model.to("cpu") is model and model.cpu() is model and model.to(torch.float32) is model
+        for change in (lambda: model.to("meta"), lambda: model.to(torch.bfloat16), lambda: model.save_pretrained("x")):
+            with pytest.raises(UsageError, match="cannot be"):
+                change()
+
+
+@pytest.mark.parametrize("way", ["stream", "accelerate", "deepspeed"])
+def test_lm_eval_scores_a_loaded_model(way, readable, tmp_path):
+    need_lm_eval()
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def scores(model, tokenizer) -> tuple[list, list]:
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=64)
+        pairs = [("The capital of France is", " Paris"), ("Water", " is wet and cold"), ("One", " two")]
+        asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+        settings = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False}
+        continued = [Instance("generate_until", {}, (text, settings), number) for number, text in enumerate(TEXTS)]
+        found = lm.loglikelihood(asked, disable_tqdm=True)
+        return [value for value, _ in found], lm.generate_until(continued, disable_tqdm=True)
+
+    tokenizer = AutoTokenizer.from_pretrained(readable)
+    likelihoods, texts = scores(AutoModelForCausalLM.from_pretrained(readable, dtype=torch.float32).eval(), tokenizer)
+    with load(readable, batch_size=2, max_length=64, **placed(way, tmp_path)) as model:
+        assert model.tokenizer.padding_side == "left" and model.tokenizer.pad_token is not None
+        found, written = scores(model, model.tokenizer)
+    assert found == pytest.approx(likelihoods, rel=1e-4) and written == texts
+
+
+def test_runs_follow_each_other_in_one_process(checkpoints, tmp_path):
+    """Of different engines, with a refused one in between, and from another thread."""
+    folder, found = checkpoints("llama"), []
+    before = signal.getsignal(signal.SIGTERM), gc.isenabled(), gc.get_freeze_count(), sys.excepthook
+    expected = plain_ids(folder, random_ids(0, 2, 8, 320), 5)
+
+    def measure(**engine) -> None:
+        shape = {"prompt_len": 8, "gen_len": 5, "batch_size": 2, "loops": 1, "warmup": 0}
+        found.append(run(folder, log_file=tmp_path / "own.log", **shape, **engine, **CPU))
+
+    measure(engine="resident")
+    measure(cpu_offload=True)
+    with pytest.raises(UsageError, match="128"):
+        run(folder, prompt_len=400, log=False, **CPU)
+    thread = threading.Thread(target=measure, kwargs={"engine": "stream"})
+    thread.start()
+    thread.join()
+    records = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    assert [result.record for result in found] == records
+    assert [record["engine"] for record in records] == ["resident", "deepspeed", "stream"]
+    for result in found:
+        assert torch.equal(result.output_ids, expected)
+        assert result.text is None and result.record_file == tmp_path / "own.jsonl"
+        assert result.tokens_per_s == result.record["decode_throughput"] == pytest.approx(2 * 4 / result.decode_s)
+        assert result.step_s == pytest.approx(result.decode_s / 4) and result.prefill_s < result.total_s
+    assert "RANK" not in os.environ and not torch.distributed.is_initialized()
+    assert before == (signal.getsignal(signal.SIGTERM), gc.isenabled(), gc.get_freeze_count(), sys.excepthook)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["own.jsonl", "own.log"]
+
+
+def test_a_run_leaves_a_loaded_model_as_it_is(checkpoints):
+    inputs = batch(1, 6)
+    with load(checkpoints("llama"), engine="deepspeed", cpu_offload=True, max_length=16, **CPU) as model:
+        first = model.generate(**inputs, max_new_tokens=4)
+        run(checkpoints("opt"), prompt_len=8, gen_len=3, loops=1, warmup=0, log=False, cpu_offload=True, **CPU)
+        assert torch.distributed.is_initialized() and torch.equal(model.generate(**inputs, max_new_tokens=4), first)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_failed_run_raises_and_the_next_one_works(checkpoints, tmp_path):
+    import shutil
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoints("llama"), damaged)
+    shape = {"prompt_len": 8, "gen_len": 3, "loops": 1, "warmup": 0, "engine": "stream", **CPU}
+    for file in damaged.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(RunError, match="damaged"):
+        run(damaged, log_dir=tmp_path / "logs", **shape)
+    record = json.loads(next((tmp_path / "logs").glob("*.jsonl")).read_text())
+    assert record["status"] == "failed" and record["argv"][0] == "zero_inference.run"
+    with pytest.raises(RunError):
+        load(damaged, **CPU)
+    assert run(checkpoints("llama"), log=False, **shape).record["status"] == "ok"
+
+
+def test_prompts_become_text_and_nothing_is_printed(readable, capsys):
+    result = run(readable, engine="stream", prompts=TEXTS, prompt_len=8, gen_len=4, loops=1, warmup=0, log=False, **CPU)
+    assert capsys.readouterr().out == ""
+    assert len(result.text) == result.record["batch_size"] == 2 and all(isinstance(text, str) for text in result.text)
+    for shown in (repr(result), result._repr_html_()):
+        assert "token/s" in shown and "batch 2, prompt 8, 4 new tokens" in shown
+    with pytest.raises(UsageError, match="number 2 is not one line"):
+        run(readable, prompts=["one", "two\nthree"], log=False, **CPU)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: run("x", quantbits=4), "run.* 'quantbits'; did you mean quant_bits"),
+        (lambda: run("x", dry_run=True), "zero_inference.plan"),
+        (lambda: run("x", log=False, log_dir="y"), "drop one of the two"),
+        (lambda: run("x", gpu_memory=False), "gpu_memory=False"),
+        (lambda: load("x", cpu_offlod=True), "load.* 'cpu_offlod'; did you mean cpu_offload"),
+        (lambda: load("x", prompt_len=3), "max_length"),
+        (lambda: load("x", loops=3), "zero_inference.run"),
+        (lambda: plan("x", batchsize=3), "plan.* 'batchsize'; did you mean batch_size"),
+        (lambda: plan("x", json=True), "frame"),
+    ],
+)
+def test_a_wrong_keyword_is_a_type_error_that_helps(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_what_cannot_work_is_refused_in_the_words_of_the_command(checkpoints):
+    folder = checkpoints("llama")
+    for call, words in (
+        (lambda: run(folder, engine="resident", cpu_offload=True), "--engine resident keeps every weight"),
+        (lambda: run(folder, quant_bits=5), "--quant-bits"),
+        (lambda: load(folder, engine="accelerate"), "--engine accelerate"),
+        (lambda: load(folder, max_length=500), "max_length=500: .* has 128 positions"),
+        (lambda: load(folder, max_length=1), "use 2 or more"),
+        (lambda: plan(folder, machine="rtx409"), "did you mean rtx4090"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call()
+
+
+def test_a_plan_is_what_the_command_prints(capsys):
+    asked = {"batch_size": [1, 8], "quant_bits": [16, 4], "engine": ["stream", "resident"], "gen_len": 16}
+    found = plan("llama-2-13b", machine="rtx4090", assume={"host": "128GiB"}, kv_offload=False, **asked)
+    words = "--batch-size 1 8 --quant-bits 16 4 --engine stream resident --gen-len 16 --kv-offload off --json".split()
+    where = ["--machine", "rtx4090", "--assume", "host=128GiB"]
+    capsys.readouterr()
+    assert console_main(["zero-inference", "plan", "--model", "llama-2-13b", *where, *words]) == 0
+    said = json.loads(capsys.readouterr().out)
+    fitting = [row for row in found if row.fits]
+    assert len(fitting) == len(said["configurations"]) > 2
+    for row, theirs in zip(fitting, said["configurations"]):
+        assert (row.engine, row.bits, row.batch, row.command) == (
+            theirs["engine"],
+            theirs["quant_bits"],
+            theirs["batch_size"],
+            theirs["command"],
+        )
+        assert (row.tokens_per_s, row.step_s) == pytest.approx((theirs["tokens_per_s"], theirs["step_s"]))
+        assert command_of(run_config(options_from(row.options))) == row.command
+        assert row.device_gib * 2**30 == pytest.approx(theirs["device_bytes"])
+    best = found.best
+    assert best is found[0] and best.options["batch_size"] == best.batch == best.placement["batch_size"]
+    assert best.options["model"] == "llama-2-13b" and "gen_len" in best.options and "gen_len" not in best.placement
+    refused = [row for row in found if not row.fits]
+    assert [row.engine for row in refused] == ["resident"] and "device memory" in refused[0].why_not
+    frame = found.frame()
+    assert len(frame) == len(found) and frame["tokens_per_s"][0] == best.tokens_per_s
+    for shown in (repr(found), found._repr_html_()):
+        assert "llama-2-13b fits" in shown and "does not fit: resident" in shown and "RTX 4090" in shown
+
+
+def test_a_model_that_fits_nowhere_is_a_verdict_and_no_error():
+    found = plan("llama-3.1-405b", machine="rtx4090", assume="host=64GiB", engine="stream", quant_bits=4, batch_size=1)
+    assert found.best is None and not any(row.fits for row in found) and len(found) == 1
+    assert "the smallest machine that would do" in found.verdict and found.verdict in repr(found)
+
+
+def test_the_package_is_imported_at_once():
+    """Neither torch nor transformers comes with it, nor with the names that it exports."""
+    code = (
+        "import sys, zero_inference; from zero_inference import load, plan, run, unload; "
+        "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)), callable(run), 'load' in dir(zero_inference))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=os.environ.get("PYTHONPATH")
+    )
+    assert done.stdout.strip() == "[] True True", done.stderr

@@ -1,0 +1,206 @@
+"""The command line: help with examples that work, mistyped names, other spellings of values, the model as first argument."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+import torch
+
+from zero_inference.cli import console_main, console_parser, main, run_parser
+from zero_inference.config import DEFAULTS, RunConfig
+from zero_inference.errors import UsageError
+from zero_inference.options import commands_of, config_of, examples_of, option_rows, run_config
+from zero_inference.runtime.sizes import gib_of
+
+PARSERS = {"run_model.py": run_parser(), "zero-inference": console_parser(), **commands_of(console_parser())}
+
+
+def refused(capsys, command: str) -> str:
+    """The one line with which `command` is refused."""
+    words = shlex.split(command)
+    start = main if words[0] == "run_model.py" else console_main
+    try:
+        code = start(words)
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err.splitlines()
+    assert code == 2 and len(error) == 1, error
+    return error[0]
+
+
+def test_version_tells_of_the_libraries(capsys):
+    for start in (main, console_main):
+        with pytest.raises(SystemExit) as ended:
+            start(["program", "--version"])
+        words = r"zero-inference [\d.]+ \(torch \S+, transformers \S+, deepspeed \S+, accelerate \S+\)\n"
+        assert ended.value.code == 0 and re.fullmatch(words, capsys.readouterr().out)
+
+
+def test_a_command_without_a_subcommand_shows_where_to_start(capsys):
+    assert console_main(["zero-inference"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "Start here" in err and "zero-inference plan" in err
+    assert all(re.search(rf"^    {name} ", err, re.MULTILINE) for name in ("run", "plan", "report", "link", "compare"))
+
+
+def test_every_group_of_run_model_and_every_command_has_an_example():
+    for group in PARSERS["run_model.py"]._action_groups:
+        own = not group._group_actions or group.title == "options"  # -h and --version
+        assert own or "run_model.py" in group.description, group.title
+    for name, parser in PARSERS.items():
+        assert examples_of(parser), name
+        assert all(row.help for row in option_rows(parser)), name
+
+
+@pytest.mark.parametrize("example", sorted({each for parser in PARSERS.values() for each in examples_of(parser)}))
+def test_examples_in_the_help_are_valid(example, tmp_path, monkeypatch):
+    """With the real parser, and validated where they are options of a run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: opt-13b\nengine: stream\n")
+    (tmp_path / "text.txt").write_text("text")
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name
+    )  # lm-eval, whose absence is no fault of an example
+    words = shlex.split(example)
+    if "run_model.py" in words:
+        assert config_of(run_parser().parse_args(words[words.index("run_model.py") + 1 :]))
+    else:
+        own, _, after = (" ".join(map(shlex.quote, words[1:])) + " ").partition(" -- ")
+        args = console_parser().parse_args(shlex.split(own))
+        if args.command == "run":
+            assert config_of(args)
+        if args.command == "compare":
+            for arm in [f"--model {model}" for model in args.model] + [arm.partition("=")[2] for arm in args.arm]:
+                assert run_config(shlex.split(f"{after} {arm}"))
+        assert args.action
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_help_fits_the_terminal(width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        main(["run_model.py", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= width for line in lines if "run_model.py" not in line and "{" not in line)
+    assert "    python run_model.py --config run.yaml --batch-size 8" in lines  # as it is typed, whatever the width
+
+
+def test_rows_are_those_of_the_help():
+    rows = {row.options[-1]: row for row in option_rows(PARSERS["run_model.py"]) if row.options}
+    assert rows["--gen-len"] == ("work", ("--gen-len",), "G", str(DEFAULTS["gen_len"]), "tokens to generate")
+    assert rows["--engine"].value == "deepspeed|stream|accelerate|resident|auto"
+    assert rows["--cpu-offload"][2:4] == ("", "off") and rows["--gpu-memory"].default == "what is free"
+    assert rows["--dtype"].value == "auto|float16|bfloat16|float32" and not any("--no-" in name for name in rows)
+    for name, row in rows.items():
+        default = DEFAULTS.get(name[2:].replace("-", "_"))
+        assert row.help and "(default" not in row.help
+        if isinstance(default, (int, float, str)) and not isinstance(default, bool) and default != 512 and default != 1:
+            assert row.default == str(default), name
+    plan = {row.options[-1]: row for row in option_rows(PARSERS["plan"]) if row.options}
+    assert "--max-gpu-memory" in plan and "--gpu-memory" not in plan and plan["--engine"].value.endswith("resident ...")
+    assert plan["--model"].default == "" and {row.group for row in option_rows(PARSERS["micro matmul"])} == {"options"}
+    assert console_parser().parse_args(["micro", "matmul", "--dtype", "half", "bfloat16"]).dtype == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    "command, said",
+    [
+        ("run_model.py --cpu-offlod", "error: there is no option --cpu-offlod; did you mean --cpu-offload?"),
+        ("run_model.py --cpu_offlod=1", "error: there is no option --cpu-offlod; did you mean --cpu-offload?"),
+        ("run_model.py --xyzzy", "error: there is no option --xyzzy; see run_model.py --help"),
+        (
+            "run_model.py --engine steam",
+            "error: --engine steam: choose one of deepspeed, stream, accelerate, resident, auto; did you mean stream?",
+        ),
+        ("run_model.py --quality mmlx", "choose from mmlu, hellaswag, humaneval, perplexity; did you mean mmlu?"),
+        ("run_model.py --dtype flot16", "choose one of auto, float16, bfloat16, float32; did you mean float16?"),
+        ("run_model.py --dtype int4", "use --quant-bits 4"),
+        ("run_model.py --dtype fp8", "use --quant-bits 8"),
+        ("run_model.py --quant-bits int3", "error: --quant-bits int3: choose one of 16, 8, 4, auto"),
+        ("run_model.py --gen-len x", "error: --gen-len x: not a whole number; see run_model.py --help"),
+        ("run_model.py --gen-len", "error: --gen-len needs a value; see run_model.py --help"),
+        ("run_model.py --dry-run=1", "error: --dry-run takes no value; see run_model.py --help"),
+        ("run_model.py --gpu-memory 10XB", "--gpu-memory 10XB: not a size of memory; write 10 (GiB), 10GiB"),
+        ("run_model.py opt-125m opt-350m", "error: unexpected argument opt-350m"),
+        ("run_model.py opt-125m --model opt-350m", "two models were given, opt-125m and --model opt-350m"),
+        ("zero-inference reprot", "error: there is no command reprot; did you mean report?"),
+        ("zero-inference xyzzy", "error: there is no command xyzzy; choose one of run, plan, report"),
+        ("zero-inference report --fromat csv", "error: there is no option --fromat; did you mean --format?"),
+        ("zero-inference micro matmil", "error: there is no command matmil; did you mean matmul?"),
+        ("zero-inference plan", "name a model first: zero-inference plan MODEL"),
+        ("zero-inference plan a --model b", "two models were given, a and --model b"),
+        ("zero-inference plan --batch-size 1 8 facebook/opt-66b", "if facebook/opt-66b is the model, write it first"),
+        ("zero-inference plan x --quant-bits auto", "error: --quant-bits auto: choose one of 16, 8, 4"),
+    ],
+)
+def test_what_is_mistyped_is_told_with_what_was_meant(command, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(capsys, command)
+
+
+@pytest.mark.parametrize(
+    "said, dtype",
+    [
+        *(("float16", said) for said in ("fp16", "half", "float16", "torch.float16", "FP16", torch.float16)),
+        *(("bfloat16", said) for said in ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16)),
+        *(("float32", said) for said in ("fp32", "float", "float32", "torch.float32")),
+    ],
+)
+def test_a_dtype_may_be_spelled_as_people_do(said, dtype):
+    assert RunConfig(dtype=dtype).validate().dtype == said
+    assert run_config(["--dtype", str(dtype)]).dtype == said
+
+
+def test_bits_may_be_spelled_as_people_do():
+    for bits, spellings in {4: ("int4", "4bit", "4-bit"), 8: ("int8", "8"), 16: ("fp16", "16bit")}.items():
+        for said in spellings:
+            assert run_config(["--engine", "stream", "--quant-bits", said]).quant_bits == bits
+            assert RunConfig(engine="stream", quant_bits=said).validate().quant_bits == bits
+    assert run_config(["--quant-bits", "auto"]).auto == ("quant_bits",)
+
+
+@pytest.mark.parametrize(
+    "text, gib",
+    [
+        ("10", 10), ("0", 0), ("0.5", 0.5), ("10GiB", 10), ("10 GiB", 10), ("10gib", 10), ("10G", 10), ("512MiB", 0.5), ("512M", 0.5),
+        ("10GB", 10e9 / 2**30), ("500MB", 5e8 / 2**30), ("1T", 1024), (".5G", 0.5),
+    ],
+)  # fmt: skip
+def test_sizes_of_memory(text, gib):
+    assert gib_of(text) == pytest.approx(gib, rel=1e-12)
+    assert run_config(["--engine", "stream", "--gpu-memory", text]).gpu_memory == pytest.approx(gib)
+    args = console_parser().parse_args(["plan", "opt-13b", "--max-gpu-memory", text, "--max-host-memory", text])
+    assert args.max_gpu_memory == args.max_host_memory == pytest.approx(gib)
+
+
+def test_plan_still_takes_the_former_names_of_its_limits():
+    args = console_parser().parse_args(["plan", "opt-13b", "--gpu-memory", "16", "--host-memory", "64GiB"])
+    assert (args.max_gpu_memory, args.max_host_memory) == (16, 64)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "facebook/opt-66b --cpu-offload",
+        "--cpu-offload facebook/opt-66b",
+        "--local_rank=0 facebook/opt-66b --cpu-offload --gen-len 32",  # as the deepspeed launcher starts it
+        "--gen-len 32 facebook/opt-66b --cpu-offload",
+        "facebook/opt-66b --model facebook/opt-66b --cpu-offload",
+        "--model facebook/opt-66b --cpu-offload",
+    ],
+)
+def test_the_model_may_be_the_first_argument(words):
+    expected = RunConfig(model="facebook/opt-66b", cpu_offload=True)
+    assert config_of(run_parser().parse_args(shlex.split(words))) == expected
+    assert config_of(console_parser().parse_args(["run", *shlex.split(words)])) == expected
+
+
+def test_flags_can_be_turned_off_again():
+    assert not run_config(["--cpu-offload", "--no-cpu-offload"]).cpu_offload
+
+
+def test_an_unknown_option_of_the_python_interface_is_refused_too():
+    with pytest.raises(UsageError, match="did you mean stream"):
+        RunConfig(engine="steam").validate()

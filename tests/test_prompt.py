@@ -1,0 +1,183 @@
+"""--prompt and --chat: texts from the command line, in their own length unless another is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import plain_ids
+
+from zero_inference.cli import main
+from zero_inference.config import RunConfig
+from zero_inference.config.choices import OWN_LENGTH
+from zero_inference.errors import UsageError
+from zero_inference.models import prompts
+from zero_inference.models.prompts import TEXT, end_ids, prompt_ids, prompt_parts, with_prompt_length
+from zero_inference.models.spec import load_tokenizer, resolve_model
+from zero_inference.options import run_config
+from zero_inference.records.fingerprint import output_ids_sha256
+from zero_inference.records.read import read_records
+from zero_inference.report.results import print_texts
+
+TEMPLATE = (
+    "{% for m in messages %}<s> <|{{ m['role'] }}|> {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SHORT = "--gen-len 4 --loops 1 --warmup 0 --dtype float32 --log-file run.log".split()
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints, tmp_path_factory) -> Path:
+    """A checkpoint of the tests with a tokenizer of whole words, which begins each sequence with <s>, and a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    made = tmp_path_factory.mktemp("with-tokenizer") / "llama"
+    shutil.copytree(checkpoints("llama"), made)
+    special = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+    words = pre_tokenizers.Whitespace().pre_tokenize_str(" ".join(TEXT))
+    names = list(dict.fromkeys([*special, *(word for word, _ in words)]))
+    tokenizer = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens=special[3:],
+    )
+    whole.chat_template = TEMPLATE
+    whole.save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def run(folder, tmp_path, monkeypatch, no_gpu):
+    """run(*options) -> its record."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(*options: str) -> dict:
+        assert main(["run_model.py", str(folder), *SHORT, *options]) == 0
+        return read_records(tmp_path / "run.jsonl")[-1]
+
+    return start
+
+
+def ids_of(folder: Path, *options: str) -> torch.Tensor:
+    config = run_config([str(folder), *options])
+    spec = resolve_model(config, "cpu")
+    return prompt_ids(with_prompt_length(config, spec), spec)[0]
+
+
+def test_the_text_itself_is_the_prompt(folder):
+    tokenizer = load_tokenizer(resolve_model(RunConfig(model=str(folder)), "cpu"))
+    text = "The capital of France is"
+    assert ids_of(folder, "--prompt", text).tolist() == [tokenizer(text)["input_ids"]]
+    long = "Bread needs flour , water , salt and patience"
+    two = ids_of(folder, "--prompt", text, "--prompt", long)
+    assert two[1].tolist() == tokenizer(long)["input_ids"]
+    assert two[0, -5:].tolist() == tokenizer(text, add_special_tokens=False)["input_ids"] and two[0, 0] == 1
+    repeated = ids_of(folder, "--prompt", text, "--prompt", long, "--batch-size", "5")
+    assert torch.equal(repeated, two[[0, 1, 0, 1, 0]])
+
+
+def test_with_a_length_it_is_cut_or_filled_up(folder):
+    text = "The capital of France is"
+    plain = ids_of(folder, "--prompt", text)[0]
+    filled = ids_of(folder, "--prompt", text, "--prompt-len", "20")[0]
+    assert len(filled) == 20 and filled[0] == plain[0] and torch.equal(filled[-5:], plain[1:])
+    assert torch.equal(ids_of(folder, "--prompt", text, "--prompt-len", "3")[0], plain[:3])
+
+
+def test_a_chat_is_what_the_template_makes_of_it(folder):
+    tokenizer = load_tokenizer(resolve_model(RunConfig(model=str(folder)), "cpu"))
+    for text in ("The capital of France is", TEXT[0], "salt"):
+        expected = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        assert ids_of(folder, "--prompt", text, "--chat").tolist() == [expected]
+        parts = prompt_parts(tokenizer, text, chat=True)
+        assert parts.before + parts.text + parts.after == expected
+    filled = ids_of(folder, "--prompt", "salt", "--chat", "--prompt-len", "20")[0]
+    said = tokenizer.decode(filled).split()
+    assert len(filled) == 20 and said[:2] == ["<s>", "<|user|>"] and said[-3:] == ["salt", "</s>", "<|assistant|>"]
+    with pytest.raises(UsageError, match="--prompt-len 4: the chat template alone takes 4 tokens; ask for more"):
+        ids_of(folder, "--prompt", "salt", "--chat", "--prompt-len", "4")
+
+
+def test_plan_log_and_record_have_the_length_of_the_text(run, capsys, tmp_path):
+    record = run("--engine", "resident", "--prompt", "The capital of France is")
+    assert (record["prompt_len"], record["batch_size"]) == (6, 1)
+    assert record["options"]["prompt"] == ["The capital of France is"] and record["options"]["prompt-len"] == 6
+    options = ["--prompt", "salt", "--prompt", "salt", "--engine", "resident", "--dry-run"]
+    assert main(["run_model.py", record["model"], *options]) == 0
+    assert '"prompt_len": 2' in capsys.readouterr().out
+    (tmp_path / "run.log").unlink()
+    assert (
+        main(["run_model.py", record["model"], "--engine", "resident", *SHORT[:-2], "--prompt", "salt and water"]) == 0
+    )
+    assert (tmp_path / "logs" / "resident-llama-bs1-prompt4-gen4-n1x1-cpu.log").is_file()
+
+
+@pytest.mark.parametrize("engine", ["resident", "stream"])
+def test_engines_see_the_same_ids(engine, run, folder):
+    options = ["--prompt", "The capital of France is", "--prompt", "salt and water", "--chat"]
+    record = run("--engine", engine, *options)
+    expected = plain_ids(folder, ids_of(folder, *options), 4)
+    assert record["output_ids_sha256"] == output_ids_sha256(expected) and record["batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--prompt", "x", "--dummy"], "--prompt needs a tokenizer and --dummy runs on random token ids"),
+        (["--prompt", "x", "--prompts", "p.txt"], "--prompt and --prompts p.txt both say what is read"),
+        (["--prompt", " "], "--prompt is empty"),
+        (["--chat"], "--chat belongs to --prompt or --prompts"),
+        (
+            ["--prompt", "x", "--prompt", "y", "--batch-size", "1"],
+            "--batch-size 1: 2 prompts were given; use 2 or more",
+        ),
+        (["--prompt", "x", "--prompt", "y", "--batch-size", "auto"], "2 prompts were given, so the batch is known"),
+        (["--prompt-len", "0"], "--prompt-len 0: must be at least 1"),
+    ],
+)
+def test_prompts_that_cannot_be_meant(options, said):
+    with pytest.raises(UsageError, match=said):
+        run_config(["opt-125m", *options])
+
+
+def test_models_that_cannot_read_a_prompt(checkpoints, folder, tmp_path, capsys):
+    assert main(["run_model.py", str(checkpoints("llama")), "--prompt", "x", "--dry-run"]) == 2
+    assert "has no tokenizer to read it with; drop --prompt." in capsys.readouterr().err
+    without = tmp_path / "no-template"
+    shutil.copytree(folder, without)
+    (without / "chat_template.jinja").unlink()
+    assert main(["run_model.py", str(without), "--prompt", "x", "--chat", "--dry-run"]) == 2
+    assert "has no chat template; drop --chat" in capsys.readouterr().err
+
+
+def test_the_tokenizer_is_loaded_early_for_a_prompt_alone(folder, monkeypatch):
+    monkeypatch.setattr(prompts, "load_tokenizer", lambda spec: pytest.fail("loaded"))
+    config = RunConfig(model=str(folder))
+    assert with_prompt_length(config, resolve_model(config, "cpu")) is config
+    assert RunConfig(prompt="x", prompt_len=OWN_LENGTH).validate().prompt == ("x",)
+
+
+def test_a_shown_text_ends_where_the_model_ends_it(folder, tmp_path, capsys):
+    spec = resolve_model(RunConfig(model=str(folder)), "cpu")
+    tokenizer = load_tokenizer(spec)
+    assert end_ids(spec, tokenizer) == {2}
+    said = tokenizer("salt and", add_special_tokens=False)["input_ids"]
+    print_texts(torch.tensor([[*said, 2, *said]]), tokenizer, end_ids(spec, tokenizer))
+    assert capsys.readouterr().out.splitlines()[0] == "[0] salt and"
+    other = tmp_path / "model"
+    shutil.copytree(folder, other)
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 4]}))
+    assert end_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2, 4}
+    (other / "generation_config.json").write_text("damaged")
+    assert end_ids(resolve_model(RunConfig(model=str(other)), "cpu"), tokenizer) == {2}

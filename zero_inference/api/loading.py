@@ -1,0 +1,104 @@
+"""`load` and `unload`: the keywords of a loaded model. The work is in `loaded`, which imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zero_inference.api.keywords import check_names, options_from
+from zero_inference.config import FIELD_NAMES
+from zero_inference.options import run_config
+from zero_inference.runtime import garbage
+
+# Keywords besides those that `load` names itself: where the weights are, and what computes.
+PLACEMENT = (
+    "engine",
+    "batch_size",
+    "dtype",
+    "dummy",
+    "seed",
+    "trust_remote_code",
+    "quant_bits",
+    "quant_group_size",
+    "cpu_offload",
+    "disk_offload",
+    "offload_dir",
+    "use_gds",
+    "pin_memory",
+    "kv_offload",
+    "pin_kv_cache",
+    "async_kv_offload",
+    "gpu_memory",
+    "ring_depth",
+    "cpu_compute",
+    "cpu_threads",
+    "decode_graph",
+    "norm_kernels",
+    "ds_config",
+    "goal",
+    "verbose",
+)
+ELSEWHERE = {
+    **dict.fromkeys(("prompt_len", "gen_len"), "max_length is that of prompt and generated tokens together"),
+    **dict.fromkeys(
+        set(FIELD_NAMES) - set(PLACEMENT) - {"prompt_len", "gen_len", "model"}, "it is for zero_inference.run()"
+    ),
+}
+
+
+def load(
+    model: str | Path,
+    *,
+    engine: str = "stream",
+    batch_size: int = 1,
+    max_length: int | None = None,
+    scoring: bool = True,
+    **placement: Any,
+) -> Any:
+    """A transformers model whose weights are where the engine has them: on the device, in host memory or on disk.
+
+        model = load("meta-llama/Llama-3.1-70B-Instruct", quant_bits=4)
+        inputs = model.tokenizer("The capital of France is", return_tensors="pt")
+        print(model.tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
+        model.unload()
+
+    What is returned is an instance of the model's own transformers class. `generate` takes what it always takes, a call returns
+    logits [batch, tokens, vocabulary], and what scores a transformers model scores this one, such as lm-eval's
+    `HFLM(pretrained=model, tokenizer=model.tokenizer)`. Inputs may be on any device. Weights cannot be moved, trained or saved.
+
+    Memory is planned for `batch_size` sequences of `max_length` tokens. A call of more raises UsageError, which says what to load with;
+    more sequences are fine while they are shorter, so that there are no more tokens. (With `kv_offload` there may be no more sequences.)
+
+    `with load(...) as model:` unloads it at the end.
+
+    Args:
+        model: hub name, local folder, or a built-in preset or model.
+        engine: "stream", "deepspeed" (one process), "accelerate" (with `cpu_offload` or `disk_offload`), "resident" (all on the device),
+            or "auto" (what is predicted to be fastest here).
+        batch_size: sequences of `max_length` tokens at once.
+        max_length: tokens of a sequence, prompt and generated ones; 2048 where it is left out, or the model's context if that is shorter.
+        scoring: set device memory aside for the logits of all tokens, which scoring needs; False leaves it to weights, for a model that
+            only generates.
+        **placement: options of run_model.py: `quant_bits`, `gpu_memory`, `kv_offload`, `cpu_offload`, `disk_offload`, `offload_dir`,
+            `cpu_compute`, `dtype`, `dummy`, `verbose`, ...
+
+    Returns:
+        the model, with four attributes more: `tokenizer` (it pads on the left, for batches; None where the checkpoint has none),
+        `placement` (what is where, a list of sentences), `max_length` (tokens), and `unload()`.
+
+    Raises:
+        TypeError: there is no such keyword; the message has the nearest one.
+        UsageError: it cannot work; nothing was loaded.
+        RunError: loading failed.
+    """
+    check_names("load", placement, PLACEMENT, ELSEWHERE)
+    config = run_config(options_from({"model": model, "engine": engine, "batch_size": batch_size, **placement}))
+    with garbage.postponed():
+        from zero_inference.api.loaded import load_model
+
+        return load_model(config, max_length, scoring)
+
+
+def unload(model: Any) -> None:
+    """Free all that a model of `load` holds: memory, threads, files. Calls of it raise UsageError from then on. Safe to call twice."""
+    model.unload()

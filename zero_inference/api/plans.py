@@ -1,0 +1,286 @@
+"""`plan`: what `zero-inference plan` finds, as rows that can be looked at, sorted, put in a data frame and run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import html
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from zero_inference.api.keywords import check_names, options_from, several
+from zero_inference.api.loading import PLACEMENT
+from zero_inference.api.process import left_as_found
+from zero_inference.config import DEFAULTS
+from zero_inference.errors import UsageError
+from zero_inference.options import Parser
+from zero_inference.records.limit import RATE_WORDS
+from zero_inference.runtime import garbage
+from zero_inference.search import arguments, command
+from zero_inference.utils import GB
+
+if TYPE_CHECKING:
+    import pandas
+
+    from zero_inference.engines.base import Job
+    from zero_inference.planning.plan import Plan
+    from zero_inference.search.candidates import Candidate, Found
+
+SHOWN = 10
+SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # keywords that take one value or a list
+OTHERS = ("dtype", "dummy", "trust_remote_code", "verify")
+ELSEWHERE = {
+    **dict.fromkeys(("json", "plot", "all"), "the result has frame(), and holds all configurations"),
+    "machines": "`zero-inference plan --machines` lists the typical machines",
+}
+SHOWN_COLUMNS = {  # of `repr` and a notebook, by attribute
+    "engine": "engine",
+    "bits": "bits",
+    "batch": "batch",
+    "weights": "weights in",
+    "tokens_per_s": "token/s",
+    "step_s": "step (s)",
+    "first_token_s": "first token (s)",
+    "device_gib": "GPU (GiB)",
+    "host_gib": "host (GiB)",
+    "bound_by": "bound by",
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A configuration and what is predicted of it. Times and rates are None where it does not fit, or where they are not known.
+
+    Attributes:
+        engine: "stream", "deepspeed", "accelerate" or "resident".
+        bits: of a stored weight, 16, 8 or 4.
+        batch: sequences, over all GPUs.
+        gpus: that it uses; 0 on a CPU.
+        weights: where they are, in words, such as "host 80%, device (cores 30%)".
+        kv_offload: whether keys and values are in host memory.
+        tokens_per_s: of decoding, all sequences together; as measured where `verify` ran it.
+        step_s, first_token_s, total_s: seconds of a decode step, of the prefill, and of the whole generation.
+        device_gib: most memory of a GPU in GiB; None on a CPU.
+        host_gib: host memory in GiB.
+        bound_by: what limits a decode step, such as "link".
+        fits: whether the machine has the memory.
+        why_not: what is missing and what would fit; None where it fits.
+        command: what to type in a shell.
+        options: the same for Python: `run(**best.options)`, where no more than one GPU is used.
+    """
+
+    engine: str
+    bits: int
+    batch: int
+    gpus: int
+    weights: str
+    kv_offload: bool
+    tokens_per_s: float | None
+    step_s: float | None
+    first_token_s: float | None
+    total_s: float | None
+    device_gib: float | None
+    host_gib: float
+    bound_by: str | None
+    fits: bool
+    why_not: str | None
+    command: str
+    options: dict[str, Any] = field(repr=False)
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """Those of `options` that `load` takes: `load(**best.placement)`."""
+        return {name: value for name, value in self.options.items() if name in PLACEMENT or name == "model"}
+
+
+class Plans(Sequence[PlannedRun]):
+    """Configurations of a model, the best first, those that do not fit last.
+
+    Attributes:
+        verdict: whether the model runs, how fast, and with what; one sentence.
+        machine: what it was planned for, in words; None for one that was not measured.
+        notes: what the predictions leave out, one sentence each.
+    """
+
+    def __init__(self, rows: Sequence[PlannedRun], verdict: str, machine: str | None, notes: Sequence[str]):
+        self.rows, self.verdict, self.machine, self.notes = list(rows), verdict, machine, list(notes)
+
+    @property
+    def best(self) -> PlannedRun | None:
+        """The first one that fits; None where nothing does."""
+        return next((row for row in self.rows if row.fits), None)
+
+    def frame(self) -> pandas.DataFrame:
+        """All rows, with a column for each attribute but `options`."""
+        import pandas
+
+        rows = [{name: value for name, value in asdict(row).items() if name != "options"} for row in self.rows]
+        return pandas.DataFrame(rows, columns=[name for name in PlannedRun.__dataclass_fields__ if name != "options"])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Plans(self.rows[index], self.verdict, self.machine, self.notes)
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[PlannedRun]:
+        return iter(self.rows)
+
+    def _shown(self) -> list[dict[str, str]]:
+        fitting = [row for row in self.rows if row.fits][:SHOWN]
+        names = [name for name in SHOWN_COLUMNS if any(getattr(row, name) is not None for row in fitting)]
+        return [{SHOWN_COLUMNS[name]: _in_words(name, getattr(row, name)) for name in names} for row in fitting]
+
+    def _remarks(self) -> list[str]:
+        hidden = sum(row.fits for row in self.rows) - SHOWN
+        more = [f"{hidden} more that fit"] if hidden > 0 else []
+        return [*more, *(f"does not fit: {row.why_not}" for row in self.rows if not row.fits), *self.notes]
+
+    def __repr__(self) -> str:
+        lines = [self.verdict, *([f"predicted for {self.machine}"] if self.machine else [])]
+        rows = self._shown()
+        if rows:
+            widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+            lines.append("  ".join(f"{name:<{width}}" for name, width in widths.items()).rstrip())
+            lines += ["  ".join(f"{row[name]:<{width}}" for name, width in widths.items()).rstrip() for row in rows]
+        return "\n".join([*lines, *self._remarks()])
+
+    def _repr_html_(self) -> str:
+        rows = self._shown()
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(words)}</td>" for words in row.values()) + "</tr>" for row in rows
+        )
+        lines = [f"<b>{html.escape(self.verdict)}</b>"]
+        lines += [html.escape(f"predicted for {self.machine}")] if self.machine else []
+        below = "".join(f"<br>{html.escape(line)}" for line in self._remarks())
+        return f"<p>{'<br>'.join(lines)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{below[4:]}</p>"
+
+
+def plan(
+    model: str | Path,
+    *,
+    machine: str | Path | None = None,
+    assume: Any = None,
+    goal: str = "throughput",
+    batch_size: int | Sequence[int] | None = None,
+    quant_bits: int | Sequence[int] | None = None,
+    engine: str | Sequence[str] | None = None,
+    kv_offload: bool | None = None,
+    prompt_len: int = 512,
+    gen_len: int = 32,
+    max_gpu_memory: Any = None,
+    max_host_memory: Any = None,
+    num_gpus: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Plans:
+    """Which configurations of `model` a machine can run, and how fast each is predicted to be. No weight is read or fetched.
+
+        found = plan("llama-3.1-70b", machine="rtx4090", assume="host=128GiB")
+        print(found.verdict, found.best.command)
+
+    Without `machine` and `assume` it is about this machine, whose rates are measured the first time, which takes a minute or two.
+
+    Args:
+        model: hub name, local folder, or a built-in preset.
+        machine: a typical machine ("rtx4090", "2xrtx4090"), or a file of `zero-inference link --save FILE`.
+        assume: a machine that is not there, or what is different about `machine`: "gpus=1x24GiB,host=128GiB", or a dict of the same.
+        goal: what comes first: "throughput", "latency" or "memory".
+        batch_size, quant_bits, engine, kv_offload: one value or a list to choose from; None tries all (batch 1 to 64; 16, 8, 4 bits).
+        prompt_len, gen_len: tokens.
+        max_gpu_memory, max_host_memory: GiB, no more of which is used.
+        num_gpus: how many to use; None tries 1, 2, 4 and so on.
+        **options: `dtype`, `dummy`, `trust_remote_code`, and `verify` (run so many of the best for a few steps, on this machine).
+
+    Raises:
+        TypeError: there is no such keyword.
+        UsageError: the model or the machine cannot be used. A model that fits nowhere is no error: `best` is None then.
+    """
+    check_names("plan", options, (*OTHERS, *SEVERAL), ELSEWHERE)
+    values = {"machine": machine, "assume": assume, "goal": goal, "prompt_len": prompt_len, "gen_len": gen_len}
+    values |= {"max_gpu_memory": max_gpu_memory, "max_host_memory": max_host_memory, **options}
+    if kv_offload is not None:
+        values["kv_offload"] = {True: "on", False: "off"}.get(kv_offload, kv_offload)
+    words = options_from({"model": model, **values})
+    for name, value in zip(SEVERAL, (batch_size, quant_bits, engine, num_gpus)):
+        words += several(name, value)
+    parser = _Words(prog="zero-inference plan", add_help=False)
+    arguments.add_arguments(parser)
+    args = parser.parse_args(words)
+    with garbage.postponed(), left_as_found(verbose=1):
+        job, found = command.search(args)
+        return _plans_of(args, job, found)
+
+
+class _Words(Parser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
+    from zero_inference.search.ranking import ranked
+    from zero_inference.search.verify import verified
+    from zero_inference.search.words import headline, notes, what_does_not_fit, why_none, why_not_predicted
+
+    best = ranked(found.candidates, args.goal)
+    if args.verify and best:
+        best = verified(best, args.verify, args.goal, functools.partial(print, file=sys.stderr, flush=True))
+    rows = [_row(each.plan, each, None) for each in best if not each.failed]
+    rows += [_row(each, None, None) for each in found.unknown]
+    rows += [_row(each, None, what_does_not_fit([each])[0]) for each in found.too_large]
+    remarks = notes(best)
+    if found.unknown:
+        remarks.append(f"speed not known of {len(found.unknown)} that fit: {why_not_predicted(found.unknown)}")
+    description = job.machine.described()
+    if description is not None and (caveat := description.caveat()):
+        remarks.append(caveat)
+    verdict = headline(best, args.goal) if found.candidates else why_none(found, args.model)
+    return Plans(rows, verdict, None if description is None else description.in_words(), remarks)
+
+
+def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> PlannedRun:
+    from zero_inference.search.candidates import command_of
+    from zero_inference.search.table import weights_in_words
+
+    config, job, times = planned.job.config, planned.job, None if candidate is None else candidate.times
+    options = {
+        name: value
+        for name, value in config.as_dict().items()
+        if value != DEFAULTS[name] and name not in ("dry_run", "json", "machine", "assume", "auto", "goal")
+    }
+    if config.engine == "stream":
+        options.pop("cpu_offload", None)  # it is implied
+    return PlannedRun(
+        engine=config.engine,
+        bits=config.quant_bits,
+        batch=config.batch_size,
+        gpus=job.ranks.world_size if job.on_gpu else 0,
+        weights=weights_in_words(planned),
+        kv_offload=config.kv_offload,
+        tokens_per_s=None if candidate is None else candidate.best_tokens_per_s,
+        step_s=None if candidate is None else candidate.best_step_s,
+        first_token_s=None if times is None else times.prefill.seconds,
+        total_s=None if candidate is None else candidate.total_s,
+        device_gib=planned.weights.device_peak_bytes / GB if job.on_gpu else None,
+        host_gib=next(need.needed for need in planned.needs if need.place == "host memory") / GB,
+        bound_by=None if times is None else times.step.bound_by,
+        fits=why_not is None,
+        why_not=why_not,
+        command=command_of(config, job.ranks.world_size),
+        options={"model": config.model, "engine": config.engine, **options},
+    )
+
+
+def _in_words(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "bound_by":
+        return RATE_WORDS.get(value, str(value))
+    if name in ("device_gib", "host_gib"):
+        return f"{value:.1f}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

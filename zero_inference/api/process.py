@@ -1,0 +1,43 @@
+"""What a call in somebody's process leaves as it found it: a notebook makes many of them, one behind the other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def left_as_found(verbose: int) -> Iterator[None]:
+    """Restore signal handlers and the verbosity of transformers at the end, and keep a process group that is there already.
+
+    Args:
+        verbose: as --verbose; below 2, transformers says nothing but errors meanwhile.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    from zero_inference.runtime import signals
+    from zero_inference.runtime.distributed import process_group_kept
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    if verbose < 2:
+        transformers_logging.set_verbosity_error()
+    try:
+        with signals.restored(), process_group_kept():
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def free_memory() -> None:
+    """Give back what the last model held, on the device and in host memory: the next one is planned with what is free."""
+    import torch
+
+    from zero_inference.models.checkpoint import return_free_memory
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return_free_memory()

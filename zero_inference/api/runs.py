@@ -1,0 +1,239 @@
+"""`run`: the work of run_model.py from Python, with a result in place of the printed lines."""
+
+from __future__ import annotations
+
+import html
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_inference.api.keywords import check_names, options_from
+from zero_inference.api.process import free_memory, left_as_found
+from zero_inference.config import FIELD_NAMES, RunConfig
+from zero_inference.errors import RunError, UsageError
+from zero_inference.options import run_config
+from zero_inference.records.limit import RATE_WORDS
+from zero_inference.runtime import garbage, signals
+from zero_inference.utils import GB
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_inference.running import Finished
+
+KEYWORDS = tuple(sorted(set(FIELD_NAMES) - {"model", "auto", "dry_run", "machine", "assume"}))
+ELSEWHERE = {
+    **dict.fromkeys(("dry_run", "machine", "assume"), "zero_inference.plan() predicts, here or for another machine"),
+    "auto": 'give "auto" as the value of engine, quant_bits or batch_size',
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """A measured generation.
+
+    Attributes:
+        text: what was generated, one string a sequence; None where the model has no tokenizer.
+        output_ids: the generated ids, int64 [batch, gen_len], in host memory, of the last measured loop.
+        record: all that was measured, as it is written to the record file (`zero-inference report --fields` describes each key).
+        log_file, record_file: where the run was logged; None with `log=False`.
+    """
+
+    text: list[str] | None
+    output_ids: torch.Tensor = field(repr=False)
+    record: dict[str, Any] = field(repr=False)
+    log_file: Path | None = None
+    record_file: Path | None = None
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds to the first token; the median over loops, as all times here."""
+        return self.record["prefill_latency_s"]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of all further tokens together."""
+        return self.record["decode_latency_s"]
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a decode step; None with a single token."""
+        steps = self.record["gen_len"] - 1
+        return self.decode_s / steps if steps else None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a whole generation."""
+        return self.record["total_latency_s"]
+
+    @property
+    def load_s(self) -> float:
+        """Seconds of loading the weights."""
+        return self.record["load_s"]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens a second in decoding, of all sequences together; None with a single token."""
+        return self.record["decode_throughput"]
+
+    @property
+    def gpu_gib(self) -> float | None:
+        """Most device memory of the loops in GiB; None without a GPU."""
+        nbytes = self.record["peak_gpu_bytes"]
+        return None if nbytes is None else nbytes / GB
+
+    @property
+    def host_gib(self) -> float:
+        """Most host memory of this process so far in GiB, with all that it held besides the run."""
+        return self.record["peak_host_bytes"] / GB
+
+    @property
+    def bound_by(self) -> str | None:
+        """What limits a decode step here, such as "link"; None where nothing was found to."""
+        return self.record["limit"]["bound_by"]
+
+    @property
+    def fraction_of_limit(self) -> float | None:
+        """Share of that limit which the decode steps reached, 0 to 1."""
+        return self.record["limit"]["fraction_of_limit"]
+
+    @property
+    def quality(self) -> dict[str, Any] | None:
+        """Scores by task; None without `quality=`."""
+        return self.record["quality"]
+
+    def rows(self) -> dict[str, str]:
+        """The result in words, by what each says; what `repr` and a notebook show."""
+        record = self.record
+        offload = {"cpu": "host memory", "disk": "disk", "gpu": "the device"}[record["weights_place"]]
+        found = {
+            "model": f"{record['model']}, {record['quant_bits']} bits, {record['dtype']}",
+            "engine": f"{record['engine']}, weights in {offload}" if offload != "the device" else record["engine"],
+            "work": f"batch {record['batch_size']}, prompt {record['prompt_len']}, {record['gen_len']} new tokens",
+            "first token": f"{self.prefill_s:.3g} s",
+        }
+        if self.tokens_per_s is not None and self.step_s is not None:
+            found["decode"] = f"{self.tokens_per_s:.3g} token/s ({1e3 * self.step_s:.3g} ms a step)"
+        if self.bound_by and self.fraction_of_limit is not None:
+            found["limit"] = f"{self.fraction_of_limit:.0%} of that of {RATE_WORDS[self.bound_by]}"
+        device = "" if self.gpu_gib is None else f"{self.gpu_gib:.1f} GiB on the GPU, "
+        found["memory"] = f"{device}{self.host_gib:.1f} GiB in the host"
+        for task, scores in (self.quality or {}).items():
+            name = next((name for name in ("perplexity", "accuracy") if name in scores), None)
+            if name:
+                found[task] = f"{scores[name]:.4g}"
+        if self.text:
+            found["text"] = _short(self.text[0]) + (f" (and {len(self.text) - 1} more)" if len(self.text) > 1 else "")
+        return found
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(["RunResult", *(f"  {name:<{width}}  {words}" for name, words in rows.items())])
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(words)}</td></tr>"
+            for name, words in self.rows().items()
+        )
+        return f"<table>{cells}</table>"
+
+
+def run(model: str | Path, *, log: bool = True, **options: Any) -> RunResult:
+    """Generate from `model` and measure it, as `run_model.py --model MODEL ...` does, with the same loops, log and record.
+
+        result = run("smollm2-135m", engine="stream", quant_bits=4, prompt_len=64, gen_len=16)
+        print(result.tokens_per_s, result.text[0])
+
+    Progress and warnings go to stderr (`verbose=0` is quiet); results are returned and not printed. It may be called again and again in
+    one process. Errors name the options of the command; a keyword is an option's name with underscores.
+
+    Args:
+        model: hub name, local folder, or a built-in preset or model.
+        log: append to the log and the record in `log_dir` (default `logs`); False writes no file.
+        **options: any option of run_model.py, by its name with underscores: `engine` ("deepspeed" where it is left out), `batch_size`,
+            `prompt_len`, `gen_len` in tokens, `quant_bits` (16, 8, 4), `cpu_offload`, `disk_offload`, `kv_offload`, `gpu_memory` in GiB,
+            `loops`, `warmup`, `dtype`, `dummy`, `quality`, ... (`zero-inference run --help` lists them with their defaults). None is the
+            default. `prompts` may be a list of strings, which `batch_size` follows where it is not given.
+
+    Raises:
+        TypeError: there is no such keyword; the message has the nearest one.
+        UsageError: it cannot work; nothing was loaded or written.
+        RunError: it failed on the way; with `log`, a record with status 'failed' was written.
+    """
+    check_names("run", options, KEYWORDS, ELSEWHERE)
+    with tempfile.TemporaryDirectory(prefix="zero-inference-") as folder:
+        if not log:
+            for name in ("log_file", "log_dir"):
+                if options.get(name) is not None:
+                    raise TypeError(
+                        f"{name}= says where to log, and log=False that nothing is logged: drop one of the two"
+                    )
+            options["log_file"] = Path(folder, "run.log")
+        if isinstance(options.get("prompts"), (list, tuple)):
+            options = _with_prompts(options, Path(folder, "prompts.txt"))
+        words = options_from({"model": model, **options})
+        config = run_config(words)
+        return _measured(config, ["zero_inference.run", *words], log)
+
+
+def _with_prompts(options: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """`options` with their list of prompts in `file`, one a line."""
+    prompts = options["prompts"]
+    for number, prompt in enumerate(prompts, 1):
+        if not isinstance(prompt, str) or "\n" in prompt or not prompt.strip():
+            raise UsageError(f"prompts: number {number} is not one line of text; join its lines, or leave it out.")
+    file.write_text("".join(f"{prompt}\n" for prompt in prompts), encoding="utf-8")
+    return {**options, "prompts": file, "batch_size": options.get("batch_size") or max(1, len(prompts))}
+
+
+def _measured(config: RunConfig, argv: list[str], log: bool) -> RunResult:
+    with garbage.postponed():
+        from zero_inference.running import run as run_once
+
+        with left_as_found(config.verbose), _memory_freed():
+            finished = run_once(config, argv, publish=_write if log else _keep)
+            assert finished is not None, "a dry run has no result"
+            return _result_of(finished, log)
+
+
+@contextmanager
+def _memory_freed() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        free_memory()
+
+
+def _write(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None]) -> None:
+    before()
+    with signals.held():
+        files.write()
+    if files.unwritten:
+        raise RunError("; ".join(files.unwritten) + ".")
+
+
+def _keep(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None]) -> None:
+    before()
+
+
+def _result_of(finished: Finished, log: bool) -> RunResult:
+    files, tokenizer = finished.files, finished.tokenizer
+    text = None
+    if tokenizer is not None:
+        text = tokenizer.batch_decode(finished.output_ids, skip_special_tokens=True)
+    return RunResult(
+        text,
+        finished.output_ids,
+        files.as_written(),
+        files.log if log else None,
+        files.record if log else None,
+    )
+
+
+def _short(text: str, most: int = 100) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."

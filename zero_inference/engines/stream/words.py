@@ -1,0 +1,63 @@
+"""What a plan of the stream engine says to people."""
+
+from __future__ import annotations
+
+from zero_inference.engines.stream.cores import CoresPlan
+from zero_inference.engines.stream.residency import Residency
+from zero_inference.runtime.amounts import amount
+
+
+def places_in_words(found: Residency) -> str:
+    """Where the weights are, of a model that has some in host memory, beside a GPU."""
+    hosted = found.layers_of(found.in_host_memory)
+    host = f"in host memory ({amount(found.host_bytes)})"
+    if set(found.expert_blocks).issuperset(found.in_host_memory):
+        return f"the experts of {len(hosted)} of {found.layers} layers {host}, everything else on the device"
+    if len(hosted) == found.layers:
+        return f"all {found.layers} layers {host}"
+    return f"{found.layers - len(hosted)} of {found.layers} layers on the device, {len(hosted)} {host}"
+
+
+def experts_in_words(found: Residency) -> list[str]:
+    """A line about the experts that the device keeps of those in host memory, if it does."""
+    if not (slots := found.expert_slots):
+        return []
+    number = sum(found.blocks[block].experts.number for block in found.expert_blocks)
+    return [
+        f"the device also keeps the {sum(slots.values())} most used of the {number} experts in host memory: "
+        f"{amount(found.expert_slot_bytes)}"
+    ]
+
+
+def cores_in_words(cores: CoresPlan, found: Residency) -> str:
+    """What the host's cores do in a decode step."""
+    threads = len(cores.cpus)
+    who = f"{threads} thread{'s' * (threads > 1)} ({cores.instructions})" if cores.instructions else "the host's cores"
+    one = bool(cores.instructions) and threads == 1
+    tasks = [f"multipl{'ies' if one else 'y'} {_products_in_words(found)}"] if found.computed_bytes else []
+    if cores.attends:
+        tasks.append(f"attend{'s' * one} over {amount(cores.kv_bytes)} of keys and values")
+    for_ranks = f" for {cores.ranks} ranks" if cores.ranks > 1 else ""
+    line = f"{who} {' and '.join(tasks)} in host memory{for_ranks}"
+    if cores.kv_bytes and cores.ranks > 1:
+        line += "; keys and values cross the link, because each rank has its own"
+    return line
+
+
+def _products_in_words(found: Residency) -> str:
+    """Of the cores; of experts, as many as tokens are expected to choose."""
+    stored = sum(found.layouts[block].stored_bytes for block in found.computed)
+    chosen = f" (the experts that tokens choose, of {amount(stored)})" if stored > found.computed_bytes else ""
+    return f"{amount(found.computed_bytes)}{chosen}"
+
+
+def rates_in_words(cores: CoresPlan) -> list[str]:
+    """A line about the rates that the plan is made with, where they are known."""
+    if cores.rates is None:
+        return []
+    rates, tokens = cores.rates, cores.few_rows * cores.ranks
+    return [
+        f"working side by side: link{'s' * (cores.ranks > 1)} {rates.link_gb_per_s:.1f} GB/s (alone {rates.link_alone_gb_per_s:.1f}), "
+        f"cores {rates.cores_gb_per_s:.1f} GB/s (alone {rates.cores_alone_gb_per_s:.1f}) with {tokens} "
+        f"token{'s' * (tokens > 1)} a pass"
+    ]

@@ -1,0 +1,38 @@
+"""What a plan says to people: where the weights are and what a decode step moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_inference.runtime.amounts import amount
+
+
+class PlanInWords:
+    """What holds of most engines; others say where they differ.
+
+    Attributes:
+        job, footprint, fetched_bytes, disk_bytes: see `EnginePlan`.
+    """
+
+    job: Any
+    footprint: Any
+    fetched_bytes: int
+    disk_bytes: int
+
+    def in_words(self) -> list[str]:
+        """Lines about what a decode step moves and who computes it; none where there is nothing to tell."""
+        if not self.fetched_bytes:
+            return []
+        disk = f", {amount(self.disk_bytes)} of it from disk" if self.disk_bytes else ""
+        return [f"each decode step {self.fetched_in_words()}{disk}"]
+
+    def fetched_in_words(self) -> str:
+        """`copies 20.4 GiB over the link`."""
+        fetched = amount(self.fetched_bytes) if self.fetched_bytes else "nothing"
+        return f"copies {fetched} over the link" if self.job.on_gpu else f"fetches {fetched}"
+
+    def places_in_words(self) -> str:
+        """Where the weights are."""
+        if self.footprint.disk:
+            return "on disk"
+        return "in host memory" if self.footprint.host or not self.job.on_gpu else "on the device"

@@ -1,0 +1,154 @@
+"""How every command reads its line and shows its help: errors in one line that say what was probably meant, examples as they are typed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from zero_inference.config.spellings import not_among
+from zero_inference.runtime.near import did_you_mean
+from zero_inference.runtime.text import printable
+
+# What argparse says, and what we say instead.
+_IN_PLAIN_WORDS = (
+    (re.compile(r"argument (\S+): expected (?:one|at least one) argument"), r"\1 needs a value"),
+    (re.compile(r"argument (?:-\w/)?(\S+): ignored explicit argument .*"), r"\1 takes no value"),
+    (re.compile(r"argument (\S+): "), r"\1: "),
+)
+_ANSWERED = re.compile(r"did you mean|choose one of|use --")  # these need no pointer to --help
+
+
+class Formatter(argparse.HelpFormatter):
+    """Wraps prose to the width of the terminal, and leaves indented lines, which are examples, as they are."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # names of options stay whole
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        shown: list[str] = []
+        prose: list[str] = []
+
+        def wrap_prose() -> None:
+            shown.extend(textwrap.wrap(" ".join(prose), width, initial_indent=indent, subsequent_indent=indent))
+            prose.clear()
+
+        for line in text.strip("\n").splitlines():
+            if line.startswith("  ") or not line.strip():
+                wrap_prose()
+                shown.append((indent + line).rstrip())
+            else:
+                prose.append(line.strip())
+        wrap_prose()
+        return "\n".join(shown)
+
+
+class Refused(argparse.ArgumentError):
+    """A value that an option cannot have, in words that need no introduction."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes `_` for `-` in option names, and answers bad usage in one line with exit code 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", Formatter)
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Knows them all: what is left over is refused here, by the parser of the command whose option it would have been."""
+        args = sys.argv[1:] if args is None else args
+        found, unknown = super().parse_known_args([_hyphenated(arg) for arg in args], namespace)
+        if unknown:
+            self.error(self._about_unknown(unknown))
+        return found, []
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {printable(self.in_words(message))}\n")
+
+    def in_words(self, message: str) -> str:
+        """An error of argparse, or of ours, with what to do about it."""
+        words = plain(message)
+        return words if _ANSWERED.search(words) else f"{words}; see {self.prog} --help"
+
+    def option_names(self) -> list[str]:
+        """The long names of all options that the help shows."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return [name for action in shown for name in action.option_strings if name.startswith("--")]
+
+    def _about_unknown(self, words: Sequence[str]) -> str:
+        option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if option is None:
+            return f"unexpected argument {words[0]}"
+        bare = {name[2:]: name for name in self.option_names()}  # dashes alike in both would count as likeness
+        near = did_you_mean(option.lstrip("-"), bare)
+        return f"there is no option {option}" + (
+            f"; {near.replace('did you mean ', 'did you mean --')}" if near else ""
+        )
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if isinstance(action, argparse._SubParsersAction):
+            near = did_you_mean(str(value), action.choices)
+            known = f"choose one of {', '.join(action.choices)}"
+            raise Refused(action, f"there is no command {value}; {near or known}")
+        words = not_among(_name(action), value, tuple(action.choices)).removesuffix(".")
+        raise Refused(action, words + self._misplaced(action, str(value)))
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        try:
+            return super()._get_value(action, text)
+        except argparse.ArgumentError as error:
+            invalid = re.fullmatch(r"invalid (.+) value: .*", error.message, re.DOTALL)
+            reason = f"not a {_KINDS.get(invalid[1], invalid[1])}" if invalid else error.message
+            words = reason if reason.startswith("--") else f"{_name(action)} {text}: {reason}"
+            raise Refused(action, words.removesuffix(".") + self._misplaced(action, text)) from error
+
+    def _misplaced(self, action: argparse.Action, text: str) -> str:
+        """A model behind an option of several values was taken for one of them."""
+        has_model = any(each.dest == MODEL_GIVEN for each in self._actions)
+        like_a_model = re.search("[A-Za-z]", text) and re.search("[-/]", text)
+        if action.nargs != "+" or not has_model or not like_a_model:
+            return ""
+        return f"; if {text} is the model, write it first, or as --model {text}"
+
+
+_KINDS = {"int": "whole number", "float": "number"}
+MODEL_GIVEN = "model_given"  # dest of the positional model
+
+
+def examples(*lines: str) -> str:
+    """The text of a group or a command that shows `lines` as they are typed; a line may go on behind a backslash."""
+    return "\n".join(["Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)])
+
+
+def example_lines(texts: Iterable[str | None]) -> list[str]:
+    """The commands that stand in descriptions and epilogs made with `examples`, each in one line."""
+    found = []
+    for text in texts:
+        joined = re.sub(r"\s*\\\n\s*", " ", text or "")
+        found += [line.strip() for line in joined.splitlines() if line.startswith("  ")]
+    return found
+
+
+def plain(message: str) -> str:
+    """argparse's message in our words, where it is one of those that we say otherwise."""
+    for pattern, words in _IN_PLAIN_WORDS:
+        if pattern.match(message):
+            return pattern.sub(words, message, count=1)
+    return message
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
+
+
+def _hyphenated(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument

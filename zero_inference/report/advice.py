@@ -1,0 +1,53 @@
+"""What could make a run faster, where its own measurements say so."""
+
+from __future__ import annotations
+
+from zero_inference.config.choices import QUANT_BITS, QUANTIZING_ENGINES
+from zero_inference.records.limit import LinkUse
+from zero_inference.records.schema import Measured, Request
+
+NEAR_THE_LIMIT = 0.9  # from here on the engine has little left to give, and only less work helps
+FAR_FROM_THE_LIMIT = 0.7
+BUSY = {
+    "link": "the link sets the speed",
+    "link_and_cores": "link and cores set the speed",
+    "disk": "the disk sets the speed",
+    "device_memory": "reading device memory sets the speed",
+}
+
+
+def advice(request: Request, measured: Measured) -> list[str]:
+    """Lines to print below the limit; none where the record does not show what would help."""
+    limit, on_gpu = measured.limit, measured.device == "cuda"
+    share, bound = limit.fraction_of_limit, limit.bound_by
+    if not on_gpu or share is None or bound not in BUSY:
+        return []
+    lines = []
+    if bound == "link" and request.cpu_offload and request.pin_memory is False:
+        lines.append("weights in host memory are not page-locked: --pin-memory 1 copies faster")
+    if share >= NEAR_THE_LIMIT:
+        use = measured.link_use
+        busy = f"the link is busy {use.busy_share:.0%} of the time" if isinstance(use, LinkUse) else BUSY["link"]
+        ways = _fewer_bytes(request, measured, bound)
+        lines.append(
+            f"{busy if bound == 'link' else BUSY[bound]}; only fewer bytes a token help: {' or '.join(ways)}"
+            if ways
+            else f"{busy if bound == 'link' else BUSY[bound]}"
+        )
+    elif share < FAR_FROM_THE_LIMIT and bound == "link" and request.engine in ("deepspeed", "accelerate"):
+        lines.append(f"{1 - share:.0%} of the link's speed is unused: --engine stream copies while it computes")
+    return lines
+
+
+def _fewer_bytes(request: Request, measured: Measured, bound: str) -> list[str]:
+    """Options that move fewer bytes for a token of this run."""
+    ways = []
+    if request.engine in QUANTIZING_ENGINES and request.quant_bits > min(QUANT_BITS):
+        ways.append(f"--quant-bits {min(QUANT_BITS)}")
+    if request.engine == "stream" and bound == "link" and request.cpu_compute in ("off", "0"):
+        ways.append("--cpu-compute auto")
+    if bound == "disk":
+        ways.append("--cpu-offload (if host memory is large enough)")
+    if not request.kv_offload:  # else the bytes of keys and values grow with it
+        ways.append("a larger --batch-size")
+    return ways

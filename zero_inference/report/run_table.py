@@ -1,0 +1,83 @@
+"""The table and the line of sizes that a run prints: medians over its loops, their range, and what the plan had predicted."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from zero_inference.records.schema import EngineFacts, Measured, Request
+from zero_inference.report.short import model_in_short, weights_in_short
+from zero_inference.runtime.tables import Column, one_line, terminal_table, texts_of, three_digits
+
+WIDEST = 100  # columns, of what a run prints
+
+
+def line_width() -> int:
+    """Columns to print in: those of the terminal, at most `WIDEST`."""
+    return min(WIDEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDEST
+
+
+def run_in_words(request: Request) -> str:
+    """What ran, on one line: model, engine, weights, batch and lengths."""
+    weights = weights_in_short(request.quant_bits, request.dtype)
+    ranks = [f"{request.world_size} ranks"] * (request.world_size > 1)
+    lengths = [f"batch {request.batch_size}", f"prompt {request.prompt_len}", f"{request.gen_len} generated"]
+    return ", ".join([model_in_short(request.model), request.engine, weights or "", *ranks, *lengths])
+
+
+def times_table(measured: Measured, colour: bool = False, width: int | None = None) -> str:
+    """Time to first token, decode and total as a table that ends in a newline."""
+    rows = _rows(measured)
+    loops = len(measured.loops)
+    columns = [
+        Column("phase", f"median of {loops} loops" if loops > 1 else "1 loop", dtype="string", whole=True),
+        Column("median_s", "seconds", three_digits),
+        *[Column("range_s", "min to max", one_line, whole=True)] * (loops > 1),
+        Column("throughput", "token/s", three_digits),
+        *[Column("predicted_s", "predicted (s)", three_digits)] * any(row["predicted_s"] for row in rows),
+    ]
+    return terminal_table(columns, texts_of(rows, columns), colour, width)
+
+
+def _rows(measured: Measured) -> list[dict[str, Any]]:
+    plan, steps = measured.predicted, len(measured.loops[-1].step_s)
+    prefill_s, decode_s = (plan.prefill_s, plan.decode_s) if plan is not None else (None, None)
+    both_s = prefill_s + decode_s if prefill_s is not None and decode_s is not None else None
+    phases = (
+        ("time to first token (prefill)", "prefill", prefill_s),
+        (f"decode ({steps} step{'s' * (steps != 1)})", "decode", decode_s),
+        ("total", "total", both_s),
+    )
+    return [
+        {
+            "phase": name,
+            "median_s": getattr(measured, f"{phase}_latency_s"),
+            "range_s": _range([getattr(loop, f"{phase}_s") for loop in measured.loops]),
+            "throughput": getattr(measured, f"{phase}_throughput"),
+            "predicted_s": predicted_s,
+        }
+        for name, phase, predicted_s in phases
+        if phase != "decode" or steps
+    ]
+
+
+def _range(times_s: Sequence[float]) -> str:
+    return f"{three_digits(min(times_s))} to {three_digits(max(times_s))}"
+
+
+def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) -> str:
+    """What the run held, on one line in GiB."""
+    share = engine.quantized_fraction
+    parts = [
+        ("model", measured.model_bytes, " at 16 bits"),
+        ("stored", measured.weight_bytes, "" if share is None else f" ({share:.1%} int{request.quant_bits})"),
+        ("KV cache", measured.cache_bytes, ""),
+        ("peak GPU", measured.peak_gpu_bytes, ""),
+        ("peak host", measured.peak_host_bytes, ""),
+    ]
+    known = (
+        f"{name} {three_digits(size / 2**30, most_decimals=3)}{more}" for name, size, more in parts if size is not None
+    )
+    return f"GiB: {', '.join(known)}"

@@ -1,0 +1,133 @@
+"""Sentences about the configurations that were compared: which is best, what their times leave out, what does not fit, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero_inference.planning.changes import changes_that_fit
+from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
+from zero_inference.planning.plan import Plan
+from zero_inference.planning.timing import why_unknown
+from zero_inference.planning.verdict import NOT_MEASURED
+from zero_inference.runtime.amounts import amount, compared
+from zero_inference.runtime.tables import significant
+from zero_inference.search.candidates import Candidate, Found
+from zero_inference.search.ranking import ranked
+from zero_inference.search.smallest import least_machine
+from zero_inference.search.table import configuration_in_words, kind_of_weights
+
+FIRST = {"throughput": "Fastest", "latency": "Shortest decode step", "memory": "Least memory"}  # by goal
+
+
+def headline(best: Sequence[Candidate], goal: str) -> str:
+    """What comes first, and beside it how fast a single sequence is; where that comes first, how fast the largest rate is.
+
+    Args:
+        best: all that fit, the best first.
+    """
+    first = best[0]
+    line = f"{FIRST[goal]}: {_named(first)}: {_speed(first, goal)}"
+    good = [each for each in best if not each.failed]
+    if first.config.batch_size > 1:
+        others = [each for each in ranked(good, "latency") if each.config.batch_size == 1]
+        about = "For one sequence"
+    else:
+        others, about = ranked(good, "throughput"), "Most token/s"
+    if others and others[0] is not first:
+        line += f" {about}: {_named(others[0])}: {_speed(others[0], goal)}"
+    return line
+
+
+def _named(candidate: Candidate) -> str:
+    gpus = f", {candidate.world_size} GPUs" if candidate.world_size > 1 else ""
+    kind = kind_of_weights(candidate.plan)
+    return f"{candidate.config.engine} engine, {kind}, batch {candidate.config.batch_size}{gpus}"
+
+
+def _speed(candidate: Candidate, goal: str) -> str:
+    """With what the goal is about."""
+    most, least = ("at most ", "at least ") if candidate.times.at_least else ("", "")
+    predicted = significant(candidate.tokens_per_s)
+    if candidate.measured_tokens_per_s is not None:
+        return f"{significant(candidate.measured_tokens_per_s)} token/s measured, {most}{predicted} predicted."
+    parts = [f"{most}{predicted} token/s"]
+    if goal == "latency":
+        parts.insert(0, f"{least}{significant(candidate.times.step.seconds)} s a step")
+    if goal == "memory":
+        parts.insert(0, f"{amount(candidate.memory_bytes)} of device and host memory")
+    return f"{', '.join(parts)} predicted."
+
+
+def notes(candidates: Sequence[Candidate]) -> list[str]:
+    """What to know about the times in a table of `candidates`."""
+    lines = []
+    reasons = dict.fromkeys(reason for each in candidates for reason in each.times.bounds_because)
+    if reasons:
+        lines.append(f"≤, ≥: bounds, because {'; '.join(reasons)}")
+    left_out = dict.fromkeys(what for each in candidates for what in each.times.left_out())
+    if left_out:
+        lines.append(f"not counted: {'; '.join(left_out)}")
+    return lines
+
+
+def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
+    """A line for each engine and number of bits, with what would make it fit."""
+    lines = []
+    for plan in plans:
+        config = plan.job.config
+        refused = Need(DEVICE_MEMORY, plan.weights.least_free_device_bytes, plan.job.free_device_bytes or 0)
+        # the engine counts what it keeps free, too
+        short = next((need for need in plan.needs if not need.fits), refused)
+        place = {"cpu": " in host memory", "disk": " on disk"}.get(config.offload, " on the device")
+        gpus = f", {plan.job.ranks.world_size} GPUs" if plan.job.ranks.world_size > 1 else ""
+        name = f"{config.engine} {kind_of_weights(plan)}{'' if config.engine == 'stream' else place}{gpus}"
+        needed, there, unit = compared(short.needed, short.available or 0)
+        line = f"{name}: {needed} {unit} of {short.place}, {there} {unit} free"
+        if changes := changes_that_fit(plan.job):
+            line += f"; fits with {changes[0]}"
+        lines.append(line)
+    return lines
+
+
+def why_none(found: Found, model: str) -> str:
+    """Why no configuration of `model` can be told of; of one that fits nowhere, the smallest machine that would do."""
+    if found.unknown:
+        return (
+            f"{len(found.unknown)} configurations of {model} fit, but how fast they are is not known: {why_not_predicted(found.unknown)}; "
+            "add what is missing to --assume, or measure it with zero-inference link --save."
+        )
+    if not found.too_large:
+        return f"{model}: none of these engines can run it with these options; drop some of them."
+    available = {
+        need.name: need.available
+        for plan in found.too_large
+        for need in plan.needs
+        if need.available is not None and need.place != PAGE_LOCKED
+    }
+    there = ", ".join(f"{amount(nbytes)} of {place}" for place, nbytes in available.items())
+    return (
+        f"none of {len(found.too_large)} ways to run {model} fits ({there}); the smallest machine that could run it has "
+        f"{least_machine(found.too_large)}."
+    )
+
+
+def why_not_predicted(plans: Sequence[Plan]) -> str:
+    """Why nobody knows how fast they are; each reason once."""
+    reasons = []
+    for plan in plans:
+        description = plan.job.machine.described()
+        reasons.append(NOT_MEASURED if description is None else why_unknown(plan.weights, description))
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def commands(candidates: Sequence[Candidate], how_many: int) -> list[str]:
+    """How to run the first ones, each command on a line of its own to be copied."""
+    good = [(place, each) for place, each in enumerate(candidates, 1) if not each.failed]
+    return [
+        line
+        for place, each in good[:how_many]
+        for line in (
+            f"{place}. {configuration_in_words(each)}, batch {each.config.batch_size}:",
+            f"   {each.command()}",
+        )
+    ]
