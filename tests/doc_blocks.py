@@ -7,9 +7,10 @@ by a comment in the line above the block, which no reader sees:
     <!-- exits: 2 -->           the same; it ends with that code
     <!-- gpu: FOLDER -->        needs a GPU; benchmarks/results/FOLDER is where it was run
     <!-- hub: WHY -->           needs the model hub or a checkpoint
+    <!-- tested: FILE, WHAT -->  takes long, and the like is run by this file of tests
     <!-- setup: WHY -->         installs something or changes the machine
 
-The last three are checked but not run. `python` blocks take the same comments. `<!-- file: NAME -->` above a block of any kind
+The last four are checked but not run. `python` blocks take the same comments. `<!-- file: NAME -->` above a block of any kind
 puts its text into the page's folder before the commands below it.
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-KINDS = ("run", "exits", "gpu", "hub", "setup", "file")
+KINDS = ("run", "exits", "gpu", "hub", "tested", "setup", "file")
 # Anything else is either a command that nobody checks, or unnamed.
 LANGUAGES = ("sh", "python", "text", "yaml", "json", "toml", "ini", "cpp", "diff", "dockerfile")
 FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")

@@ -55,6 +55,8 @@ def check(command: Command) -> None:
     kind, detail = command.block.kind, command.block.detail
     if kind == "gpu" and not (RESULTS / detail.split()[0].rstrip(",;:")).is_dir():
         raise command.wrong(f"benchmarks/results/{detail.split()[0]} is not there")
+    if kind == "tested" and not (ROOT / detail.split()[0].rstrip(",;:")).is_file():
+        raise command.wrong(f"{detail.split()[0]} is not there")
     if kind == "exits" and not detail.split()[0].isdigit():
         raise command.wrong(f"{detail}: which exit code?")
     with _usage_errors(command):
