@@ -175,7 +175,9 @@ def test_right_commands_of_all_kinds_pass(tmp_path):
                 check(command)
 
 
-@pytest.mark.parametrize("mark", ["<!-- gpu: no-such-folder -->", "<!-- exits: sometimes -->", "<!-- tested: tests/test_no.py -->"])
+@pytest.mark.parametrize(
+    "mark", ["<!-- gpu: no-such-folder -->", "<!-- exits: sometimes -->", "<!-- tested: tests/test_no.py -->"]
+)
 def test_a_wrong_mark_is_found(mark):
     (command,) = page_of(mark, "```sh", "zero-inference plan --model opt-125m --dummy", "```")
     with pytest.raises(WrongDocs):
