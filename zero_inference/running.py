@@ -51,11 +51,13 @@ class Finished:
         files: the log and the record, with all that they say.
         output_ids: int64 [batch, gen_len], of the last loop.
         tokenizer: None where the model has none.
+        ends: the ids that end a text.
     """
 
     files: RunLog
     output_ids: Any
     tokenizer: Any
+    ends: frozenset[int]
 
 
 def run(
@@ -111,15 +113,16 @@ def _run(
         output_ids, tokenizer = _measured(config, spec, ranks, files, progress, questions)
         progress.clear()
         ranks.barrier()
+    ends = end_ids(spec, tokenizer)
     try:
         if ranks.is_first:
-            publish(files, output_ids, tokenizer, before=watch.stop, ends=end_ids(spec, tokenizer))
+            publish(files, output_ids, tokenizer, before=watch.stop, ends=ends)
         watch.stop()
     except BaseException:
         leave_process_group(ranks)
         raise
     stop_process_group()
-    return Finished(files, output_ids, tokenizer)
+    return Finished(files, output_ids, tokenizer, ends)
 
 
 def _resolved(

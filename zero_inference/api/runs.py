@@ -224,7 +224,9 @@ def _result_of(finished: Finished, log: bool) -> RunResult:
     files, tokenizer = finished.files, finished.tokenizer
     text = None
     if tokenizer is not None:
-        text = tokenizer.batch_decode(finished.output_ids, skip_special_tokens=True)
+        from zero_inference.report.results import texts_of_ids
+
+        text = texts_of_ids(finished.output_ids, tokenizer, finished.ends)
     return RunResult(
         text,
         finished.output_ids,

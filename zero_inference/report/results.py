@@ -61,13 +61,19 @@ def publish(
 
 def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = ()) -> None:
     """The first of the generated texts, each up to the first id of `ends`; `output_ids` int64 [batch, gen_len]."""
-    for number, row in enumerate(output_ids[:SHOWN_TEXTS]):
-        ids = row.tolist()
-        length = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-        text = tokenizer.decode(ids[:length], skip_special_tokens=True).strip()
-        print(f"[{number}] {printable(text)}")
+    for number, text in enumerate(texts_of_ids(output_ids[:SHOWN_TEXTS], tokenizer, ends)):
+        print(f"[{number}] {printable(text.strip())}")
     hidden = len(output_ids) - SHOWN_TEXTS
     print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
+
+
+def texts_of_ids(output_ids: Any, tokenizer: Any, ends: Collection[int]) -> list[str]:
+    """The text of each row of `output_ids`, int64 [batch, gen_len], up to the first id of `ends`."""
+    texts = []
+    for ids in output_ids.tolist():
+        length = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+        texts.append(tokenizer.decode(ids[:length], skip_special_tokens=True))
+    return texts
 
 
 def print_results(request: Request, result: Result) -> None:
