@@ -15,7 +15,7 @@ from doc_commands import PageFolder, check, check_python, extras, in_folder
 
 PAGES = pages(ROOT)
 # Pages that do not keep the rules of doc_blocks.py yet, and are left out until they do.
-NOT_CONVERTED = ("README.md",)
+NOT_CONVERTED: tuple[str, ...] = ()
 LAUNCHED = 1  # commands that a launcher starts; each takes ten seconds
 
 
@@ -175,7 +175,9 @@ def test_right_commands_of_all_kinds_pass(tmp_path):
                 check(command)
 
 
-@pytest.mark.parametrize("mark", ["<!-- gpu: no-such-folder -->", "<!-- exits: sometimes -->", "<!-- tested: tests/test_no.py -->"])
+@pytest.mark.parametrize(
+    "mark", ["<!-- gpu: no-such-folder -->", "<!-- exits: sometimes -->", "<!-- tested: tests/test_no.py -->"]
+)
 def test_a_wrong_mark_is_found(mark):
     (command,) = page_of(mark, "```sh", "zero-inference plan --model opt-125m --dummy", "```")
     with pytest.raises(WrongDocs):
@@ -227,7 +229,8 @@ def test_commands_of_a_page_share_a_folder_and_each_is_run_once(tmp_path, no_gpu
 
 # Options of other programs, which pages name in passing.
 OTHERS = {"--help", "--version"} | set(
-    "--gpus --shm-size --ulimit --user --entrypoint --target --build-arg --no-deps --no-isolation --no-build-isolation --strict".split()
+    "--gpus --ipc --shm-size --ulimit --user --entrypoint --target --build-arg --membind --cpunodebind".split()
+    + "--no-deps --no-isolation --no-build-isolation --strict".split()
 )
 
 
