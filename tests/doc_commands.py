@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import importlib
@@ -10,6 +9,7 @@ import io
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,6 +47,7 @@ SETUP = (
     "wsl",
 )
 SETUP_MODULES = ("build", "http.server", "mkdocs", "pip", "pytest", "venv")
+INPUTS = ("--prompts", "--ds-config", "--config", "--quality-data")
 LAUNCHERS = ("deepspeed", "torchrun")
 
 
@@ -59,6 +60,7 @@ def check(command: Command) -> None:
         raise command.wrong(f"{detail.split()[0]} is not there")
     if kind == "exits" and not detail.split()[0].isdigit():
         raise command.wrong(f"{detail}: which exit code?")
+    _make_inputs(command.words)
     with _usage_errors(command):
         if kind == "setup":
             _check_setup(command)
@@ -111,22 +113,25 @@ def _check_console(options: list[str]) -> None:
     own, after = compare.split(options)
     args = console_parser(["zero-inference", *options], after).parse_args(own)
     if args.command == "run":
-        _make_inputs(args)
         config_of(args)
     if args.command == "compare":
         read_arms(args.model, args.arm, after, run_config)
 
 
-def _make_inputs(args: argparse.Namespace) -> None:
+def _make_inputs(words: Sequence[str]) -> None:
     """Files that the reader has: what is wrong with the options is looked for, and not whether these are there."""
-    for name in ("prompts", "ds_config", "config"):
-        file = getattr(args, name, None)
-        if file and not Path(file).is_absolute() and not Path(file).exists():
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            Path(file).write_text("{}\n")
-    data = getattr(args, "quality_data", None)
-    if data and not Path(data).is_absolute() and not Path(data).exists():
-        Path(data).mkdir(parents=True)
+    words = [
+        part for word in words for part in (shlex.split(word) if " --" in word else [word])
+    ]  # an arm of compare is one word
+    for option, value in zip(words, words[1:]):
+        file = Path(value)
+        if option not in INPUTS or file.is_absolute() or file.exists():
+            continue
+        if file.suffix:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("{}\n")
+        else:
+            file.mkdir(parents=True)
 
 
 def _check_file(command: Command, name: str, options: list[str]) -> None:
@@ -137,9 +142,7 @@ def _check_file(command: Command, name: str, options: list[str]) -> None:
     if not file.is_file():
         raise command.wrong(f"there is no file {name}")
     if file == ROOT / "run_model.py":
-        args = run_parser().parse_args(options)
-        _make_inputs(args)
-        config_of(args)
+        config_of(run_parser().parse_args(options))
         return
     if file.suffix == ".sh" and not os.access(file, os.X_OK) and command.words[0] == name:
         raise command.wrong(f"{name} is not executable")
@@ -158,10 +161,11 @@ def _check_file(command: Command, name: str, options: list[str]) -> None:
         if done.returncode:
             raise command.wrong(done.stderr.strip().splitlines()[-1])
         return
-    known = _help_of(file)
-    for option in options:
-        name = option.partition("=")[0]
-        if name.startswith("--") and name != "--" and not re.search(rf"{name}(?![\w-])", known):
+    for name in (option.partition("=")[0] for option in options):
+        if not name.startswith("--") or name == "--":
+            continue
+        known = _help_of(file)
+        if not re.search(rf"{name}(?![\w-])", known):
             raise command.wrong(f"{file.relative_to(ROOT)} has no option {name}")
 
 

@@ -15,7 +15,7 @@ from doc_commands import PageFolder, check, check_python, extras, in_folder
 
 PAGES = pages(ROOT)
 # Pages that do not keep the rules of doc_blocks.py yet, and are left out until they do.
-NOT_CONVERTED = ("README.md",)
+NOT_CONVERTED: tuple[str, ...] = ()
 LAUNCHED = 1  # commands that a launcher starts; each takes ten seconds
 
 
@@ -229,7 +229,8 @@ def test_commands_of_a_page_share_a_folder_and_each_is_run_once(tmp_path, no_gpu
 
 # Options of other programs, which pages name in passing.
 OTHERS = {"--help", "--version"} | set(
-    "--gpus --shm-size --ulimit --user --entrypoint --target --build-arg --no-deps --no-isolation --no-build-isolation --strict".split()
+    "--gpus --ipc --shm-size --ulimit --user --entrypoint --target --build-arg --membind --cpunodebind".split()
+    + "--no-deps --no-isolation --no-build-isolation --strict".split()
 )
 
 
