@@ -336,7 +336,7 @@ def run_model(tmp_path, fork_server):
             program.write_text(LIMITED.format(root=str(ROOT), memory_bytes=memory_bytes))
         log_dir = tmp_path / "logs"
         before = records_in(log_dir)
-        if server is None and memory_bytes is None:
+        if server is None:
             server = fork_server(LIBRARIES if env else PROGRAM)
         port = free_port()
         launch = {

@@ -484,8 +484,8 @@ def test_out_of_memory_in_a_real_process(checkpoints, run_model):
 
 
 def test_a_batch_that_does_not_divide_over_the_ranks(checkpoints, run_model):
-    done = run_model("--model", checkpoints("opt"), *SHORT, "--batch-size", 3, launcher="torchrun", ranks=2)
-    assert done.code != 0 and done.record is None
+    done = run_model("--model", checkpoints("opt"), *SHORT, "--batch-size", 3, launcher="by hand", ranks=2)
+    assert done.code == 2 and done.record is None
     assert "--batch-size 3 does not divide over 2 ranks" in done.stderr
 
 

@@ -42,7 +42,7 @@ from zero_inference.machine.choose import machine_of
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.machine.rates import attended_gb_per_s, beside_link, between
 from zero_inference.machine.typical import TYPICAL, find_typical
-from zero_inference.models.skeleton import build_skeleton
+from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
 from zero_inference.planning.outlook import least_step_s, limit_in_words
@@ -298,16 +298,22 @@ def test_attention_of_the_cores_is_measured():
         cores.close()
 
 
-def planned(options: str, machine, skeletons: dict | None = None):
-    """The plan of `options` for `machine`; models that are in `skeletons` are not built again."""
+BUILT: dict[tuple, Skeleton] = {}
+
+
+def job_of(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT) -> Job:
+    """What a plan of `options` for `machine` is made from; models that are in `skeletons` are not built again."""
     config = run_config([*shlex.split(options), "--dry-run"])
     ranks = machine.ranks_there(detect_ranks())
     spec = resolve_model(config, ranks.device.type)
-    kept, key = {} if skeletons is None else skeletons, (config.model, spec.dtype)
-    if key not in kept:
-        kept[key] = build_skeleton(spec)
-    skeleton = kept[key]
-    return make_plan(Job(config, spec, ranks, skeleton, machine.free_device_bytes(ranks, False), None, machine))
+    key = config.model, spec.dtype
+    if key not in skeletons:
+        skeletons[key] = build_skeleton(spec)
+    return Job(config, spec, ranks, skeletons[key], machine.free_device_bytes(ranks, False), None, machine)
+
+
+def planned(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT):
+    return make_plan(job_of(options, machine, skeletons))
 
 
 def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):

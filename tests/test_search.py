@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, need_lm_eval, without_gpus
-from test_machine import H200, MACHINE, planned
+from test_machine import H200, MACHINE, job_of, planned
 from test_timing import FAST
 
 from zero_inference.cli import console_main, main
@@ -25,9 +25,8 @@ from zero_inference.machine.choose import machine_of
 from zero_inference.machine.kept import kept_description, why_outdated
 from zero_inference.machine.limited import LimitedMachine
 from zero_inference.machine.machine import DescribedMachine
-from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
-from zero_inference.planning.plan import changed, describe_job, make_plan
+from zero_inference.planning.plan import changed, make_plan
 from zero_inference.planning.timing import PassTime, Times
 from zero_inference.records.read import read_records
 from zero_inference.runtime.child_runs import run_child
@@ -43,13 +42,6 @@ from zero_inference.search.words import headline
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
-
-
-def job_of(options: str, machine):
-    config = run_config([*shlex.split(options), "--dry-run"])
-    ranks = machine.ranks_there(detect_ranks())
-    spec = resolve_model(config, ranks.device.type)
-    return describe_job(config, spec, ranks, machine=machine)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,12 @@ import gc
 import json
 import random
 import re
-import subprocess
-import sys
 
 import psutil
 import pytest
 import torch
-from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, too_few_gpus, without_gpus
+from conftest import FAMILIES, ROOT, VOCAB, build_model, plain_ids, start_python, too_few_gpus, without_gpus
+from forks import PROGRAM, wait_for_all
 
 from zero_inference.config import RunConfig
 from zero_inference.engines.stream.layout import BlockLayout
@@ -468,7 +467,7 @@ def test_link_use_of_a_trace_counts_overlapping_copies_once():
     assert link_use_in(layers) is None and link_use_in([copy(0, 1)]) is None
 
 
-def test_loading_takes_little_more_than_the_weights(checkpoints, tmp_path):
+def test_loading_takes_little_more_than_the_weights(checkpoints, fork_server, tmp_path):
     """Peak of the process while it reads a checkpoint of 256 MB in several files, against what it stores.
 
     On the CPU, where all of it is memory of the process; CUDA's context and page-locked memory would be counted too.
@@ -498,11 +497,10 @@ print((memory("VmHWM") - before - on_device) / loaded.weight_bytes, loaded.weigh
 """)
     # of 8 bits 20 MB of quantizer are a seventh of these weights, and some MB of scatter
     for bits, bound in ((16, 1.1), (8, 1.3)):
-        done = subprocess.run(
-            [sys.executable, str(program), str(bits)], capture_output=True, text=True, cwd=tmp_path, env=without_gpus()
-        )
-        assert done.returncode == 0, done.stderr
-        ratio, stored = map(float, done.stdout.split()[-2:])
+        out, err = tmp_path / f"{bits}.out", tmp_path / f"{bits}.err"
+        process = start_python(fork_server(PROGRAM), [program, bits], tmp_path, out, err, without_gpus())
+        assert wait_for_all([process], timeout=240) == [0], err.read_text()
+        ratio, stored = map(float, out.read_text().split()[-2:])
         assert stored > 100e6 and ratio < bound, (bits, ratio)
 
 
@@ -681,7 +679,7 @@ def test_host_memory_that_is_refused_is_a_clear_error(run_model):
         "--gen-len",
         2,
         on_cpu=True,
-        memory_bytes=2 << 30,
+        memory_bytes=1 << 30,
     )
     assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
     assert "memory" in done.stderr and done.record["status"] == "failed"
