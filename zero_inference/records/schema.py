@@ -58,15 +58,11 @@ class Request:
     pin_memory: bool | None = key(
         "", "weights in host memory are page-locked; the value given if the run failed before it was decided"
     )
-    cpu_compute: str = key(
-        "",
-        "--cpu-compute as given: auto, off, or the share of the weights in host memory for the cores",
-    )
+    cpu_compute: str = key("", "--cpu-compute as given: auto, off, or the share of the weights in host memory")
     cpu_threads: int | None = key("threads", "--cpu-threads as given; null if the engine chose")
     options: dict[str, Any] = key(
         "",
-        "every option that differs from its default, by name: what was typed, what a file of --config said, and what the plan found of "
-        "what was auto. As lines of YAML they are a file for --config",
+        "every option that differs from its default, by name: typed, from --config, or chosen for auto; works as a file for --config",
     )
     weights_place: str = key(
         "",
