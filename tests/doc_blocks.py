@@ -11,7 +11,8 @@ by a comment in the line above the block, which no reader sees:
     <!-- setup: WHY -->         installs something or changes the machine
 
 The last four are checked but not run. `python` blocks take the same comments. `<!-- file: NAME -->` above a block of any kind
-puts its text into the page's folder before the commands below it.
+puts its text into the page's folder before the commands below it. Lines of a `text` block that begin with a command, which a plan
+prints for example, are checked too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 KINDS = ("run", "exits", "gpu", "hub", "tested", "setup", "file")
@@ -27,8 +28,8 @@ KINDS = ("run", "exits", "gpu", "hub", "tested", "setup", "file")
 LANGUAGES = ("sh", "python", "text", "yaml", "json", "toml", "ini", "cpp", "diff", "dockerfile")
 FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
 MARK = re.compile(r"\s*<!--\s*(?P<kind>[a-z]+):\s*(?P<detail>.*?)\s*-->\s*")
-LOOSE = re.compile(
-    r"\s*(\$ |zero-inference [a-z-]|(deepspeed|torchrun) .*run_model\.py|python3? [\w./-]+\.py|make [a-z]+$|pip install )"
+PRINTED = re.compile(
+    r"\s*(zero-inference [a-z-]|(deepspeed|torchrun) .*run_model\.py|python3? [\w./-]+\.py|make [a-z]+$|pip install )"
 )
 OPERATORS = set("|;<>()&`$*")
 
@@ -150,10 +151,16 @@ def problems(text: str, page: str) -> Iterator[str]:
             yield f"{where}: a block of {block.language or 'nothing'}: say sh for commands, text for output, or one of {LANGUAGES}"
         if block.language not in ("sh", "python") and block.kind not in ("run", "file"):
             yield f"{where}: only blocks of sh and python are run"
-        if block.language == "text":
-            for number, line in enumerate(block.text.splitlines(), block.line):
-                if LOOSE.match(line):
-                    yield f"{page}:{number}: a command in a block of text, where nothing checks it: {line.strip()[:60]}"
+        for number, line in enumerate(block.text.splitlines(), block.line):
+            if block.language == "text" and line.lstrip().startswith("$ "):
+                yield f"{page}:{number}: a command in a block of text, where nothing runs it: {line.strip()[:60]}"
+
+
+def printed_commands(block: Block) -> list[Command]:
+    """Those in a block of text, such as the command that a plan ends with: checked like those that are not run."""
+    output = replace(block, kind="hub", detail="printed")
+    lines = enumerate(block.text.splitlines(), block.line)
+    return [_command(output, number, " ".join(line.split())) for number, line in lines if PRINTED.match(line)]
 
 
 def pages(root: Path) -> dict[str, str]:

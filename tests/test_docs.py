@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, need_packages
-from doc_blocks import Block, Command, WrongDocs, blocks, commands, pages, problems
+from doc_blocks import Block, Command, WrongDocs, blocks, commands, pages, printed_commands, problems
 from doc_commands import PageFolder, check, check_python, extras, in_folder
 
 PAGES = pages(ROOT)
@@ -27,6 +27,8 @@ def steps_of(page: str, text: str) -> list[Command | Block]:
             found += commands(block)
         elif block.language == "python" or block.kind == "file":
             found.append(block)
+        elif block.language == "text":
+            found += printed_commands(block)
     return found
 
 
@@ -194,13 +196,23 @@ def test_an_unknown_mark_is_found():
     (["```", "zero-inference plan", "```"], "a block of nothing"),
     (["```bash", "zero-inference plan", "```"], "a block of bash"),
     (["```text", "$ ls", "```"], "a command in a block of text"),
-    (["```text", "deepspeed run_model.py --model X", "```"], "a command in a block of text"),
     (["<!-- gpu: h200 -->", "```text", "what it printed", "```"], "only blocks of sh and python"),
     (["```sh", "zero-inference plan"], "no end"),
 ])  # fmt: skip
 def test_what_would_hide_a_command_is_found(lines, said):
     found = list(problems("\n".join(lines), "page.md"))
     assert len(found) == 1 and said in found[0], found
+
+
+def test_a_command_that_is_printed_is_checked_too(tmp_path):
+    right, wrong = page_of(
+        "```text", "A plan:", "zero-inference report logs", "  python run_model.py --mode opt-125m", "```"
+    )
+    with in_folder(tmp_path):
+        check(right)
+        with pytest.raises(WrongDocs, match=r"page\.md:4: .*--mode"):
+            check(wrong)
+    assert not is_run(right)
 
 
 def test_python_is_checked_for_syntax_and_names():
