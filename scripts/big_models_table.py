@@ -89,6 +89,8 @@ def speeds(candidate: dict[str, Any] | None) -> str:
     if candidate is None:
         return "-"
     predicted, measured = candidate["predicted_tokens_per_s"], candidate["measured_tokens_per_s"]
+    if measured is None:
+        return f"{rounded(predicted)}, failed"
     return f"{rounded(predicted)}, **{rounded(measured)}**"
 
 

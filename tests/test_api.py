@@ -344,13 +344,17 @@ def test_a_plan_is_what_the_command_prints(capsys):
     frame = found.frame()
     assert len(frame) == len(found) and frame["tokens_per_s"][0] == best.tokens_per_s
     for shown in (repr(found), found._repr_html_()):
-        assert "llama-2-13b fits" in shown and "does not fit: resident" in shown and "RTX 4090" in shown
+        assert (
+            "Fastest: stream engine, int4, batch 8" in shown
+            and "does not fit: resident" in shown
+            and "RTX 4090" in shown
+        )
 
 
 def test_a_model_that_fits_nowhere_is_a_verdict_and_no_error():
     found = plan("llama-3.1-405b", machine="rtx4090", assume="host=64GiB", engine="stream", quant_bits=4, batch_size=1)
     assert found.best is None and not any(row.fits for row in found) and len(found) == 1
-    assert "the smallest machine that would do" in found.verdict and found.verdict in repr(found)
+    assert "the smallest machine that could run it" in found.verdict and found.verdict in repr(found)
 
 
 def test_the_package_is_imported_at_once():

@@ -272,7 +272,7 @@ def test_one_token_too_many_is_an_error():
     model = small_model("opt")
     divert_attention(model)
     cache = make(model, 4)
-    with pytest.raises(RunError, match="holds 4 positions"), torch.no_grad():
+    with pytest.raises(RunError, match="has 4 positions, but 5 are needed"), torch.no_grad():
         model(prompts(1, 4), past_key_values=cache)
         model(prompts(1, 1), past_key_values=cache)
 

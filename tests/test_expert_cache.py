@@ -356,6 +356,6 @@ def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
     said = f"the device also keeps the {total} most used of the 24 experts in host memory: {amount(stream['expert_slot_bytes'])}"
     assert said in dry.stdout and said in done.stderr and 0 < total < 24
     assert set(experts) == {"hit_rate", "saved_bytes_per_step", "loaded_bytes_per_step"} and 0 < experts["hit_rate"] < 1
-    assert f"experts: {experts['hit_rate']:.1%} of the choices were on the device" in done.stdout
+    assert f"experts: {experts['hit_rate']:.1%} of those chosen were on the device" in done.stdout
     plain = run_model("--model", folder, "--engine", "resident", *lengths)
     assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]

@@ -218,7 +218,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
         ("gpus=1x10MiB,host=1GiB", "a GPU has 1 GiB or more"),
         ("gpus=1x24GiB", "host missing; write it as in gpus="),
         ("gpus=1x24GiB,host=-1GiB", "host=-1GiB: must be 0 or more"),
-        ("gpus=1x24GiB,host=1GiB,link=25", "link=25: the unit must be one of bytes a second, such as GB/s"),
+        ("gpus=1x24GiB,host=1GiB,link=25", "link=25: the unit must be bytes a second, such as GB/s"),
         ("gpus=1x24GiB,host=1GiB,link=0GB/s", "link=0GB/s: must be more than 0"),
         ("gpus=1x24GiB,host=1GiB,cores=60GB/s", "depends on link, whose rate is not known; add link="),
         ("gpus=1x24GiB,host=1GiB,link=25GB/s,cores=60GB/s", "depends on memory, whose rate is not known; add memory="),

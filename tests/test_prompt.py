@@ -113,7 +113,7 @@ def test_plan_log_and_record_have_the_length_of_the_text(run, capsys, tmp_path):
     record = run("--engine", "resident", "--prompt", "The capital of France is")
     assert (record["prompt_len"], record["batch_size"]) == (6, 1)
     assert record["options"]["prompt"] == ["The capital of France is"] and record["options"]["prompt-len"] == 6
-    options = ["--prompt", "salt", "--prompt", "salt", "--engine", "resident", "--dry-run"]
+    options = ["--prompt", "salt", "--prompt", "salt", "--engine", "resident", "--dry-run", "--json"]
     assert main(["run_model.py", record["model"], *options]) == 0
     assert '"prompt_len": 2' in capsys.readouterr().out
     (tmp_path / "run.log").unlink()

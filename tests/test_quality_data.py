@@ -147,7 +147,7 @@ def test_what_is_not_data_is_said(tmp_path):
     (tmp_path / "text.txt").write_text(" \n")
     with pytest.raises(UsageError, match="no perplexity items"):
         load_items("perplexity", tmp_path / "text.txt")
-    with pytest.raises(UsageError, match="dataset: no hellaswag items"):
+    with pytest.raises(UsageError, match="dataset: it holds no hellaswag items"):
         check_items("hellaswag", [])
 
 

@@ -409,7 +409,7 @@ def test_record_trace_and_output_say_what_the_link_did(checkpoints, run_model, t
         assert 0 <= limit["link_ahead_bytes"] <= 2 * record["stream"]["slot_bytes"], "no more than the ring's slots"
         floors["link"] = max(0, floors["link"] - limit["link_ahead_bytes"] / (limit["link_gbps"] * 1e9))
     assert limit["floor_decode_s"] == pytest.approx(max(floors.values()))
-    assert "of that limit" in done.stdout
+    assert "% of the limit of " in done.stdout or "% of the link's limit: " in done.stdout
     spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     names = [span["name"] for span in spans]
     assert names.count("layer 1") == 6 and names.count("copy layer 1") == 6

@@ -294,8 +294,8 @@ def test_the_ring_is_whole_again_after_a_pass_that_broke_off(checkpoints):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"cpu_compute": "0.001"}, "--cpu-compute 0.001: this is less than half a block"),
-        ({"cpu_compute": "0.5", "gpu_memory": 1}, "--cpu-compute 0.5: all weights fit on the device"),
+        ({"cpu_compute": "0.001"}, "--cpu-compute 0.001: this share of .* is less than half a block"),
+        ({"cpu_compute": "0.5", "gpu_memory": 1}, "--cpu-compute 0.5: all weights are on the device"),
     ],
 )
 def test_a_share_that_would_do_nothing_is_refused(options, said, checkpoints):

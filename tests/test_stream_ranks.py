@@ -249,6 +249,6 @@ def test_ranks_of_several_hosts_have_no_memory_in_common(checkpoints, monkeypatc
     sizes = ["--dtype", "float32", "--batch-size", "2", "--prompt-len", "8", "--gen-len", "2"]
     asked = ["run_model.py", "--model", str(checkpoints("llama")), "--engine", "stream", *sizes, "--dry-run"]
     assert main([*asked, "--cpu-compute", "0.5"]) == 2
-    assert "--cpu-compute 0.5: the ranks run on 2 hosts" in capfd.readouterr().err
+    assert "--cpu-compute 0.5: the ranks are on 2 hosts" in capfd.readouterr().err
     assert main(asked) == 0
     assert "the host's cores are not used: the ranks are on several hosts" in capfd.readouterr().out

@@ -39,6 +39,8 @@ def options_from(keywords: Mapping[str, Any]) -> list[str]:
         option = f"--{name.replace('_', '-')}"
         if name == "pin_memory" and value is not None:
             words.append(f"{option}={int(value)}")
+        elif name == "prompt" and isinstance(value, (list, tuple)):
+            words += [f"{option}={_text(each)}" for each in value]  # a text may have commas
         elif value is True:
             words.append(option)
         elif value is False and DEFAULTS.get(name) is not False:

@@ -59,7 +59,7 @@ class PlannedRun:
         bits: of a stored weight, 16, 8 or 4.
         batch: sequences, over all GPUs.
         gpus: that it uses; 0 on a CPU.
-        weights: where they are, in words, such as "host 80%, device (cores 30%)".
+        weights: where they are, in words, such as "60% host (cores 30%)".
         kv_offload: whether keys and values are in host memory.
         tokens_per_s: of decoding, all sequences together; as measured where `verify` ran it.
         step_s, first_token_s, total_s: seconds of a decode step, of the prefill, and of the whole generation.
@@ -191,7 +191,7 @@ def plan(
         machine: a typical machine ("rtx4090", "2xrtx4090"), or a file of `zero-inference link --save FILE`.
         assume: a machine that is not there, or what is different about `machine`: "gpus=1x24GiB,host=128GiB", or a dict of the same.
         goal: what comes first: "throughput", "latency" or "memory".
-        batch_size, quant_bits, engine, kv_offload: one value or a list to choose from; None tries all (batch 1 to 64; 16, 8, 4 bits).
+        batch_size, quant_bits, engine: one value or a list to choose from; None tries all (batch 1 to 64; 16, 8, 4 bits).
         prompt_len, gen_len: tokens.
         max_gpu_memory, max_host_memory: GiB, no more of which is used.
         num_gpus: how many to use; None tries 1, 2, 4 and so on.

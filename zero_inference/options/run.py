@@ -92,7 +92,7 @@ def _add_work_options(parser: argparse.ArgumentParser) -> None:
         "--prompt-len",
         type=int,
         metavar="P",
-        help="tokens of each prompt, all of them real ones (default: 512, or the length of the longest --prompt)",
+        help="tokens of each prompt, without padding (default: 512, or the length of the longest --prompt)",
     )
     work.add_argument("--gen-len", type=int, metavar="G", help=f"tokens to generate {default('gen_len')}")
     work.add_argument(

@@ -119,14 +119,14 @@ def _options(job: Job) -> str:
         for name, value in config.as_dict().items()
         if value != DEFAULTS[name] and name not in (*NOT_SHOWN, *implied)
     }
-    said = ", ".join(f"{name}={_value(value)}" for name, value in changed.items())
+    said = ", ".join(f"{name}={_value(value)}{' GiB' * (name == 'gpu_memory')}" for name, value in changed.items())
     return f"different from the defaults: {said or 'none'}"
 
 
 def _value(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _text(verdict: Verdict, rows: Sequence[Row], colour: bool, width: int | None) -> str:

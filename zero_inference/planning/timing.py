@@ -79,7 +79,10 @@ def why_unknown(plan: EnginePlan, description: Description) -> str:
     device = "device memory" if plan.job.on_gpu else "host memory"
     memory = [f"{device} (memory=)"] if description.device_gb_per_s is None else []
     if names := memory + missing_rates(plan, description):
-        return f"the rate of {' and '.join(names)} is not known"
+        remedy = ""
+        if any("disk=" in name for name in names) and plan.job.machine.is_here:
+            remedy = " (measure it with zero-inference link --save --disk DIR)"
+        return f"the rate of {' and '.join(names)} is not known{remedy}"
     if _lacks_dequantizing(plan, description):
         return f"how long {plan.job.config.engine} takes to dequantize on a CPU was not measured (zero-inference link --save does)"
     return "the model cannot be traced without its weights"

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=Path,
-        help="also write a page with results, figures and table: one file that opens offline and on a phone",
+        help="also write a page with results, figures and table: one file that opens offline",
     )
 
 

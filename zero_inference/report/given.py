@@ -1,4 +1,4 @@
-"""The options that a run was started with, read from the command line in its record."""
+"""The options that a run was started with: those its record lists, or in older records those of its command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ TOLD = tuple(name for name in FIELD_NAMES if name not in _TOLD_ELSEWHERE and "qu
 
 
 def given_options(record: Mapping[str, Any]) -> dict[str, str]:
-    """The options in the record's `argv` by field name; a flag without a value is `yes`. The last one counts."""
+    """The options by field name; a flag without a value is `yes`. Of `argv` the last one counts."""
+    listed = record.get("options")
+    if isinstance(listed, dict):
+        return {
+            str(name).replace("-", "_"): _as_typed(value)
+            for name, value in listed.items()
+            if value not in (None, False)
+        }
     argv = record.get("argv")
     words = [word for word in argv if isinstance(word, str)] if isinstance(argv, list) else []
     found: dict[str, str] = {}
@@ -37,6 +44,12 @@ def given_options(record: Mapping[str, Any]) -> dict[str, str]:
         elif name is not None:
             found[name] = word if found[name] == "yes" else f"{found[name]} {word}"
     return found
+
+
+def _as_typed(value: Any) -> str:
+    if value is True:
+        return "yes"
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def told_options(record: Mapping[str, Any]) -> dict[str, str]:

@@ -51,7 +51,7 @@ class Shown:
 def print_short(records: Sequence[dict[str, Any]]) -> None:
     """`short_table` on stdout, in the width and with the colours of the terminal, if it is one."""
     terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else PIPED_WIDTH
+    width = shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
     print(short_table(records, terminal, width), end="", flush=True)
 
 
@@ -105,10 +105,10 @@ def _results(runs: Sequence[Run]) -> list[Shown]:
         *[Shown("#", lambda run: str(run.number), 0, setting=False)] * any(run.failed for run in runs),
         Shown("decode\ntoken/s", decode, 0, setting=False),
         Shown("step", step, 6, setting=False),
-        Shown("TTFT\n(s)", figure("prefill_latency_s"), 3, setting=False),
+        Shown("TTFT\n(s)", figure("prefill_latency_s"), 4, setting=False),
         Shown("total\ntoken/s", figure("total_throughput"), 8, setting=False),
         Shown("of\nlimit", of_limit, 1, setting=False),
-        Shown("bound\nby", bound, 5, setting=False, longest=12),
+        Shown("bound\nby", bound, 3, setting=False, longest=12),
         Shown("time /\nplan", of_plan, 7, setting=False),
         Shown("peak GPU\n(GiB)", figure("peak_gpu_bytes", 2**30), 9, setting=False),
     ]
@@ -126,6 +126,9 @@ def _where(run: Run) -> str | None:
     if run.record.get("cpu_offload") is None and run.record.get("disk_offload") is None:
         return None
     place = {"host": "cpu", "device": "gpu"}.get(run.place, run.place)
+    stream = run.record.get("stream")
+    if isinstance(stream, dict) and stream.get("resident_layers") and stream.get("streamed_layers") == 0:
+        place = "gpu"
     pinned = run.record.get("pin_memory")
     if place == "cpu" and run.engine in PAGE_LOCKING_ENGINES and isinstance(pinned, bool):
         place += " pinned" if pinned else " pageable"

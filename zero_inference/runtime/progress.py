@@ -261,7 +261,7 @@ def current() -> Progress:
 
 
 def is_reporting() -> bool:
-    """Whether a command has said what is told and what is not, be it nothing."""
+    """Whether a command has set up progress output, even a silent one."""
     return bool(_current)
 
 

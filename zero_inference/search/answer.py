@@ -36,8 +36,7 @@ def answer(args: argparse.Namespace, job: Job, found: Found, say: Callable[[str]
     if args.json:
         print(_in_json(args, job, found, best))
         return
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else PIPED_WIDTH
+    width = shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
     shown = best if args.all else best[:SHOWN]
     for line in (headline(best, args.goal), _about(args, job)):
         print(textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False))
@@ -63,8 +62,8 @@ def _about(args: argparse.Namespace, job: Job) -> str:
 
 
 def _below(found: Found, best: Sequence[Candidate], shown: Sequence[Candidate]) -> list[str]:
-    more = f"; {len(best) - len(shown)} more with --all" if len(best) > len(shown) else ""
-    lines = [f"*: no other has both a shorter step and more token/s{more}", *notes(shown)]
+    more = [f"{len(best) - len(shown)} more configurations fit: --all shows them"] if len(best) > len(shown) else []
+    lines = [*more, "*: no other has both a shorter step and more token/s", *notes(shown)]
     if found.too_large:
         lines += ["Does not fit:", *(f"  {line}" for line in what_does_not_fit(found.too_large))]
     if found.unknown:

@@ -56,18 +56,20 @@ def search(args: argparse.Namespace) -> tuple[Job, Found]:
 
 
 def _search(args: argparse.Namespace, config: RunConfig) -> tuple[Job, Found]:
+    from zero_inference.machine.choose import machine_of
     from zero_inference.models.spec import resolve_shape
     from zero_inference.planning.checks import check_model
     from zero_inference.planning.plan import describe_job
     from zero_inference.runtime.distributed import detect_ranks
     from zero_inference.search.candidates import find_candidates
 
-    machine, ranks = _machine(args), detect_ranks()
+    ranks = detect_ranks()
     if ranks.world_size > 1:
         raise UsageError("zero-inference plan runs in one process: start it without a launcher.")
-    ranks = machine.ranks_there(ranks)
-    spec = resolve_shape(config, ranks.device.type)
+    ranks = machine_of(args.machine, args.assume).ranks_there(ranks)
+    spec = resolve_shape(config, ranks.device.type)  # before this machine is measured, which takes a minute
     check_model(config, spec)
+    machine = _machine(args)
     job = describe_job(config, spec, ranks, machine=machine)
     return job, find_candidates(job, _free(args, _world_sizes(args, machine)))
 

@@ -132,7 +132,7 @@ def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> 
 def table(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate], every_column: bool) -> str:
     """For the terminal, or `PIPED_WIDTH` wide; with every column as wide as that takes where it is no terminal."""
     terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None if every_column else PIPED_WIDTH
+    width = None if every_column and not terminal else shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
     texts = [_texts(row, each) for row, each in zip(rows, candidates)]
     columns = [
         column

@@ -90,7 +90,7 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
 
 
 def why_none(found: Found, model: str) -> str:
-    """Why no configuration of `model` can be told of; of one that fits nowhere, the smallest machine that would do."""
+    """Why no configuration of `model` can be shown; of one that fits nowhere, the smallest machine that would do."""
     if found.unknown:
         return (
             f"{len(found.unknown)} configurations of {model} fit, but how fast they are is not known: {why_not_predicted(found.unknown)}; "
