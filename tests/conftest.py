@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # tables follow it, and a parallel run of tests sets it
 os.environ["ZERO_INFERENCE_MACHINE"] = (
     "/nowhere/machine.json"  # what the user has measured must not change what is tested
 )

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
