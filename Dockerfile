@@ -4,15 +4,15 @@
 #   docker build --target cuda -t zero-inference:cuda --build-arg TORCH_CUDA_ARCH_LIST="8.0;9.0" .
 #
 #   docker run --rm -v zero-inference-cache:/cache zero-inference:cpu run --model opt-125m --dummy --engine stream
-#   docker run --rm --gpus all --ulimit memlock=-1 --shm-size 16g -v zero-inference-cache:/cache -v "$PWD/logs:/work/logs" \
+#   docker run --rm --gpus all --ulimit memlock=-1 --shm-size 16g -v zero-inference-cache:/cache -v "$PWD/logs:/srv/logs" \
 #       zero-inference:cuda run --model meta-llama/Llama-3.1-70B --engine stream --quant-bits 4
 #
 # --gpus all         the GPUs; the host needs NVIDIA's driver and its container toolkit
 # --ulimit memlock   weights in host memory are page-locked; without it they are copied at a fraction of the link's speed, or not at all
 # --shm-size         ranks share memory through /dev/shm, of which a container has 64 MiB by default; only several GPUs need it
-# --user             the image runs as user 1000; another one may be given, because /cache and /work are open to all
+# --user             the image runs as user 1000; another one may be given, because /cache and /srv are open to all
 #
-# The volume /cache holds models of the hub, compiled kernels and what `zero-inference link --save` measured; /work is the current folder.
+# The volume /cache holds models of the hub, compiled kernels and what `zero-inference link --save` measured; /srv is the current folder.
 # docs/install.md says more. The steps are in docker/install.sh and scripts/smoke_test.sh.
 
 ARG CPU_IMAGE=python:3.12-slim
@@ -45,10 +45,10 @@ COPY docker/install.sh /src/docker/
 RUN /src/docker/install.sh system
 COPY --from=cpu-build /opt/venv /opt/venv
 COPY scripts/smoke_test.sh /src/scripts/
-ENV PATH=/opt/venv/bin:$PATH XDG_CACHE_HOME=/cache HOME=/work USER=zero-inference PYTHONUNBUFFERED=1
-RUN mkdir -p /cache /work/logs && chmod 1777 /cache /work /work/logs
+ENV PATH=/opt/venv/bin:$PATH XDG_CACHE_HOME=/cache HOME=/srv USER=zero-inference PYTHONUNBUFFERED=1
+RUN mkdir -p /cache /srv/logs && chmod 1777 /cache /srv /srv/logs
 USER 1000
-WORKDIR /work
+WORKDIR /srv
 RUN XDG_CACHE_HOME=/tmp/cache /src/scripts/smoke_test.sh && rm -rf /tmp/cache
 VOLUME /cache
 ENTRYPOINT ["zero-inference"]
@@ -59,10 +59,10 @@ COPY docker/install.sh /src/docker/
 RUN /src/docker/install.sh system
 COPY --from=cuda-build /opt/venv /opt/venv
 COPY scripts/smoke_test.sh /src/scripts/
-ENV PATH=/opt/venv/bin:$PATH XDG_CACHE_HOME=/cache HOME=/work USER=zero-inference PYTHONUNBUFFERED=1
-RUN mkdir -p /cache /work/logs && chmod 1777 /cache /work /work/logs
+ENV PATH=/opt/venv/bin:$PATH XDG_CACHE_HOME=/cache HOME=/srv USER=zero-inference PYTHONUNBUFFERED=1
+RUN mkdir -p /cache /srv/logs && chmod 1777 /cache /srv /srv/logs
 USER 1000
-WORKDIR /work
+WORKDIR /srv
 RUN XDG_CACHE_HOME=/tmp/cache /src/scripts/smoke_test.sh && rm -rf /tmp/cache
 VOLUME /cache
 ENTRYPOINT ["zero-inference"]
