@@ -67,7 +67,8 @@ def test_examples_in_the_help_are_valid(example, tmp_path, monkeypatch):
     if "run_model.py" in words:
         assert config_of(run_parser().parse_args(words[words.index("run_model.py") + 1 :]))
     else:
-        own, _, after = (" ".join(map(shlex.quote, words[1:])) + " ").partition(" -- ")
+        program = words.index("zero_inference") if "--module" in words else 0  # as the launcher starts it
+        own, _, after = (" ".join(map(shlex.quote, words[program + 1 :])) + " ").partition(" -- ")
         args = console_parser().parse_args(shlex.split(own))
         if args.command == "run":
             assert config_of(args)

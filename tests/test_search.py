@@ -628,6 +628,28 @@ def test_those_that_failed_come_last_and_are_not_on_the_front(found, monkeypatch
         verify.verified(best, 2, "throughput", lambda line: None)
 
 
+def test_a_bound_without_its_overhead_comes_behind_those_that_have_it(capfd):
+    """DeepSpeed's bound is the highest with this batch, but nobody knows what its hooks take on that machine."""
+    asked = "plan llama-3.1-70b --dummy --machine rtx4090 --quant-bits 4 --batch-size 64".split()
+    assert console_main(["zero-inference", *asked, "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)["configurations"]
+    assert [row["engine"] for row in rows] == ["stream", "deepspeed"]
+    assert rows[0]["tokens_per_s"] < rows[1]["tokens_per_s"], "by its bound it would be the first"
+    assert console_main(["zero-inference", *asked]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert out.startswith("Fastest: stream engine, int4, batch 64: ")
+    assert (
+        "deepspeed is ranked behind the others, because its overhead is not in its bound: deepspeed engine, int4" in out
+    )
+    assert console_main(["zero-inference", *asked, "--goal", "memory"]) == 0
+    assert capfd.readouterr().out.startswith("Least memory: stream engine") is (
+        rows[0]["device_bytes"] + rows[0]["host_bytes"] < rows[1]["device_bytes"] + rows[1]["host_bytes"]
+    )
+    alone = "plan llama-3.1-70b --dummy --machine rtx4090 --quant-bits 4 --batch-size 64 --engine deepspeed".split()
+    assert console_main(["zero-inference", *alone]) == 0
+    assert "ranked behind" not in capfd.readouterr().out, "there is nothing before it"
+
+
 def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, capfd):
     """Both places are planned; host memory is shown where the batch fits only so, or decodes clearly faster."""
 

@@ -16,6 +16,7 @@ from zero_inference.errors import RunError, UsageError
 from zero_inference.options import Parser, add_run_arguments, config_of, examples, run_config
 from zero_inference.options.version import Version
 from zero_inference.runtime import garbage
+from zero_inference.runtime.invocation import as_installed, behind_the_command
 from zero_inference.runtime.progress import importing
 from zero_inference.runtime.text import printable
 
@@ -91,6 +92,8 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
 
     def add_run(command: Parser) -> None:
         add_run_arguments(command)
+        for group in command._action_groups:
+            group.description = group.description and as_installed(group.description)
         command.epilog = examples("zero-inference run facebook/opt-13b --dummy --engine stream --dry-run")
 
     def measure_link(args: argparse.Namespace) -> int:
@@ -113,7 +116,7 @@ def console_parser(argv: Sequence[str] = (), after: Sequence[str] = ()) -> Parse
 
 def console_main(argv: list[str] | None = None) -> int:
     """Entry point of the `zero-inference` command."""
-    argv = sys.argv if argv is None else argv
+    argv = behind_the_command(sys.argv if argv is None else argv)
     from zero_inference.architectures.command import split
 
     own, after = split(argv[1:])

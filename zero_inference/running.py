@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from zero_inference.report.results import publish
 from zero_inference.runtime import garbage
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
+from zero_inference.runtime.invocation import run_command
 from zero_inference.runtime.progress import Progress, reporting
 from zero_inference.search.choose import check_alone, choose, faster_than
 
@@ -140,7 +140,7 @@ def _resolved(
 
 
 def _save_options(path: str, asked: RunConfig) -> None:
-    save_options(path, options_asked(asked), f"run with: python run_model.py --config {shlex.quote(path)}")
+    save_options(path, options_asked(asked), f"run with: {run_command(['--config', path])}")
     print(f"options: {path}", file=sys.stderr, flush=True)
 
 

@@ -229,14 +229,18 @@ def _reason(asked: str, name: str, what: str, error: Exception, unreachable: str
     if unreachable or isinstance(error, errors.LocalEntryNotFoundError):
         return (
             f"{what} is not in the local cache, and {endpoint} cannot be reached ({unreachable or first_line(causes[-1])}); "
-            f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}."
+            f"connect this machine or set HF_ENDPOINT to a mirror, or {instead}{_meant(asked)}."
         )
     return f"{what} could not be fetched from {endpoint} ({first_line(error)}); try again, or {instead}."
 
 
 def _correct(asked: str) -> str:
+    return f"correct the name{_meant(asked)}"
+
+
+def _meant(asked: str) -> str:
     near = [] if find_preset(asked) else near_names(asked)
-    return "correct the name" + (f" (did you mean {', '.join(near)}?)" if near else "")
+    return f" (did you mean {', '.join(near)}?)" if near else ""
 
 
 def _instead(asked: str, what: str) -> str:

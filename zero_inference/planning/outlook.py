@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from zero_inference.link.description import Description
 
 
-def limit_in_words(plan: EnginePlan) -> str | None:
-    """The most token/s of decoding with `plan` by the machine's rates alone, and what binds it; None where the plan is for this machine,
-    whose rates a run measures."""
+def limit_in_words(plan: EnginePlan, predicted_step_s: float | None) -> str | None:
+    """The most token/s of decoding with `plan` by one rate of the machine alone; None where that is what is predicted anyway, and where
+    the plan is for this machine, whose rates a run measures."""
     machine = plan.job.machine
     if not isinstance(machine, DescribedMachine):
         return None
@@ -28,12 +28,12 @@ def limit_in_words(plan: EnginePlan) -> str | None:
     if found is None:
         return "not known, because the description of the machine has no rates"
     bound_by, step_s = found
+    if predicted_step_s is not None and significant(step_s) == significant(predicted_step_s):
+        return None
     most = plan.job.config.batch_size / step_s
     bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
-    alone = "; the host's cores are not counted" if plan.lacks_cores else ""
-    return (
-        f"{bound} {significant(most)} token/s ({significant(step_s)} s a step), bound by {RATE_WORDS[bound_by]}{alone}"
-    )
+    counted = "; the host's cores are not counted" if plan.lacks_cores else ""
+    return f"{bound} {significant(most)} token/s ({significant(step_s)} s a step) by the rate of {RATE_WORDS[bound_by]} alone{counted}"
 
 
 def missing_rates(plan: EnginePlan, description: Description) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
+from zero_inference.errors import DoesNotFit
 from zero_inference.link.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
@@ -143,7 +144,10 @@ def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:
         UsageError: it cannot work here.
     """
     group = engine_module(config.engine).connect(ranks)
-    plan = make_plan(describe_job(config, spec, ranks, group, agreed=True))
+    try:
+        plan = make_plan(describe_job(config, spec, ranks, group, agreed=True))
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error} --dry-run shows which options would.") from error
     plan.check()
     return plan
 

@@ -21,6 +21,7 @@ from zero_inference.planning.plan import Plan
 from zero_inference.planning.plan_json import plan_in_json
 from zero_inference.planning.verdict import Verdict, verdict_of
 from zero_inference.runtime.amounts import amount
+from zero_inference.runtime.invocation import run_command
 
 NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # of what is not a default: the machine has a line of its own
 Row = tuple[str, str]  # a label and what stands beside it
@@ -60,7 +61,7 @@ def _rows(job: Job, plan: Plan | DoesNotFit) -> list[Row]:
 def _limit_rows(plan: Plan) -> list[Row]:
     """What is to be known about the predicted times."""
     rows, times = [], plan.times
-    if line := limit_in_words(plan.weights):
+    if line := limit_in_words(plan.weights, times.step.seconds if times else None):
         rows.append(("limit", line))
     if times and times.at_least:
         rows.append(("bounds", f"times are lower bounds: {'; '.join(times.bounds_because)}"))
@@ -77,9 +78,7 @@ def _machine_rows(job: Job) -> list[Row]:
         rows.append(("", caveat))
     gpus, ranks = job.machine.gpus(), job.ranks.local_world_size
     if gpus > ranks:
-        rows.append(
-            ("", f"planned for {ranks} of its {gpus} GPUs; for all: deepspeed --num_gpus {gpus} run_model.py ...")
-        )
+        rows.append(("", f"planned for {ranks} of its {gpus} GPUs; for all: {run_command([], gpus)} ..."))
     return rows
 
 

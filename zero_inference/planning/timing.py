@@ -41,6 +41,7 @@ class Times:
         bounds_because: why they are lower bounds, a few words for each reason; empty where they are not.
         with_host: what the host takes to launch operators is known, and in them.
         without_cores: the host's cores may take part in a run, and what they do is not known: it may be faster.
+        without_own_work: what the engine does besides the model's work takes long, and was not measured: a run is slower.
     """
 
     prefill: PassTime
@@ -48,6 +49,7 @@ class Times:
     bounds_because: tuple[str, ...] = ()
     with_host: bool = True
     without_cores: bool = False
+    without_own_work: bool = False
 
     @property
     def at_least(self) -> bool:
@@ -106,6 +108,7 @@ def predicted_times(plan: EnginePlan, description: Description) -> Times | None:
         bounds_because=_why_bounds(plan, description),
         with_host=description.launches is not None,
         without_cores=plan.lacks_cores,
+        without_own_work=_lacks_own_work(plan, description),
     )
 
 
@@ -114,22 +117,23 @@ def _why_bounds(plan: EnginePlan, description: Description) -> tuple[str, ...]:
     other, and how far their links share what host memory gives."""
     config, dtype = plan.job.config, plan.job.spec.dtype_name
     links = plan.job.ranks.world_size > 1 and bool(plan.moved_per_step().host_to_device_bytes_per_step)
-    no_own = not plan.own_work_known and own_work(description, config.engine, config.quant_bits) is None
     reasons = {
         "rates are from datasheets, which no run reaches": description.source == "datasheet",
         f"the rate of {dtype} matrix products is not known": description.matmul_tflops.get(dtype) is None,
-        f"the overhead of {config.engine} was not measured": no_own,
+        f"the overhead of {config.engine} was not measured": _lacks_own_work(plan, description),
         "how fast the GPUs exchange weights is not known (--assume peers=)": lacks_peers(plan, description),
         "the links of several GPUs may slow each other down": links,
     }
     return tuple(reason for reason, holds in reasons.items() if holds)
 
 
-def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:
+def _lacks_own_work(plan: EnginePlan, description: Description) -> bool:
     config = plan.job.config
-    if not config.quantized or plan.job.on_gpu or plan.own_work_known:
-        return False
-    return own_work(description, config.engine, config.quant_bits) is None
+    return not plan.own_work_known and own_work(description, config.engine, config.quant_bits) is None
+
+
+def _lacks_dequantizing(plan: EnginePlan, description: Description) -> bool:
+    return plan.job.config.quantized and not plan.job.on_gpu and _lacks_own_work(plan, description)
 
 
 def decode_step(plan: EnginePlan, description: Description, traced: Pass) -> PassTime | None:

@@ -17,7 +17,15 @@ from zero_inference.search.picture import draw
 from zero_inference.search.ranking import ranked
 from zero_inference.search.table import PIPED_WIDTH, in_json, rows_of, table
 from zero_inference.search.verify import verified
-from zero_inference.search.words import commands, headline, notes, what_does_not_fit, why_none, why_not_predicted
+from zero_inference.search.words import (
+    commands,
+    headline,
+    notes,
+    ranked_behind,
+    what_does_not_fit,
+    why_none,
+    why_not_predicted,
+)
 
 COMMANDS = 3
 
@@ -41,7 +49,7 @@ def answer(args: argparse.Namespace, job: Job, found: Found, say: Callable[[str]
         print(textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False))
     print()
     print(table(rows_of(shown, best), shown, args.all), end="")
-    for line in _below(found, best, shown):
+    for line in _below(found, best, shown, args.goal):
         print(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
     print()
     print("\n".join(commands(shown, COMMANDS)))
@@ -60,9 +68,9 @@ def _about(args: argparse.Namespace, job: Job) -> str:
     return f"{line}{f'; {caveat}' if caveat else ''}."
 
 
-def _below(found: Found, best: Sequence[Candidate], shown: Sequence[Candidate]) -> list[str]:
+def _below(found: Found, best: Sequence[Candidate], shown: Sequence[Candidate], goal: str) -> list[str]:
     more = [f"{len(best) - len(shown)} more configurations fit: --all shows them"] if len(best) > len(shown) else []
-    lines = [*more, "*: no other has both a shorter step and more token/s", *notes(shown)]
+    lines = [*more, "*: no other has both a shorter step and more token/s", *notes(shown), *ranked_behind(best, goal)]
     if found.too_large:
         lines += ["Does not fit:", *(f"  {line}" for line in what_does_not_fit(found.too_large))]
     if found.unknown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from zero_inference.machine.limited import LimitedMachine
 from zero_inference.options import options_asked, words_of
 from zero_inference.planning.plan import Plan, changed
 from zero_inference.planning.timing import Times
+from zero_inference.runtime.invocation import run_command
 from zero_inference.utils import GB
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -32,7 +32,6 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
 LEAST_GAIN = 1.05  # in speed, for which keys and values are moved to host memory
 LEAST_KV_SHARE = 0.05  # of device memory, that keys and values take, for host memory to be worth a thought for them
 LEAST = {"gpu_memory": 0.0, "ring_depth": LEAST_RING_DEPTH}  # of the stream engine on the device
-LAUNCHER = {"deepspeed": "deepspeed --num_gpus 1"}
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,11 @@ class Candidate:
         return self.measured_tokens_per_s or self.tokens_per_s
 
     @property
+    def lacks_overhead(self) -> bool:
+        """Whether its speed is a bound only because nobody measured what its engine takes besides the model's work."""
+        return self.times.without_own_work and self.measured_tokens_per_s is None
+
+    @property
     def best_step_s(self) -> float:
         """The same of a step."""
         return self.config.batch_size / self.best_tokens_per_s
@@ -126,8 +130,8 @@ class Found:
 
 def command_of(config: RunConfig, world_size: int = 1) -> str:
     """What to type for `config` with so many GPUs."""
-    launcher = LAUNCHER.get(config.engine, "python") if world_size == 1 else f"deepspeed --num_gpus {world_size}"
-    return shlex.join([*launcher.split(), "run_model.py", *options_of(config)])
+    launched = world_size > 1 or config.engine == "deepspeed"
+    return run_command(options_of(config), world_size if launched else None)
 
 
 def options_of(config: RunConfig) -> list[str]:

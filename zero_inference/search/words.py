@@ -70,6 +70,33 @@ def notes(candidates: Sequence[Candidate]) -> list[str]:
     return lines
 
 
+def ranked_behind(best: Sequence[Candidate], goal: str) -> list[str]:
+    """Engines that come behind the first though their bounds are better, a line for each: what they leave out is not known.
+
+    Args:
+        best: all that fit, the best first.
+    """
+    first, behind = best[0], dict[str, Candidate]()
+    for each in best:
+        if (
+            each.lacks_overhead
+            and not first.lacks_overhead
+            and goal != "memory"
+            and _bound_is_better(each, first, goal)
+        ):
+            behind.setdefault(each.config.engine, each)
+    return [
+        f"{engine} is ranked behind the others, because its overhead is not in its bound: {_named(each)}: {_speed(each, goal)}"
+        for engine, each in behind.items()
+    ]
+
+
+def _bound_is_better(each: Candidate, first: Candidate, goal: str) -> bool:
+    if goal == "latency":
+        return each.best_step_s < first.best_step_s
+    return each.best_tokens_per_s > first.best_tokens_per_s
+
+
 def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
     """A line for each engine and number of bits, with what would make it fit."""
     lines = []

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
 from zero_inference.engines.base import EnginePlan, Footprint, Job
+from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cores import CoresPlan, cores_s_of, place_on_cores, why_cores_stay_out
@@ -13,7 +14,6 @@ from zero_inference.engines.stream.pace import paced_s, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
 from zero_inference.engines.stream.step_graph import why_no_graph
-from zero_inference.engines.stream.words import cores_in_words, experts_in_words, places_in_words, rates_in_words
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
@@ -194,15 +194,15 @@ class StreamPlan(EnginePlan):
         line = f"each decode step {self.fetched_in_words()}"
         if self.cores is None:
             return [line, *([unused] if self.cores_stay_out else [])]
-        lines = [f"{line}; {cores_in_words(self.cores, found)}", *rates_in_words(self.cores)]
+        lines = [f"{line}; {words.cores_in_words(self.cores, found)}", *words.rates_in_words(self.cores)]
         if self.no_attention:
             lines.append(f"keys and values cross the link: {self.no_attention}")
-        return lines + experts_in_words(found)
+        return lines + words.experts_in_words(found)
 
     def places_in_words(self) -> str:
         """See `EnginePlan`."""
         all_in_one = not self.residency.in_host_memory or not self.job.on_gpu
-        return super().places_in_words() if all_in_one else places_in_words(self.residency)
+        return super().places_in_words() if all_in_one else words.places_in_words(self.residency)
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -288,8 +288,10 @@ def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth:
     blocks, layouts, outside = job.skeleton.once(
         ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
     )
-    budget = None
+    budget, others = None, ""
     if job.free_device_bytes is not None:
         activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
         budget = job.free_device_bytes - outside - job.kv_device_bytes - activations - RESERVE_BYTES
-    return decide_residency(layouts, outside, budget, config.gpu_memory, depth or config.ring_depth, ranks, blocks)
+        others = words.others_in_words(job, outside, activations, RESERVE_BYTES)
+    slots = depth or config.ring_depth
+    return decide_residency(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)

@@ -29,6 +29,7 @@ def decide_residency(
     depth: int | None,
     ranks: int = 1,
     blocks: Sequence[Block] | None = None,
+    others: str = "",
 ) -> Residency:
     """Keep as many layers on the device as the budget holds, spread evenly among those in host memory. Where a mixture's experts are blocks
     of their own, the other blocks come first, and single experts get what is left.
@@ -39,6 +40,7 @@ def decide_residency(
         depth: slots of the ring; None takes as many as cover `RING_COVERS_S`, or at least `LEAST_RING_DEPTH` where there is less memory.
         ranks: each copies its share of a layer over a link of its own, so a slot covers that much less time.
         blocks: which of them make a layer; None where each is one.
+        others: what takes the rest of the device memory, for the error.
 
     Raises:
         DoesNotFit: the device does not hold what was asked for, or not two slots of the largest layer.
@@ -50,9 +52,10 @@ def decide_residency(
 
     plan = plan_for(gpu_memory_gib, depth)
     if not _fits(plan, left):
+        kept = f"{amount(plan.kept_bytes)} of resident layers and " if plan.kept_bytes else ""
         raise DoesNotFit(
-            f"{amount(plan.kept_bytes)} of resident layers and a ring of {plan.depth} slots of {amount(plan.slot_bytes)} each do not fit "
-            f"into the {amount(left)} of device memory left for them: {_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
+            f"{kept}{plan.depth} ring slots of {amount(plan.slot_bytes)} each do not fit into the {amount(left)} of device memory left for "
+            f"them{others}{_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
         )
     return plan
 
@@ -124,14 +127,14 @@ def _advice(
     plan: Residency,
     left: int,
 ) -> str:
-    """The least change that fits, each tried."""
+    """The least change that fits, each tried; nothing where none of these is enough."""
     for slots in range((depth or LEAST_RING_DEPTH) - 1, LEAST_RING_DEPTH - 1, -1):
         if _fits(plan_for(gib, slots), left):
-            return f"use --ring-depth {slots} or less"
+            return f"; use --ring-depth {slots} or less"
     for slots in dict.fromkeys((depth, LEAST_RING_DEPTH)):
         for tenths in range(int(plan.kept_bytes * 10 / GIB), -1, -1):
             if _fits(plan_for(tenths / 10, slots), left):
-                return f"use --gpu-memory {tenths / 10:g} or less" + (
+                return f"; use --gpu-memory {tenths / 10:g} or less" + (
                     f" with --ring-depth {slots}" if slots != depth else ""
                 )
-    return "fewer layers do not fit either; --dry-run says which other options would"
+    return ""

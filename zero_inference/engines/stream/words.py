@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.runtime.amounts import amount
@@ -16,6 +17,14 @@ def places_in_words(found: Residency) -> str:
     if len(hosted) == found.layers:
         return f"all {found.layers} layers {host}"
     return f"{found.layers - len(hosted)} of {found.layers} layers on the device, {len(hosted)} {host}"
+
+
+def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int) -> str:
+    """What takes the device memory that layers do not get, in bytes."""
+    return (
+        f" by embedding and head ({amount(outside_bytes)}), KV cache ({amount(job.kv_device_bytes)}), activations ({amount(activations)}) "
+        f"and a reserve ({amount(reserve)}), of {amount(job.free_device_bytes or 0)} free"
+    )
 
 
 def experts_in_words(found: Residency) -> list[str]:
