@@ -342,6 +342,8 @@ def test_a_hub_that_does_not_answer_is_given_up_and_the_cache_has_to_do(
     with reporting(Progress(True)), pytest.raises(UsageError) as refused:
         open_snapshot("some/llama", "some/llama")
     assert capsys.readouterr().err == "looking up some/llama on the hub ...\n"
+    with pytest.raises(UsageError, match=r"or give a local folder \(did you mean opt-125m, .*\)\.$"):
+        open_snapshot("opt125m", "opt125m")
     assert (
         f"its config.json is not in the local cache, and {silent_hub} cannot be reached (no answer within 0.2 s; "
         "HF_HUB_ETAG_TIMEOUT sets another limit); connect this machine" in str(refused.value)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 from zero_inference.config import DEFAULTS
 from zero_inference.errors import RunError, UsageError
-from zero_inference.options import Parser, add_run_arguments, config_of, examples, run_config
+from zero_inference.options import Parser, add_run_arguments, config_of, examples, model_of, run_config
 from zero_inference.options.version import Version
 from zero_inference.runtime import garbage
-from zero_inference.runtime.invocation import as_installed, behind_the_command
-from zero_inference.runtime.progress import importing
+from zero_inference.runtime.invocation import as_installed, behind_the_command, first_rank
+from zero_inference.runtime.progress import Progress, importing
 from zero_inference.runtime.text import printable
 
 FIRST_RANK_SPEAKS_S = 10.0
@@ -36,6 +36,8 @@ START_HERE = (
 
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     config = config_of(args)  # before torch is imported
+    if model_of(args) is None and not args.config and not config.json:
+        Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
     with garbage.postponed():
         with importing("torch and transformers", config.verbose > 0):
             from zero_inference.running import run

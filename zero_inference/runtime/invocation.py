@@ -1,7 +1,8 @@
-"""How a run is typed where the user is: with run_model.py in a clone, with `zero-inference run` where the package is installed."""
+"""How a run is started: what to type where the user is (run_model.py in a clone, else `zero-inference run`), and what a launcher adds."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,3 +36,8 @@ def behind_the_command(argv: list[str]) -> list[str]:
     if len(argv) > 2 and argv[1].replace("_", "-").startswith(f"{LOCAL_RANK}="):
         return [argv[0], argv[2], argv[1], *argv[3:]]
     return argv
+
+
+def first_rank() -> bool:
+    """Whether this is the process that speaks, before anything is known about the others."""
+    return os.environ.get("RANK", "0") == "0"

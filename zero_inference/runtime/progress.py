@@ -7,7 +7,6 @@ nothing where no command did. So a library call stays quiet.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from zero_inference.runtime.durations import duration, to_go
+from zero_inference.runtime.invocation import first_rank
 from zero_inference.runtime.text import printable
 
 if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
@@ -289,7 +289,7 @@ def add_verbose(parser: argparse._ActionsContainer) -> None:
 
 def importing(what: str, enabled: bool = True) -> contextlib.AbstractContextManager[Task]:
     """A block that imports large libraries: says so where it takes more than two seconds, and this is the first rank."""
-    return Progress(enabled and os.environ.get("RANK", "0") == "0").slow(f"importing {what}", SLOW_IMPORT_S)
+    return Progress(enabled and first_rank()).slow(f"importing {what}", SLOW_IMPORT_S)
 
 
 def _tick(task: Task, ended: threading.Event) -> None:
