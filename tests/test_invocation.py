@@ -56,9 +56,9 @@ def test_the_launcher_may_write_the_rank_first():
 
 def test_the_launcher_starts_the_installed_package(tmp_path):
     """Through deepspeed's own launcher, in a folder without run_model.py."""
-    launcher = Path(sys.executable).parent / "deepspeed"
     command = as_installed(run_command(["--model", "opt-125m", "--dummy", "--cpu-offload", "--dry-run"], 1))
-    words = [str(launcher), "--master_port", free_port(), *shlex.split(command)[1:]]
-    environment = without_gpus() | {"PYTHONPATH": str(ROOT), "PATH": f"{launcher.parent}:/usr/bin:/bin"}
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner"]  # which is what `deepspeed` runs
+    words = [*launcher, "--master_port", free_port(), *shlex.split(command)[1:]]
+    environment = without_gpus() | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "It fits." in done.stdout, done.stderr[-2000:]

@@ -224,6 +224,7 @@ class PlacedModel:
             for tensors in (module._parameters, module._buffers):
                 for name in tensors:
                     tensors[name] = None
+        del held  # or what the engine holds would outlive this
         free_memory()
 
     def __enter__(self) -> Any:

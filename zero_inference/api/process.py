@@ -39,5 +39,6 @@ def free_memory() -> None:
 
     gc.collect()
     if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()  # one for each stream, and every model has its own streams
         torch.cuda.empty_cache()
     return_free_memory()
