@@ -159,8 +159,25 @@ def test_the_kernel_with_experts_of_real_models(bits, library):
 
 
 @on_gpu
-def test_rows_that_are_not_numbers_stay_alone(library):
-    case = Case([1, 0, 1], 2, 70, 512, 4, 32, torch.float16, "cuda")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_with_the_same_weight_are_multiplied_together(bits, library):
+    """Up to eight or sixteen of them, in whatever order they come, and each as if it were alone."""
+    draw = torch.Generator().manual_seed(3)
+    for pairs, weights in ((5, 2), (16, 8), (64, 8), (100, 3), (256, 128), (1030, 2), (2500, 700)):
+        slots = torch.randint(-1, weights, (pairs,), generator=draw).tolist()
+        case = Case(slots, weights, 70, 256, bits, 64, torch.bfloat16, "cuda")
+        out = linear_groups_indexed(*case.arguments)
+        case.check(out)
+        assert torch.equal(out, linear_groups_indexed(*case.arguments))
+        order = torch.randperm(pairs, generator=draw).cuda()
+        case.x, case.slot = case.x[order].contiguous(), case.slot[order].contiguous()
+        assert torch.equal(linear_groups_indexed(*case.arguments), out[order]), "the others change nothing"
+
+
+@on_gpu
+@pytest.mark.parametrize("slots", [[1, 0, 1], [1, 1, 1, 1]])
+def test_rows_that_are_not_numbers_stay_alone(slots, library):
+    case = Case(slots, 2, 70, 512, 4, 32, torch.float16, "cuda")
     expected = linear_groups_indexed(*case.arguments)
     case.x[1] = float("nan")
     out = linear_groups_indexed(*case.arguments)

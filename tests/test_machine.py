@@ -47,6 +47,7 @@ from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
 from zero_inference.planning.outlook import least_step_s, limit_in_words
 from zero_inference.planning.plan import make_plan
+from zero_inference.records.limit import RATE_WORDS
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks, detect_ranks
 
@@ -350,7 +351,11 @@ def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
             "test (measured, 2026-11-23): 1 x NVIDIA H200, 120 GiB of host memory",
         ]
         assert " of 139 GiB free" in printed and " of 120 GiB free" in printed
-        assert any(row.startswith("  limit ") and "at most " in row for row in rows)
+        limits = [row for row in rows if row.startswith("  limit ")]
+        step_s = re.search(r"decode step (?:at least )?(\S+) s", verdict)
+        assert "at most " in limits[0] and " alone" in limits[0] if limits else step_s, options
+        if limits and step_s:
+            assert f"({step_s[1]} s a step)" not in limits[0], "it says what the verdict does not"
 
 
 def test_typical_machines_are_what_datasheets_say():
@@ -420,7 +425,7 @@ def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):
     assert rows["machine"] == "rtx3090 (datasheet): 1 x RTX 3090, 64 GiB of host memory (assumed)"
     assert rows["bounds"] == "times are lower bounds: rates are from datasheets, which no run reaches"
     assert "the host's cores" in rows["not counted"] and "kernel launches" in rows["not counted"]
-    assert rows["limit"].endswith("bound by the link; the host's cores are not counted")
+    assert "limit" not in rows, "the link alone is what is predicted"
     assert main([*asked.split(), "--cpu-compute", "off"]) == 0
     out = capfd.readouterr().out
     assert "(their rate is not known" not in out and "cores are not counted" not in out, "no run uses them either"
@@ -483,7 +488,9 @@ def test_cores_take_their_part_as_the_file_says():
     bound_by, step_s = least_step_s(plan, MACHINE)
     both = (moved.host_to_device_bytes_per_step + moved.cores_bytes_per_step) / 150e9
     assert bound_by in ("link", "link_and_cores") and step_s >= both
-    assert f"at most {1 / step_s:.3g} token/s" in limit_in_words(plan)
+    alone = f"at most {1 / step_s:.3g} token/s ({step_s:.3g} s a step) by the rate of {RATE_WORDS[bound_by]} alone"
+    assert limit_in_words(plan) == alone and limit_in_words(plan, 1.1 * step_s) == alone
+    assert limit_in_words(plan, step_s) is None
     alone = planned(f"{options} --cpu-compute off", machine).weights
     assert least_step_s(alone, MACHINE) == ("link", pytest.approx(alone.fetched_bytes / 55e9))
     no_rates = DescribedMachine(MACHINE.model_copy(update={"cores": None}))

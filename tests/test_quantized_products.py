@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from zero_inference.quantization import products
 from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+from zero_inference.quantization.indexed import pairs_together
 from zero_inference.quantization.products import FUSED_ROWS, linear_groups, linear_groups_reference
 from zero_inference.runtime.extension import load_extension, why_unavailable
 
@@ -105,6 +106,8 @@ def test_up_to_so_many_tokens_the_operator_is_asked(monkeypatch):
     assert asked == [(1, 64), (FUSED_ROWS, 64)]
     text = (ROOT / "csrc" / "launch_sizes.cuh").read_text()
     assert int(re.search(r"kProductTokens = (\d+)", text)[1]) >= FUSED_ROWS
+    assert "return 4 * pairs <= weights ? 1 : pairs <= 4 * weights ? 8 : 16;" in " ".join(text.split())
+    assert [pairs_together(pairs, 8) for pairs in (2, 3, 32, 33)] == [1, 8, 8, 16]
 
 
 def test_what_does_not_fit_is_a_value_error_either_way(monkeypatch):

@@ -3,6 +3,7 @@
 import statistics
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -17,6 +18,7 @@ from zero_inference.machine.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
 from zero_inference.planning.copies_time import copies_of_step
 from zero_inference.planning.timing import why_unknown
+from zero_inference.planning.weights_time import mean_reads
 from zero_inference.records.read import read_records
 
 GIB = 1 << 30
@@ -788,3 +790,13 @@ def test_more_tokens_than_the_fused_products_take_are_multiplied_with_restored_w
 def test_without_a_rate_of_products_times_are_lower_bounds():
     times = times_of("--model opt-13b --engine resident", FAST.model_copy(update={"matmul_tflops": {}}))[1]
     assert times.at_least and not times_of("--model opt-13b --engine resident")[1].at_least
+
+
+def test_an_expert_is_read_once_for_the_tokens_that_are_multiplied_together():
+    assert mean_reads(1, 0.25, 1) == pytest.approx(0.25) and mean_reads(0, 0.25, 8) == 0
+    assert mean_reads(32, 0.25, 32) == pytest.approx(1 - 0.75**32), "once, where any token chose it"
+    assert mean_reads(32, 0.25, 1) == pytest.approx(32 * 0.25), "for each token anew"
+    draw = np.random.default_rng(0).binomial(32, 0.25, 100_000)
+    for together in (8, 16):
+        assert mean_reads(32, 0.25, together) == pytest.approx(np.ceil(draw / together).mean(), rel=0.01)
+    assert 1 < mean_reads(32, 0.25, 16) < 1.01 < mean_reads(32, 0.25, 8) < 1.5

@@ -1,5 +1,5 @@
 // zero_inference::linear_groups: a few tokens times a weight in int8 / int4 groups, which is read as it is stored.
-// zero_inference::linear_groups_indexed: single rows, each times one of several such weights.
+// zero_inference::linear_groups_indexed: single rows, each times one of several such weights; rows of the same one together.
 //
 //   out[m, n] = round(sum_k x[m, k] * weight[n, k] + bias[n]),   weight[n, k] = round(code * scale + minimum)
 //
@@ -48,7 +48,9 @@ constexpr int kWarps = kProductThreads / kWarp;
 constexpr int kWarpRows = kProductTiles * kTileRows;
 constexpr int kSlice = 128;  // columns: the unit in which blocks of a cluster split them, whole steps and whole groups
 constexpr int kLargestGroup = 128;
-constexpr int64_t kMostPairs = 1 << 16;  // fewer than these: blocks of a grid in its second dimension
+constexpr int kPairsWindow = 1024;         // pairs among which a block looks for those of its weight
+constexpr int kIndexedSharedBytes = 1024;  // for what it finds, at most
+constexpr int64_t kMostPairs = 1 << 16;    // fewer than these: blocks of a grid in its second dimension
 constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp;
 
 // Where sums of the block's warps lie: rows beside each other, four apart from token to token so that a warp's stores meet in
@@ -65,11 +67,12 @@ struct Task {
   int64_t rows;
   int columns, tokens, group_shift;
   int column_warps, splits, chunk_steps;
-  // of linear_groups_indexed; a block's pair is blockIdx.y
+  // of linear_groups_indexed, where `tokens` is how many pairs a block multiplies at most; its first one is blockIdx.y
   int pairs;  // 1 otherwise
   int64_t weights;
   const int64_t* slot;  // [pairs], of which weight; others than 0 to `weights` - 1 are of none
 
+  __device__ int64_t row_of(int token) const { return token; }  // of x and out
   __host__ __device__ int block_rows() const { return kWarps / column_warps * kWarpRows; }
   __host__ __device__ int chunk_columns(int step) const { return column_warps * chunk_steps * step; }
   __host__ __device__ int slices() const { return (columns + kSlice - 1) / kSlice; }
@@ -84,6 +87,13 @@ struct Task {
     const int most = (slices() + splits - 1) / splits * kSlice;
     return kRingVectors * kVectorBytes + chunk_bytes(step) * (most > chunk_columns(step) ? 2 : 1);
   }
+};
+
+// The pairs of one weight that a block multiplies, as its tokens.
+struct Together : Task {
+  const int* pair;  // [tokens], in shared memory
+
+  __device__ int64_t row_of(int token) const { return pair[token]; }
 };
 
 // Of a power of two, as warps, steps, rows of a block and groups are.
@@ -114,8 +124,8 @@ struct Place {
 
 // Tokens of a chunk: the vectors that a warp's lanes read together lie together, in the order of the lanes. Zeros behind the
 // last column.
-template <int kBits>
-__device__ __forceinline__ void stage_input(const Task& task, const Place<kBits>& place, int chunk_first, uint4* to) {
+template <int kBits, typename AnyTask>
+__device__ __forceinline__ void stage_input(const AnyTask& task, const Place<kBits>& place, int chunk_first, uint4* to) {
   using S = Step<kBits>;
   constexpr int kStepVectors = S::kElements / 8;
   const int shift = log2_of(task.chunk_columns(S::kElements) / 8);
@@ -130,7 +140,7 @@ __device__ __forceinline__ void stage_input(const Task& task, const Place<kBits>
     const int of_step = vector % kStepVectors;
     const int part = vector / kStepVectors * S::kInputs + of_step % S::kInputs;
     const bool there = column < task.columns;
-    const uint16_t* from = x + (there ? int64_t{token} * task.columns + column : 0);
+    const uint16_t* from = x + (there ? task.row_of(token) * task.columns + column : 0);
     copy_or_zeros<kVectorBytes>(to + (part * task.tokens + token) * kRowShares + of_step / S::kInputs, from, there);
   }
 }
@@ -165,8 +175,8 @@ __device__ __forceinline__ void stage_groups(const Task& task, const Place<kBits
   }
 }
 
-template <int kBits>
-__device__ __forceinline__ void stage_chunk(const Task& task, const Place<kBits>& place, int chunk, uint8_t* to) {
+template <int kBits, typename AnyTask>
+__device__ __forceinline__ void stage_chunk(const AnyTask& task, const Place<kBits>& place, int chunk, uint8_t* to) {
   using S = Step<kBits>;
   const int chunk_first = place.first + chunk * task.chunk_columns(S::kElements);
   stage_input<kBits>(task, place, chunk_first, reinterpret_cast<uint4*>(to));
@@ -294,16 +304,16 @@ __device__ __forceinline__ void store_sums(const Task& task, const Place<kBits>&
   }
 }
 
-template <typename T>
-__device__ __forceinline__ void store_result(const Task& task, int64_t row, int token, float sum) {
+template <typename T, typename AnyTask>
+__device__ __forceinline__ void store_result(const AnyTask& task, int64_t row, int token, float sum) {
   if (row >= task.rows) return;
   if (task.bias != nullptr) sum += Pair<T>::load(static_cast<const T*>(task.bias)[row]);
-  static_cast<T*>(task.out)[token * task.rows + row] = Pair<T>::round(sum);
+  static_cast<T*>(task.out)[task.row_of(token) * task.rows + row] = Pair<T>::round(sum);
 }
 
 // Adds the sums of the block's warps, then of the cluster's blocks, each of which writes a part of the rows.
-template <typename T, int kTokenTiles>
-__device__ __forceinline__ void finish(const Task& task, int64_t first_row, float* shared) {
+template <typename T, int kTokenTiles, typename AnyTask>
+__device__ __forceinline__ void finish(const AnyTask& task, int64_t first_row, float* shared) {
   const int rows = task.block_rows();
   const int pitch = rows + kSumsPad;
   const int shift = log2_of(rows);
@@ -340,8 +350,8 @@ __device__ __forceinline__ void finish(const Task& task, int64_t first_row, floa
 #endif
 }
 
-template <typename T, int kBits, int kTokenTiles, int kGroups>
-__device__ __forceinline__ void multiply_rows(const Task& task) {
+template <typename T, int kBits, int kTokenTiles, int kGroups, typename AnyTask>
+__device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   using S = Step<kBits>;
   static_assert(kProductStages >= 2 && kProductLeastChunk >= kProductStages - 1);
   static_assert(kWarps * kTokenTiles * kTileTokens * (kWarpRows + kSumsPad) * 4 <= kRingVectors * kVectorBytes,
@@ -408,6 +418,45 @@ __device__ __forceinline__ void multiply_rows(const Task& task) {
   finish<T, kTokenTiles>(task, place.first_row, shared);
 }
 
+// Those of `pair` and the next of the same weight, up to task.tokens; 0 where an earlier pair's block multiplies this one.
+// Pairs are looked for in windows, of which a block sees its own.
+template <int kMost>
+__device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int (&found)[kMost]) {
+  constexpr int kWindow = kPairsWindow;
+  __shared__ uint32_t same[kWindow / kWarp];
+  __shared__ int number;
+  if (task.tokens == 1) {
+    if (threadIdx.x == 0) found[0] = pair;
+    __syncthreads();
+    return 1;
+  }
+  const int first = pair / kWindow * kWindow;
+  const int words = (min(task.pairs - first, kWindow) + kWarp - 1) / kWarp;
+  for (int index = threadIdx.x; index < words * kWarp; index += kProductThreads) {
+    const int other = first + index;
+    const uint32_t word = __ballot_sync(~0u, other < task.pairs && task.slot[other] == slot);
+    if (threadIdx.x % kWarp == 0) same[index / kWarp] = word;
+  }
+  __syncthreads();
+  int word = (pair - first) / kWarp;
+  const int bit = (pair - first) % kWarp;
+  int before = __popc(same[word] & ((1u << bit) - 1));
+  for (int index = 0; index < word; ++index) before += __popc(same[index]);
+  if (before % task.tokens != 0) return 0;
+  if (threadIdx.x == 0) {
+    int count = 0;
+    uint32_t left = same[word] >> bit << bit;
+    while (true) {
+      for (; left != 0 && count < task.tokens; left &= left - 1) found[count++] = first + word * kWarp + __ffs(left) - 1;
+      if (count == task.tokens || ++word == words) break;
+      left = same[word];
+    }
+    number = count;
+  }
+  __syncthreads();
+  return number;
+}
+
 // Zeros for this block's rows of the result: of the blocks of a cluster the first writes them.
 template <typename T>
 __device__ __forceinline__ void store_zeros(const Task& task) {
@@ -423,15 +472,19 @@ template <typename T, int kBits, int kTokenTiles, int kGroups, bool kIndexed>
 __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) multiply(const Task task) {
   if constexpr (kIndexed) {
     // Pair p is row p of x and of out. Weight s begins s * rows rows behind the first: its codes rows * columns * bits / 8
-    // bytes further for each, scales and minima rows * columns / group elements. All blocks of a cluster have one pair, so they
-    // leave together.
-    const int64_t pair = blockIdx.y;
+    // bytes further for each, scales and minima rows * columns / group elements. All blocks of a cluster have the same pairs,
+    // so they leave together.
+    __shared__ int found[kTokenTiles * kTileTokens];
+    const int pair = static_cast<int>(blockIdx.y);
     const int64_t slot = task.slot[pair];
-    Task own = task;
-    own.out = static_cast<T*>(task.out) + pair * task.rows;
-    if (slot < 0 || slot >= task.weights) return store_zeros<T>(own);
+    Together own = {task, found};
+    if (slot < 0 || slot >= task.weights) {
+      own.out = static_cast<T*>(task.out) + pair * task.rows;
+      return store_zeros<T>(own);
+    }
+    own.tokens = find_together(task, pair, slot, found);
+    if (own.tokens == 0) return;
     const int64_t groups = slot * task.rows * (task.columns >> task.group_shift);
-    own.x = static_cast<const T*>(task.x) + pair * task.columns;
     own.codes = task.codes + slot * task.rows * (int64_t{task.columns} * kBits / 8);
     own.scale = static_cast<const T*>(task.scale) + groups;
     own.minimum = static_cast<const T*>(task.minimum) + groups;
@@ -442,7 +495,8 @@ __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) 
 }
 
 struct Device {
-  int index, processors, shared_bytes;
+  int index, processors;
+  int shared_bytes;  // of a block, for what `Task::shared_bytes` counts
 };
 
 // Asked once a device and kernel: whether its code has clusters, which code for a device before Hopper has not. It then also
@@ -514,8 +568,10 @@ void launch(Task task, const Device& device, cudaStream_t stream) {
 
 template <typename T, int kBits, int kGroups>
 void launch_tokens(const Task& task, const Device& device, cudaStream_t stream) {
-  if (task.slot != nullptr) {
+  if (task.slot != nullptr && task.tokens <= kTileTokens) {
     launch<T, kBits, 1, kGroups, true>(task, device, stream);
+  } else if (task.slot != nullptr) {
+    launch<T, kBits, 2, kGroups, true>(task, device, stream);
   } else if (task.tokens <= kTileTokens) {
     launch<T, kBits, 1, kGroups>(task, device, stream);
   } else if (task.tokens <= 2 * kTileTokens) {
@@ -559,6 +615,7 @@ Device device_of(const Tensor& x) {
   Device device = {x.get_device_index(), 0, 0};
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, device.index));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index));
+  device.shared_bytes -= kIndexedSharedBytes;
   return device;
 }
 
@@ -648,7 +705,7 @@ Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor&
   task.slot = static_cast<const int64_t*>(checked("slot", slot, ScalarType::Long, pairs, x));
   task.rows = rows;
   task.columns = static_cast<int>(columns);
-  task.tokens = 1;
+  task.tokens = product_pairs(pairs, weights);
   task.group_shift = group_shift;
   task.pairs = static_cast<int>(pairs);
   task.weights = weights;

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zero_inference.link.description import Description
 
 
-def limit_in_words(plan: EnginePlan, predicted_step_s: float | None) -> str | None:
+def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> str | None:
     """The most token/s of decoding with `plan` by one rate of the machine alone; None where that is what is predicted anyway, and where
     the plan is for this machine, whose rates a run measures."""
     machine = plan.job.machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.rates import own_work, product_time, restored_gb_per_s
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.models.sizes import experts_of
+from zero_inference.quantization.indexed import pairs_together
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
@@ -24,7 +26,10 @@ def weights_s_of(
     """
     job, config = plan.job, plan.job.config
     number, chosen = experts_of(job.spec)
-    read = 1 - (1 - chosen / number) ** tokens if number else 0.0
+    share = chosen / number if number else 0.0
+    fused = config.quantized and job.on_gpu and tokens <= plan.fused_rows
+    together = pairs_together(tokens * chosen, number) if number and fused else max(1, tokens)
+    read = mean_reads(tokens, share, together)
     in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
     if plan.quantizes_all:
         stored = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
@@ -52,7 +57,7 @@ def weights_s_of(
             return stored / memory, 0.0
         return (stored + 1) / memory + product, call_s
 
-    of_expert = max(1, round(tokens * chosen / number)) if number else tokens  # tokens that one expert gets
+    of_expert = max(1, round(tokens * share / read)) if number else tokens  # tokens that one expert gets at once
     of_layers, of_experts = of_weight(tokens), of_weight(of_expert)
     outside = of_layers if plan.quantizes_all else of_plain(tokens)
     joins = config.quantized and tokens <= plan.fused_rows
@@ -71,3 +76,14 @@ def weights_s_of(
         )
 
     return seconds
+
+
+def mean_reads(tokens: int, share: float, together: int) -> float:
+    """How often a weight is read on average that each of `tokens` tokens uses with probability `share`, once for every `together` of those
+    that do: the mean of ceil(k / together) for a binomial k."""
+    if together >= tokens:
+        return 1 - (1 - share) ** tokens
+    return sum(
+        math.comb(tokens, k) * share**k * (1 - share) ** (tokens - k) * math.ceil(k / together)
+        for k in range(1, tokens + 1)
+    )

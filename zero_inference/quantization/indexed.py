@@ -83,6 +83,12 @@ def linear_groups_indexed(
     return linear_groups_indexed_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
 
 
+def pairs_together(pairs: int, weights: int) -> int:
+    """How many rows with the same one of `weights` weights the kernel multiplies at once, at most: it reads that weight once for them.
+    As `product_pairs` in csrc/launch_sizes.cuh."""
+    return 1 if 4 * pairs <= weights else 8 if pairs <= 4 * weights else 16
+
+
 @functools.cache
 @torch.no_grad()
 def kernel_agrees(device: torch.device, dtype: torch.dtype, bits: int, group_size: int) -> bool:
@@ -92,8 +98,8 @@ def kernel_agrees(device: torch.device, dtype: torch.dtype, bits: int, group_siz
     scale, minimum = (
         torch.rand(2, rows * columns // group_size, device=device, generator=draw).sub_(0.5).to(dtype) for _ in range(2)
     )
-    x = torch.randn(3, columns, device=device, generator=draw).to(dtype)
-    slot = torch.tensor([1, -1, 0], device=device)
+    x = torch.randn(5, columns, device=device, generator=draw).to(dtype)
+    slot = torch.tensor([1, -1, 0, 1, 1], device=device)  # three that are multiplied together
     found, expected = (
         product(x, codes, scale, minimum, bits, group_size, rows, slot).float()
         for product in (torch.ops.zero_inference.linear_groups_indexed, linear_groups_indexed_reference)
