@@ -48,9 +48,9 @@ constexpr int kWarps = kProductThreads / kWarp;
 constexpr int kWarpRows = kProductTiles * kTileRows;
 constexpr int kSlice = 128;  // columns: the unit in which blocks of a cluster split them, whole steps and whole groups
 constexpr int kLargestGroup = 128;
-constexpr int kPairsWindow = 1024;         // pairs among which a block looks for those of its weight
-constexpr int kIndexedSharedBytes = 1024;  // for what it finds, at most
-constexpr int64_t kMostPairs = 1 << 16;    // fewer than these: blocks of a grid in its second dimension
+constexpr int kPairsWindow = 1024;       // pairs among which a block looks for those of its weight
+constexpr int kFoundBytes = 128;         // of shared memory for those, at most
+constexpr int64_t kMostPairs = 1 << 16;  // fewer than these: blocks of a grid in its second dimension
 constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp;
 
 // Where sums of the block's warps lie: rows beside each other, four apart from token to token so that a warp's stores meet in
@@ -418,43 +418,31 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   finish<T, kTokenTiles>(task, place.first_row, shared);
 }
 
-// Those of `pair` and the next of the same weight, up to task.tokens; 0 where an earlier pair's block multiplies this one.
-// Pairs are looked for in windows, of which a block sees its own.
-template <int kMost>
-__device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int (&found)[kMost]) {
-  constexpr int kWindow = kPairsWindow;
-  __shared__ uint32_t same[kWindow / kWarp];
-  __shared__ int number;
-  if (task.tokens == 1) {
-    if (threadIdx.x == 0) found[0] = pair;
-    __syncthreads();
-    return 1;
-  }
-  const int first = pair / kWindow * kWindow;
-  const int words = (min(task.pairs - first, kWindow) + kWarp - 1) / kWarp;
-  for (int index = threadIdx.x; index < words * kWarp; index += kProductThreads) {
-    const int other = first + index;
-    const uint32_t word = __ballot_sync(~0u, other < task.pairs && task.slot[other] == slot);
-    if (threadIdx.x % kWarp == 0) same[index / kWarp] = word;
-  }
-  __syncthreads();
-  int word = (pair - first) / kWarp;
-  const int bit = (pair - first) % kWarp;
-  int before = __popc(same[word] & ((1u << bit) - 1));
-  for (int index = 0; index < word; ++index) before += __popc(same[index]);
-  if (before % task.tokens != 0) return 0;
-  if (threadIdx.x == 0) {
-    int count = 0;
-    uint32_t left = same[word] >> bit << bit;
-    while (true) {
-      for (; left != 0 && count < task.tokens; left &= left - 1) found[count++] = first + word * kWarp + __ffs(left) - 1;
-      if (count == task.tokens || ++word == words) break;
-      left = same[word];
+// `pair` and the next ones of the same weight, up to task.tokens, into `found`; how many, or 0 where an earlier pair's block
+// multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each warp looks for itself, which needs
+// no barrier.
+__device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int* found) {
+  const int first = pair / kPairsWindow * kPairsWindow;
+  const int words = (min(task.pairs - first, kPairsWindow) + kWarp - 1) / kWarp;
+  const int own = (pair - first) / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  int before = 0, number = 0;
+#pragma unroll 2
+  for (int word = 0; word < words && number < task.tokens; ++word) {
+    const int other = first + word * kWarp + lane;
+    uint32_t same = __ballot_sync(~0u, other < task.pairs && task.slot[other] == slot);
+    if (word <= own) {
+      const uint32_t earlier = word < own ? ~0u : (1u << (pair - first) % kWarp) - 1;
+      before += __popc(same & earlier);
+      same &= ~earlier;
+      if (word == own && before % task.tokens != 0) return 0;
     }
-    number = count;
+    const int place = number + __popc(same & ((1u << lane) - 1));
+    if (threadIdx.x < kWarp && (same >> lane & 1) != 0 && place < task.tokens) found[place] = other;
+    number += __popc(same);
   }
   __syncthreads();
-  return number;
+  return min(number, task.tokens);
 }
 
 // Zeros for this block's rows of the result: of the blocks of a cluster the first writes them.
@@ -468,29 +456,38 @@ __device__ __forceinline__ void store_zeros(const Task& task) {
   }
 }
 
-template <typename T, int kBits, int kTokenTiles, int kGroups, bool kIndexed>
+// Which rows of x a block multiplies: all; that of a pair; those of some pairs.
+enum class Rows { kAll, kPair, kPairs };
+
+template <typename T, int kBits, int kTokenTiles, int kGroups, Rows kRows>
 __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) multiply(const Task task) {
-  if constexpr (kIndexed) {
+  if constexpr (kRows == Rows::kAll) {
+    multiply_rows<T, kBits, kTokenTiles, kGroups>(task);
+  } else {
     // Pair p is row p of x and of out. Weight s begins s * rows rows behind the first: its codes rows * columns * bits / 8
     // bytes further for each, scales and minima rows * columns / group elements. All blocks of a cluster have the same pairs,
     // so they leave together.
-    __shared__ int found[kTokenTiles * kTileTokens];
-    const int pair = static_cast<int>(blockIdx.y);
+    const int64_t pair = blockIdx.y;
     const int64_t slot = task.slot[pair];
-    Together own = {task, found};
-    if (slot < 0 || slot >= task.weights) {
-      own.out = static_cast<T*>(task.out) + pair * task.rows;
-      return store_zeros<T>(own);
-    }
-    own.tokens = find_together(task, pair, slot, found);
-    if (own.tokens == 0) return;
-    const int64_t groups = slot * task.rows * (task.columns >> task.group_shift);
+    Together own = {task, nullptr};
     own.codes = task.codes + slot * task.rows * (int64_t{task.columns} * kBits / 8);
+    const int64_t groups = slot * task.rows * (task.columns >> task.group_shift);
     own.scale = static_cast<const T*>(task.scale) + groups;
     own.minimum = static_cast<const T*>(task.minimum) + groups;
-    multiply_rows<T, kBits, kTokenTiles, kGroups>(own);
-  } else {
-    multiply_rows<T, kBits, kTokenTiles, kGroups>(task);
+    const bool none = slot < 0 || slot >= task.weights;
+    if (none || kRows == Rows::kPair) {
+      own.x = static_cast<const T*>(task.x) + pair * task.columns;
+      own.out = static_cast<T*>(task.out) + pair * task.rows;
+    }
+    if (none) return store_zeros<T>(own);
+    if constexpr (kRows == Rows::kPair) {
+      multiply_rows<T, kBits, kTokenTiles, kGroups>(static_cast<const Task&>(own));
+    } else {
+      __shared__ int found[kTokenTiles * kTileTokens];
+      own.pair = found;
+      own.tokens = find_together(task, static_cast<int>(pair), slot, found);
+      if (own.tokens > 0) multiply_rows<T, kBits, kTokenTiles, kGroups>(own);
+    }
   }
 }
 
@@ -539,11 +536,11 @@ void choose(Task& task, int step, const Device& device, bool clusters) {
   while (task.chunk_steps > kProductLeastChunk && task.shared_bytes(step) > device.shared_bytes) task.chunk_steps /= 2;
 }
 
-template <typename T, int kBits, int kTokenTiles, int kGroups, bool kIndexed = false>
+template <typename T, int kBits, int kTokenTiles, int kGroups, Rows kRows = Rows::kAll>
 void launch(Task task, const Device& device, cudaStream_t stream) {
   constexpr int kStep = Step<kBits>::kElements;
   static std::atomic<int> known[kDevices];
-  const auto kernel = multiply<T, kBits, kTokenTiles, kGroups, kIndexed>;
+  const auto kernel = multiply<T, kBits, kTokenTiles, kGroups, kRows>;
   const bool clusters = clusters_of(kernel, device, known) == kWith;
   STD_TORCH_CHECK(clusters || task.splits <= 1, "linear_groups: splits must be 1 on a device without clusters, found ",
                   task.splits);
@@ -568,10 +565,12 @@ void launch(Task task, const Device& device, cudaStream_t stream) {
 
 template <typename T, int kBits, int kGroups>
 void launch_tokens(const Task& task, const Device& device, cudaStream_t stream) {
-  if (task.slot != nullptr && task.tokens <= kTileTokens) {
-    launch<T, kBits, 1, kGroups, true>(task, device, stream);
+  if (task.slot != nullptr && task.tokens == 1) {
+    launch<T, kBits, 1, kGroups, Rows::kPair>(task, device, stream);
+  } else if (task.slot != nullptr && task.tokens <= kTileTokens) {
+    launch<T, kBits, 1, kGroups, Rows::kPairs>(task, device, stream);
   } else if (task.slot != nullptr) {
-    launch<T, kBits, 2, kGroups, true>(task, device, stream);
+    launch<T, kBits, 2, kGroups, Rows::kPairs>(task, device, stream);
   } else if (task.tokens <= kTileTokens) {
     launch<T, kBits, 1, kGroups>(task, device, stream);
   } else if (task.tokens <= 2 * kTileTokens) {
@@ -615,7 +614,7 @@ Device device_of(const Tensor& x) {
   Device device = {x.get_device_index(), 0, 0};
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.processors, cudaDevAttrMultiProcessorCount, device.index));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&device.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index));
-  device.shared_bytes -= kIndexedSharedBytes;
+  device.shared_bytes -= kFoundBytes;
   return device;
 }
 
