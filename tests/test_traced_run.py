@@ -1,6 +1,8 @@
 """Kernels of a traced run summed up; tracing itself takes a GPU."""
 
-from benchmarks.traced_run import Kernel, print_kernels
+from benchmarks.traced_run import Kernel, main, print_kernels
+from zero_inference import running
+from zero_inference.planning.plan import Plan
 
 
 def test_times_and_gaps_of_the_second_half_are_told_by_kernel(capsys):
@@ -18,3 +20,12 @@ def test_times_and_gaps_of_the_second_half_are_told_by_kernel(capsys):
         ["0.03", "ms", "in", "1", "x", "copy"],
     ]
     assert any(line.split()[:3] == ["0.20", "ms", "before"] and line.endswith("wait") for line in lines)
+
+
+def test_a_run_is_told_by_its_stages(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(Plan, "load", Plan.load)  # put back afterwards, as the next one
+    monkeypatch.setattr(running, "measure_run", running.measure_run)
+    options = "--model opt-125m --dummy --engine resident --prompt-len 4 --gen-len 2 --loops 1 --warmup 0 --log-dir"
+    assert main([*options.split(), str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    assert [stage for stage in ("before loading; predicted: ", "] loaded: ", "] measured: ") if stage not in out] == []
