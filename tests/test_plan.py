@@ -10,6 +10,7 @@ import torch
 import transformers
 from conftest import FAMILIES
 
+from zero_inference.architectures.arms import Arm, check_arm
 from zero_inference.cli import main
 from zero_inference.config import ENGINES as ENGINE_NAMES
 from zero_inference.config import FIELD_NAMES, RunConfig
@@ -19,7 +20,7 @@ from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.plan import RESERVE_BYTES
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.machine import machine
 from zero_inference.models.spec import resolve_model
 from zero_inference.planning.changes import refuse_hopeless
@@ -436,3 +437,20 @@ def test_advice_takes_back_what_only_the_stream_engine_has(checkpoints):
     disk = next(change for change in changes._changes(job.config, job) if "--disk-offload" in change.options)
     assert disk.instead_of == ("--gpu-memory", "--cpu-compute", "--cpu-threads")
     assert replace(job.config, **disk.fields).validate().engine == "deepspeed"
+
+
+def test_a_preset_that_cannot_be_fetched_is_planned_and_a_run_of_it_refused(no_gpu, capfd, monkeypatch, tmp_path):
+    """So does somebody who has no access to a gated model yet; `zero-inference compare`, which runs it, refuses it."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    asked = "run_model.py llama-3.1-70b --engine stream --quant-bits 4 --machine rtx4090 --dry-run".split()
+    assert main(asked) == 0
+    printed = capfd.readouterr()
+    assert printed.out.startswith("It fits. Predicted: at most ") and "options        different" in printed.out
+    said = next(line for line in printed.err.splitlines() if line.startswith(ONLY_PLANNED))
+    assert said.endswith("or give a local folder, or --dummy for random weights of its shape.")
+    assert main([*asked[:2], "--dry-run"]) in (0, 2) and main(asked[:2]) == 2
+    assert "error: --model llama-3.1-70b: its config.json is not in the local cache" in capfd.readouterr().err
+    assert main([*asked, "--prompt", "text"]) == 2, "how long it is, only the tokenizer knows"
+    arm = Arm("70b", ("--model", "llama-3.1-70b"), RunConfig(model="llama-3.1-70b").validate())
+    with pytest.raises(UsageError, match="^arm 70b: --model llama-3.1-70b: its config.json is not in"):
+        check_arm(arm, ["--machine", "rtx4090", "--cpu-offload"], tmp_path)

@@ -1,5 +1,8 @@
 """The two ways in which a run ends badly; `cli.py` turns them into exit codes."""
 
+# How --dry-run begins the line that says why a run would fail whose plan can be made nevertheless; `zero-inference compare` looks for it.
+ONLY_PLANNED = "warning: planned from the built-in configuration; a run would fail:"
+
 
 class UsageError(Exception):
     """Bad usage, or a configuration that cannot work: exit code 2, before anything is loaded."""

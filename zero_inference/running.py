@@ -11,14 +11,15 @@ from typing import Any
 
 from zero_inference.config import RunConfig
 from zero_inference.engines.offload_folder import close_all
-from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.machine.choose import machine_of
 from zero_inference.machine.machine import Machine
 from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
+from zero_inference.models.preset_table import find_preset
 from zero_inference.models.prompts import end_ids, prompt_ids, with_prompt_length
-from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
+from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model, resolve_shape
 from zero_inference.options import options_asked
 from zero_inference.options.file import save_options
 from zero_inference.planning.agreement import refuse_other_inputs, refuse_other_requests
@@ -129,7 +130,7 @@ def _resolved(
     config: RunConfig, ranks: Ranks, machine: Machine, progress: Progress
 ) -> tuple[RunConfig, ModelSpec, Chosen | None]:
     """What is run: the model, and what the plan finds of what was left open."""
-    spec = resolve_model(config, ranks.device.type)
+    spec = _spec(config, ranks, progress)
     config = with_prompt_length(config, spec)
     check_model(config, spec)
     found, chosen = choose(config, spec, ranks, machine, progress.say)
@@ -137,6 +138,18 @@ def _resolved(
         check_launch(found, ranks, machine)
         check_model(found, spec)
     return found, spec, chosen
+
+
+def _spec(config: RunConfig, ranks: Ranks, progress: Progress) -> ModelSpec:
+    """For a plan the built-in configuration does, where a preset cannot be fetched, or not by this user."""
+    try:
+        return resolve_model(config, ranks.device.type)
+    except UsageError as error:
+        reads_text = config.prompt or config.prompts or config.chat or config.quality
+        if not config.dry_run or reads_text or find_preset(config.model) is None:
+            raise
+        progress.say(f"{ONLY_PLANNED} {error}")
+        return resolve_shape(config, ranks.device.type)
 
 
 def _save_options(path: str, asked: RunConfig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.config import DEFAULTS, QUALITY_FIELDS, RunConfig
-from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.errors import ONLY_PLANNED, DoesNotFit, UsageError
 from zero_inference.options import without_file
 from zero_inference.records.read import read_records
 from zero_inference.records.schema import STATUS_FAILED, STATUS_OK
@@ -142,6 +142,8 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     doubt = next((line for line in ended.said().splitlines() if line.startswith(DoesNotFit.VERDICT)), None)
     if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {why_ended(ended)}")
+    if fails := next((line for line in ended.said().splitlines() if line.startswith(ONLY_PLANNED)), None):
+        raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
     return doubt
 
 

@@ -36,7 +36,7 @@ def _source_gb_per_s(plan: EnginePlan, description: Description) -> float | None
     job, rates = plan.job, description.loading
     if rates is None:
         return None
-    if job.spec.dummy:
+    if job.config.dummy:
         return rates.draw_gb_per_s
     if description.disk_gb_per_s is None:
         return None

@@ -105,7 +105,7 @@ def _loading_bytes(job: Job, quantization: QuantizationPlan | None, places: Plac
     _, layers = decoder_layers(model)
     layer_of = {id(p): index for index, layer in enumerate(layers) for p in layer.parameters()}
     waiting: Counter[int | None] = Counter()
-    if not job.spec.dummy:
+    if not job.config.dummy:
         for p in model.parameters():
             waiting[layer_of.get(id(p))] += p.numel() * p.element_size()
     taken = most = buffers
