@@ -427,6 +427,7 @@ def test_the_table_says_in_words_where_weights_are_and_what_binds(tmp_path):
         ("host, KV host", "int4", "link"),
     ]
     assert not {"CPU offload", "KV offload", "weights (bits)"} & set(head)
+    assert {row[1] for row in rows} == {"opt-66b"}, "without the organisation, as a phone is narrow"
     assert all(len(row[2].replace(".", "")) == 3 for row in rows), "three digits"
 
 

@@ -26,6 +26,7 @@ from zero_inference.report.runs import (
     runs_frame,
     sort_runs,
 )
+from zero_inference.report.short import model_in_short
 from zero_inference.report.terminal import print_short
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS, texts_of
@@ -108,8 +109,11 @@ def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None
     from zero_inference.report.html.page import Table, write_page
 
     records = _ordered(args, records)
-    folders = short_folders([record.get("folder") for record in records])
-    frame = runs_frame(records).assign(folder=folders)
+    frame = runs_frame(records)
+    frame = frame.assign(folder=short_folders(frame["folder"].tolist()))
+    models = {model: model_in_short(model) for model in frame["model"].dropna().unique()}
+    if len(set(models.values())) == len(models):
+        frame = frame.assign(model=frame["model"].map(models, na_action="ignore"))
     shown = _shown_on_page(frame, args.all_columns)
     columns, rows = columns_of(shown), rows_of(shown)
     values = [list(row.values()) for row in rows]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from zero_inference.report.advice import FAR_FROM_THE_LIMIT
 from zero_inference.report.run import Run
 from zero_inference.report.short import number
 from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.tables import three_digits
 
-NEAR_THE_LIMIT = 0.7
 LIMIT_WORDS = {
     "link": "the link's limit",
     "link_and_cores": "the limit of link and cores",
@@ -131,7 +131,7 @@ def bound_in_words(run: Run) -> str:
     if share is None:
         return "What bounds it was not measured."
     what = _limit_named(run)
-    if share >= NEAR_THE_LIMIT:
+    if share >= FAR_FROM_THE_LIMIT:
         return f"It is bound by {what} and reaches {share:.1%} of that limit."
     text = f"It reaches {share:.1%} of the nearest limit, {what}: something else is slow"
     use = run.link_use
