@@ -10,7 +10,6 @@ the plan ranked first, and how fast it then was. Memory is the peak of the run, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.results_table import replaced  # noqa: E402
-from zero_inference.runtime.tables import Column, pipe_row, significant, texts_of  # noqa: E402
+from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
+from zero_inference.runtime.tables import Column, significant  # noqa: E402
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "big-models.md")
-RESULTS = ROOT / "benchmarks" / "results" / "h200-big-models"
-LARGEST = ROOT / "benchmarks" / "results" / "h200-kept" / "thirteenth_host" / "llama405b-int4-bs32-auto.jsonl"
+CANDIDATES = RESULTS / "h200-big-models"
+LARGEST = RESULTS / "h200-kept" / "thirteenth_host" / "llama405b-int4-bs32-auto.jsonl"
 MODELS = {
     "llama-2-13b": "Llama-2-13B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B (mixture)",
@@ -32,7 +30,6 @@ MODELS = {
     "llama-3.1-70b": "Llama-3.1-70B",
 }
 BATCHES = (1, 32)
-BEGIN, END = "<!-- big models: scripts/big_models_table.py -->", "<!-- end of big models -->"
 COLUMNS = (
     Column("model", "model, 4 bits", dtype="string"),
     Column("gpu", "GPU memory", dtype="string"),
@@ -43,24 +40,19 @@ COLUMNS = (
 )
 
 
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put it into README.md and docs/big-models.md")
-    args = parser.parse_args(argv)
-    if not args.write:
-        print(table())
-        return 0
-    for page in PAGES:
-        page.write_text(replaced(page.read_text(encoding="utf-8"), table(), BEGIN, END), encoding="utf-8")
-    return 0
+PAGES = DocsTable(
+    COLUMNS,
+    [ROOT / "README.md", ROOT / "docs" / "big-models.md"],
+    "<!-- big models: scripts/big_models_table.py -->",
+    "<!-- end of big models -->",
+)
 
 
 def table() -> str:
     """Markdown, without a line break at its end."""
     rows = [row for model, name in MODELS.items() for row in rows_of(model, name)]
     rows.append(row_of_largest())
-    lines = [[column.header for column in COLUMNS], ["---"] * len(COLUMNS), *texts_of(rows, COLUMNS)]
-    return "\n".join(map(pipe_row, lines))
+    return PAGES.text(rows)
 
 
 def rows_of(model: str, name: str) -> list[dict[str, Any]]:
@@ -78,7 +70,7 @@ def rows_of(model: str, name: str) -> list[dict[str, Any]]:
 
 def by_memory(model: str, batch: int) -> dict[float, dict[str, Any]]:
     """The candidates of `model`, each with its `record`, by GiB of GPU memory; none where nothing was tried."""
-    folder = RESULTS / f"bs{batch}" / model
+    folder = CANDIDATES / f"bs{batch}" / model
     if not folder.is_dir():
         return {}
     found = json.loads((folder / "candidates.json").read_text())["candidates"]
@@ -110,9 +102,5 @@ def rounded(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def last_record(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text().splitlines()[-1])
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PAGES.main(sys.argv[1:], __doc__.split("\n")[0], table))

@@ -9,17 +9,15 @@ A row a record of the folders below, the last one of a file, and of what was mea
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from zero_inference.runtime.tables import Column, decimals, pipe_row, texts_of  # noqa: E402
+from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
+from zero_inference.runtime.tables import Column, decimals, texts_of  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 FOLDERS = ("h200", "h200-shared", "h200-x2", "h200-x4")
 CORES = (  # of these, the last one that has a case
     "h200-cores",
@@ -29,7 +27,6 @@ CORES = (  # of these, the last one that has a case
     "h200-balanced",
     "h200-beside",
 )
-BEGIN, END = "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
 FEWEST_TOKENS = 2  # with fewer decode steps a run is there for its prefill
 COLUMNS = (
     Column("case", "case", dtype="string"),
@@ -42,25 +39,10 @@ COLUMNS = (
     Column("peak_gib", "peak GPU GiB", decimals(1)),
     Column("record", "record", dtype="string"),
 )
+PAGE = DocsTable(
+    COLUMNS, [ROOT / "docs" / "measured.md"], "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
+)
 BITS = {16: "", 8: "int8", 4: "int4"}
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put it into docs/measured.md")
-    args = parser.parse_args(argv)
-    if not args.write:
-        print(table())
-        return 0
-    page = ROOT / "docs" / "measured.md"
-    page.write_text(replaced(page.read_text(encoding="utf-8"), table(), BEGIN, END), encoding="utf-8")
-    return 0
-
-
-def replaced(text: str, new: str, begin: str, end: str) -> str:
-    """`text` with `new` between the marks."""
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{new}\n{end}{rest.split(end)[1]}"
 
 
 def table() -> str:
@@ -74,8 +56,7 @@ def table() -> str:
             order = record["model"], record["quant_bits"] != 16, -record["quant_bits"], record["engine"]
             found.append((order, row(record, path)))
         rows += [each for _, each in sorted(found, key=lambda each: (each[0], texts_of([each[1]], COLUMNS)))]
-    lines = [[column.header for column in COLUMNS], ["---"] * len(COLUMNS), *texts_of(rows, COLUMNS)]
-    return "\n".join(map(pipe_row, lines))
+    return PAGE.text(rows)
 
 
 def measured(folder: str) -> list[Path]:
@@ -87,10 +68,6 @@ def measured(folder: str) -> list[Path]:
     return [
         path for path, found in zip(paths, records) if found["status"] == STATUS_OK and found["gen_len"] > FEWEST_TOKENS
     ]
-
-
-def last_record(path: Path) -> dict:
-    return json.loads(path.read_text().splitlines()[-1])
 
 
 def row(record: dict, path: Path) -> dict[str, object]:
@@ -143,4 +120,4 @@ def label(record: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(PAGE.main(sys.argv[1:], __doc__.split("\n")[0], table))

@@ -7,9 +7,11 @@ from xml.etree import ElementTree
 import pytest
 from test_html_report import EVIL, FAILED, committed_records, limit, page_of, rich_record
 
+from zero_inference.report.html.labels import make_runs
 from zero_inference.report.html.places import MARK_RADIUS, TEXT_HEIGHT, Box, places_beside
 from zero_inference.report.html.roofline import roofline
-from zero_inference.report.html.runs import make_runs
+from zero_inference.runtime.amounts import amount
+from zero_inference.runtime.tables import three_digits
 
 SVG = "{http://www.w3.org/2000/svg}"
 H200 = {"gpus": [{"name": "H200"}], "cpu_model": "Xeon", "cpu_cores": 16}
@@ -87,7 +89,7 @@ def test_runs_stand_under_the_roofline_at_their_bytes_and_throughput(beside):
     for speed, (x, y) in drawn.items():
         assert (x, y) == pytest.approx((x_of(by_speed[speed]), y_of(speed)), abs=0.1)
     assert {10.0, 100.0} < ticks(figure, "y").keys() and {1.0, 10.0} < ticks(figure, "x").keys()
-    assert all(place == pytest.approx(x_of(gb * 1e9), abs=0.1) for gb, place in ticks(figure, "x").items())
+    assert all(place == pytest.approx(x_of(gib * 2**30), abs=0.1) for gib, place in ticks(figure, "x").items())
     assert all(place == pytest.approx(y_of(speed), abs=0.1) for speed, place in ticks(figure, "y").items())
 
     limits = [record["limit"] for record in records]
@@ -109,7 +111,7 @@ def test_a_run_at_its_limit_touches_the_line_and_words_say_how_far_others_are(be
     assert described.startswith("link: 55.5 GB/s; link and cores: 67.5 to 159 GB/s; device memory: 4\u202f220 GB/s. ")
     for record in committed_records("h200-beside"):
         assert (
-            f"{expected_bytes(record) / 1e9:.3g} GB a token, {record['limit']['fraction_of_limit']:.1%} of its limit"
+            f"{amount(expected_bytes(record))} a token, {record['limit']['fraction_of_limit']:.1%} of its limit"
             in described
         )
     # llama13b-int4-bs1-off: 99.8% of the link at 7.1 GB a token, so under a point below the line
@@ -175,8 +177,8 @@ def test_without_a_gpu_there_is_no_link_to_draw(tmp_path):
     figure = figure_of(page, "Roofline")
     assert not [each for each in figure.iter(f"{SVG}g") if each.get("id", "").endswith("line-link")]
     # 0.1 s at 40 GB/s are 4 GB a step of 7 sequences, wherever weights are fetched from
-    assert "at 0.571 GB a token, 50.0% of its limit by device memory" in figure.find(f"{SVG}desc").text
-    assert "at 0.571 GB a token, 90.0% of its limit by matrix products" in figure.find(f"{SVG}desc").text
+    assert "at 0.532 GiB a token, 50.0% of its limit by device memory" in figure.find(f"{SVG}desc").text
+    assert "at 0.532 GiB a token, 90.0% of its limit by matrix products" in figure.find(f"{SVG}desc").text
 
 
 def test_thousands_of_runs_are_drawn_in_part_and_said_to_be():
@@ -241,7 +243,7 @@ def test_measured_times_stand_at_their_ratio_to_the_prediction(beside):
 
 def run_number(page, record):
     column = page.rows[0].index("decode (token/s)")
-    (number,) = [int(row[0]) for row in page.rows[1:] if row[column] == f"{record['decode_throughput']:.3f}"]
+    (number,) = [int(row[0]) for row in page.rows[1:] if row[column] == three_digits(record["decode_throughput"])]
     return number
 
 

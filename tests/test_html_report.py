@@ -14,8 +14,10 @@ import pytest
 from browser import Browser, chromium
 from test_report import log_block, make_record, run_main
 
-from zero_inference.report.html import runs as html_runs
 from zero_inference.report.html import summary
+from zero_inference.report.html.labels import make_runs
+from zero_inference.report.run import Run
+from zero_inference.runtime.tables import three_digits
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -230,7 +232,7 @@ def browser(tmp_path_factory):
 def test_the_page_of_committed_runs_has_every_run_and_every_subject_they_tell_of(committed):
     records = [json.loads(file.read_text()) for file in sorted((RESULTS / "h200").glob("*.jsonl"))]
     assert len(committed.rows) == 1 + len(records)
-    speeds = {f"{record['decode_throughput']:.3f}" for record in records}
+    speeds = {three_digits(record["decode_throughput"]) for record in records}
     column = committed.rows[0].index("decode (token/s)")
     assert {row[column] for row in committed.rows[1:]} == speeds
     fastest = max(records, key=lambda record: record["decode_throughput"])
@@ -404,7 +406,7 @@ def test_what_the_loops_cannot_tell_apart_is_not_called_fastest(tmp_path):
 
 def test_the_loops_of_a_record_spread_as_their_times_do():
     def spread(*times, key="decode_s"):
-        return html_runs.Run(1, {"loops": [{"decode_s": each} for each in times]}).loop_spread(key)
+        return Run(1, {"loops": [{"decode_s": each} for each in times]}).loop_spread(key)
 
     assert spread(1.0, 1.2, 0.9) == pytest.approx(0.3) and spread(2.0, 2.0) == 0
     assert (
@@ -413,7 +415,20 @@ def test_the_loops_of_a_record_spread_as_their_times_do():
         and spread(1.0, None, "x") is None
         and spread(1.0, 2.0, key="total_s") is None
     )
-    assert html_runs.Run(1, {"loops": 3}).loop_spread("decode_s") is None
+    assert Run(1, {"loops": 3}).loop_spread("decode_s") is None
+
+
+def test_the_table_says_in_words_where_weights_are_and_what_binds(tmp_path):
+    page = page_of(tmp_path, [rich_record(cpu_offload=False), rich_record(step_s=0.4, quant_bits=4, kv_offload=True)])
+    head, *rows = page.rows
+    assert head[1:5] == ["model", "decode (token/s)", "of limit (%)", "bound by"]
+    assert [(row[head.index("where")], row[head.index("weights")], row[4]) for row in rows] == [
+        ("device", "fp16", "link"),
+        ("host, KV host", "int4", "link"),
+    ]
+    assert not {"CPU offload", "KV offload", "weights (bits)"} & set(head)
+    assert {row[1] for row in rows} == {"opt-66b"}, "without the organisation, as a phone is narrow"
+    assert all(len(row[2].replace(".", "")) == 3 for row in rows), "three digits"
 
 
 def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
@@ -429,11 +444,11 @@ def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
 
 def test_what_binds_is_said_for_new_and_old_records_alike():
     def bound(**changes):
-        return summary.bound_in_words(html_runs.make_runs([make_record(**changes)])[0])
+        return summary.bound_in_words(make_runs([make_record(**changes)])[0])
 
     assert (
         bound(limit=limit("matmul", 0.912, matmul_tflops=600.0))
-        == "It is bound by matrix products (600.0 TFLOP/s) and reaches 91.2% of that limit."
+        == "It is bound by matrix products (600 TFLOP/s) and reaches 91.2% of that limit."
     )
     both = limit("link_and_cores", 0.95, link_beside_cores_gbps=49.0, cores_gbps=99.8)
     words = "It is bound by the link (49.0 GB/s) and the host's cores (99.8 GB/s) and reaches 95.0% of that limit."
@@ -441,11 +456,11 @@ def test_what_binds_is_said_for_new_and_old_records_alike():
     old = {"link_gbps": 55.4, "floor_decode_s": 1.0, "fraction_of_limit": 0.2}
     moved = {"host_to_device_bytes_per_step": 26e9, "disk_read_bytes_per_step": 0}
     assert bound(limit=old, transfers=moved) == (
-        "It reaches 20.0% of the nearest limit, the host-to-device link (26.0 GB a step at 55.4 GB/s): "
+        "It reaches 20.0% of the nearest limit, the host-to-device link (24.2 GiB a step at 55.4 GB/s): "
         "something else is slow."
     )
     disk = bound(limit=old | {"disk_gbps": 2.0}, transfers=moved | {"disk_read_bytes_per_step": 25e9})
-    assert "of the nearest limit, the disk (25.0 GB a step at 2.0 GB/s)" in disk
+    assert "of the nearest limit, the disk (23.3 GiB a step at 2.00 GB/s)" in disk
     assert bound(limit=None) == "What bounds it was not measured."
 
 
@@ -489,15 +504,22 @@ def test_many_runs_are_drawn_in_parts_of_which_the_first_is_open(pages):
 
 
 def test_the_pages_order_is_that_of_sort_and_its_columns_those_of_all_columns(tmp_path):
-    records = [rich_record(step_s=step, batch_size=batch) for step, batch in ((0.3, 1), (0.1, 2), (0.2, 4))]
+    records = [rich_record(step_s=step, batch_size=batch) for step, batch in ((0.3, 2), (0.1, 1), (0.2, 2), (0.15, 4))]
     page = page_of(tmp_path, records)
-    speed = page.rows[0].index("decode (token/s)")
+    speed, size = page.rows[0].index("decode (token/s)"), page.rows[0].index("batch")
     speeds = [float(row[speed]) for row in page.rows[1:]]
-    assert speeds == sorted(speeds, reverse=True)
+    assert [row[size] for row in page.rows[1:]] == ["1", "2", "2", "4"] and speeds[1] > speeds[2], (
+        "equal work, fastest first"
+    )
+    assert "batch and length stand together, the fastest first" in page.words
     page = page_of(tmp_path, records, "--sort", "batch_size", "--all-columns")
-    assert [row[page.rows[0].index("batch")] for row in page.rows[1:]] == ["1", "2", "4"] and "ids sha256" in page.rows[
-        0
-    ]
+    assert "stand together" not in page.words
+    assert [row[page.rows[0].index("batch")] for row in page.rows[1:]] == [
+        "1",
+        "2",
+        "2",
+        "4",
+    ] and "ids sha256" in page.rows[0]
 
 
 def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_timing import FAST
 
-from benchmarks import plan_candidates
-from benchmarks.plan_candidates import Candidate, Trials
+from benchmarks import candidate_trials, plan_candidates
+from benchmarks.candidate_trials import Candidate, Trials
 from zero_inference.link.description_file import write_description
 from zero_inference.records.read import read_records
 from zero_inference.runtime.environment import describe_environment, versions_of
@@ -173,7 +173,7 @@ def test_a_trial_that_hangs_is_ended(run, monkeypatch):
 
 
 def test_a_trial_that_the_limit_ends_is_no_result(run, monkeypatch):
-    monkeypatch.setattr(plan_candidates, "START_S", -20)
+    monkeypatch.setattr(candidate_trials, "START_S", -20)
     code, found = run([[("hangs", 900)]], "--limit-s", "1")
     assert code == 1 and not found["trials"] and found["candidates"][0]["failed"] is None
 

@@ -182,7 +182,8 @@ def test_every_column_of_the_report_is_a_described_key():
     by_k = {f"quality.humaneval.{name}.1": f"quality.humaneval.{name}" for name in ("pass_at_k", "stderr")}
     read = [column for column in report.COLUMNS if column.of is None]
     assert {by_k.get(column.key, column.key) for column in read} - known == of_names
-    made = {"decode_over_predicted", "gpu_memory", "ring_depth"}  # a ratio, and options of the command line
+    options, words = {"gpu_memory", "ring_depth"}, {"weights", "where", "bound_by"}
+    made = {"decode_over_predicted"} | options | words
     assert {column.name for column in report.COLUMNS} - {column.name for column in read} == made
 
 

@@ -110,13 +110,18 @@ def test_only_columns_that_tell_runs_apart_are_kept(tmp_path):
     append_record(tmp_path / "a.jsonl", make_record())
     append_record(tmp_path / "a.jsonl", make_record(quant_bits=4, timestamp="later", load_s=2.0))
     always = ["model", "engine", "total_throughput", "decode_throughput", "decode_weights_gbps", "prefill_latency_s"]
-    always += ["fraction_of_limit", "peak_gpu_bytes"]
+    always += ["fraction_of_limit", "bound_by", "peak_gpu_bytes"]
     frame = report.load_runs(tmp_path)
-    assert set(report.differing_columns(frame).columns) == {*always, "quant_bits"}
+    assert set(report.differing_columns(frame).columns) == {*always, "quant_bits", "weights"}
     assert list(report.differing_columns(frame[:1]).columns) == always
     append_record(tmp_path / "a.jsonl", make_record(status="failed", error="no room", quant_bits=8, dtype=None))
     # that the failed run knew no dtype is no difference
-    assert set(report.differing_columns(report.load_runs(tmp_path)).columns) == {*always, "quant_bits", "error"}
+    assert set(report.differing_columns(report.load_runs(tmp_path)).columns) == {
+        *always,
+        "quant_bits",
+        "weights",
+        "error",
+    }
     log_block(tmp_path, get_filename("opt-66b", 7, 129, 33, True, False, 1, 1, False, True), make_record())
     assert {"dtype", "weight_quantize"} < set(report.differing_columns(report.load_runs(tmp_path)).columns)
 
@@ -139,11 +144,11 @@ def test_table_has_units_and_shows_failures_in_red_on_one_line(tmp_path):
     append_record(tmp_path / "a.jsonl", failed)
     frame = report.differing_columns(report.load_runs(tmp_path))
     header, _, first, second = report.render(frame, "table").splitlines()
-    assert "total (token/s)" in header and "peak gpu (GiB)" in header
-    assert first.split()[:3] == ["a[b]", "deepspeed", "9.123"] and " 75.1 " in first and "12.000" in first
+    assert "total (token/s)" in header and "peak GPU (GiB)" in header
+    assert first.split()[:3] == ["a[b]", "deepspeed", "9.12"] and " 75.1 " in first and "12.0" in first
     assert second.endswith("asked 1 found [red]")
     # Right-aligned: the digits end where the header does.
-    assert first.index("12.000") + len("12.000") == header.index("peak gpu (GiB)") + len("peak gpu (GiB)")
+    assert first.index("12.0") + len("12.0") == header.index("peak GPU (GiB)") + len("peak GPU (GiB)")
     assert "\x1b[31masked 1 found [red]" in report.render(frame, "table", colour=True)
 
 
@@ -157,14 +162,14 @@ def test_markdown_is_a_table_with_escaped_bars(tmp_path):
     append_record(tmp_path / "a.jsonl", make_record(model="a|b"))
     header, rule, row = report.render(report.differing_columns(report.load_runs(tmp_path)), "md").splitlines()
     assert header.count("|") == rule.count("|") == row.count("|") - 1
-    assert r"a\|b" in row and "9.123" in row
+    assert r"a\|b" in row and "9.12" in row and "link" in row
 
 
 def test_every_column_prints_in_every_format(tmp_path):
     append_record(tmp_path / "a.jsonl", make_record(peak_host_bytes=1, cold_total_s=1.0))
     frame = report.load_runs(tmp_path)
     assert list(frame.columns) == [column.name for column in report.COLUMNS]
-    assert "2x H" in report.render(frame, "table") and "2x H" in report.render(frame, "md")
+    assert "2 x H" in report.render(frame, "table") and "2 x H" in report.render(frame, "md")
     with pytest.raises(ValueError, match="xml"):
         report.render(frame, "xml")
 
@@ -216,7 +221,7 @@ def test_a_damaged_file_does_not_hide_the_others(tmp_path, capsys):
 def test_importing_the_report_loads_no_heavy_package():
     for module, heavy in (
         ("report.command", {"pandas", "torch", "rich", "numpy"}),
-        ("report.html.runs", {"pandas", "torch"}),
+        ("report.html.labels", {"pandas", "torch"}),
     ):
         code = f"import sys, zero_inference.{module}; print({heavy} & set(sys.modules))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -297,40 +302,53 @@ def test_what_all_runs_share_is_said_once_and_results_come_first(tmp_path, capsy
             tmp_path / "a.jsonl", make_record(quant_bits=quant_bits, decode_throughput=speed, pin_memory=True)
         )
     shared, *head, rule, first, second = printed(capsys, tmp_path).splitlines()
-    assert shared == "all: opt-66b, deepspeed, cpu pinned, batch 7, prompt 129, 33 generated, 2 x H"
+    assert shared == "all: opt-66b, deepspeed, host, batch 7, prompt 129, 33 generated, 2 x H"
     assert head[-1].split()[0] == "token/s" and set(rule) == {"-"}
-    assert (first.split()[:2], second.split()[:2]) == (["61.2", "62.5"], ["15.4", "62.5"]), (
-        "the fastest first, and the step"
-    )
-    assert first.split()[-1] == "int4" and second.split()[-1] == "fp16" and "75.1%" in first
+    fastest, slower = first.split(), second.split()
+    assert (fastest[:3], slower[:3]) == (["61.2", "75.1%", "link"], ["15.4", "75.1%", "link"])
+    assert fastest[-1] == "int4" and slower[-1] == "fp16" and "62.5 ms" in first, "the step"
     alone = tmp_path / "alone"
     alone.mkdir()
     append_record(alone / "a.jsonl", make_record())
-    assert printed(capsys, alone).startswith("opt-66b, deepspeed, fp16, cpu, batch 7")
+    assert printed(capsys, alone).startswith("opt-66b, deepspeed, fp16, host, batch 7")
 
 
 def test_where_joins_offload_page_locking_and_the_cache(tmp_path, capsys):
     for number, (changes, _) in enumerate(WHERE):
         append_record(tmp_path / "a.jsonl", make_record(decode_throughput=100.0 - number, **changes))
-    lines = printed(capsys, tmp_path).splitlines()
-    start = lines[-len(WHERE) - 2].index("where") if "where" in lines[-len(WHERE) - 2] else None
-    assert [line[start:].strip() for line in lines[-len(WHERE) :]] == [words for _, words in WHERE]
+    head, _, *lines = printed(capsys, tmp_path).splitlines()[-len(WHERE) - 2 :]
+    start = head.index("where")
+    assert [line[start:].strip() for line in lines] == [words for _, words in WHERE]
+
+
+def stream(resident, streamed, **more):
+    return {"resident_layers": resident, "streamed_layers": streamed} | more
 
 
 WHERE = (
-    (dict(pin_memory=True), "cpu pinned"),
-    (dict(pin_memory=False), "cpu pageable"),
-    (dict(pin_memory=True, kv_offload=True), "cpu pinned, KV cpu"),
-    (dict(cpu_offload=False, disk_offload=True, kv_offload=True), "disk, KV cpu"),
-    (dict(cpu_offload=False), "gpu"),
+    (dict(pin_memory=True), "host"),
+    (dict(pin_memory=False), "host pageable"),
+    (dict(pin_memory=True, kv_offload=True), "host, KV host"),
+    (dict(cpu_offload=False, disk_offload=True, kv_offload=True), "disk, KV host"),
+    (dict(cpu_offload=False), "device"),
+    (dict(cpu_offload=False, device="cpu"), "host"),  # there is no other place
+    (dict(engine="stream", stream=stream(40, 0)), "device"),
+    (dict(engine="stream", stream=stream(30, 10)), "25% host"),
+    # the embeddings of a dense model are on the device, too: of 5 bytes, the 3 that a step reads in host memory
+    (
+        dict(engine="stream", decode_weights_gbps=9.0, stream=stream(1, 3, fetched_bytes=1, computed_bytes=2)),
+        "60% host",
+    ),
+    (dict(engine="stream", weight_bytes=100, stream=stream(0, 48, expert_slot_bytes=33)), "host, 33% cached"),
 )
 
 
-def test_options_that_differ_have_a_column_as_they_were_given(tmp_path, capsys):
+def test_options_that_differ_have_one_column_as_they_were_given(tmp_path, capsys):
     for words in (["--gpu-memory", "20", "--log-file", "a.log"], ["--gpu_memory=3.41592", "--cpu-compute", "off"], []):
         append_record(tmp_path / "a.jsonl", make_record(argv=["run_model.py", *words]))
-    rows = [line.split()[-2:] for line in printed(capsys, tmp_path).splitlines()[-3:]]
-    assert rows == [["20", "-"], ["3.42", "off"], ["-", "-"]]
+    head, _, *rows = printed(capsys, tmp_path).splitlines()[-5:]
+    options = [row[head.index("options") :] for row in rows]
+    assert options == ["gpu-memory 20", "cpu-compute off, gpu-memory 3.42", "-"]
     rows = json.loads(printed(capsys, tmp_path, "--format", "json"))
     assert [row["gpu_memory"] for row in rows] == [20.0, 3.41592, None]
 
@@ -350,11 +368,69 @@ def test_a_failed_run_has_a_short_note_below_the_table(tmp_path, capsys):
 
 def test_a_narrow_terminal_hides_columns_and_says_which(tmp_path):
     records = [make_record(quant_bits=bits, prompt_len=length) for bits, length in ((4, 128), (16, 512))]
-    for width in (40, 60, 100, 200):
+    for width in (40, 60, 80, 100, 200):
         lines = short_table(records, False, width).splitlines()
         assert max(map(len, lines)) <= width
-        assert ("hidden for width" in " ".join(lines)) == (width < 100)
-        assert any(line.startswith("token/s") for line in lines)
+        assert ("hidden for width" in " ".join(lines)) == (width < 80)
+        assert any(line.startswith("token/s") and "bound" in above for above, line in zip(lines, lines[1:]))
+
+
+def works(*works):
+    """Records of (model, batch, prompt, generated, token/s)."""
+    return [
+        make_record(model=model, batch_size=batch, prompt_len=prompt, gen_len=gen, decode_throughput=speed)
+        for model, batch, prompt, gen, speed in works
+    ]
+
+
+def below_the_rule(records, width, *sort):
+    lines = short_table(records, False, width, *sort).splitlines()
+    rule = next(index for index, line in enumerate(lines) if set(line) == {"-"})
+    return lines[rule - 1], lines[rule + 1 :]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_runs_of_equal_work_stand_below_a_heading_that_says_it_the_fastest_first(width):
+    records = works(
+        ("b", 8, 64, 9, 50.0), ("a", 8, 512, 9, 3.0), ("b", 8, 64, 9, 70.0), ("a", 1, 64, 9, 1.0), ("a", 8, 512, 9, 4.0),
+        ("a", 1, 64, 9, 2.0),
+    )  # fmt: skip
+    _, lines = below_the_rule(records, width)
+    assert [line.split()[0] if line.startswith(" ") else line for line in lines[:9]] == [
+        *("a, batch 1, prompt 64", "2.00", "1.00"),
+        *("a, batch 8, prompt 512", "4.00", "3.00"),
+        *("b, batch 8, prompt 64", "70.0", "50.0"),
+    ]
+    assert "9 generated" in short_table(records, False, width).partition("token/s")[0]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_where_most_runs_did_other_work_it_stands_in_columns_that_no_width_hides(width):
+    head, lines = below_the_rule(works(("a", 1, 64, 9, 1.0), ("a", 8, 64, 9, 3.0), ("a", 8, 512, 33, 2.0)), width)
+    place = head.split().index("batch")
+    assert head.split()[place : place + 3] == ["batch", "prompt", "gen"]
+    work = [line.split()[-3:] for line in lines[:3]]
+    assert work == [["1", "64", "9"], ["8", "64", "9"], ["8", "512", "33"]]
+
+
+@pytest.mark.parametrize(
+    "name, header", [("total_throughput", "total"), ("load_s", "load"), ("quant_bits", "weights"), ("gpus", "GPUs")]
+)
+def test_the_column_that_was_sorted_by_is_shown_at_any_width(name, header):
+    records = [make_record(load_s=2.5, batch_size=1), make_record(load_s=3.5, batch_size=2)]
+    assert header in short_table(records, False, 50, name).partition("---")[0]
+
+
+def test_predictions_fit_a_hundred_columns_and_say_what_a_figure_means(capsys, monkeypatch):
+    for width in (80, 100, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = printed(capsys, RESULTS / "h200-beside", "--prediction").splitlines()
+        assert max(map(len, lines)) <= width and lines[0].startswith("+10%: 10% more than the plan predicted")
+        (deepspeed,) = [line.split() for line in lines if "deepspeed" in line]
+        assert deepspeed[:6] == ["llama-2-13b", "deepspeed", "int4", "1", "+49.8%", "+51.3%"]
+        (largest,) = [line.split() for line in lines if line.startswith("largest")]
+        assert {"+49.8%", "+51.3%"} < set(largest)
+        assert "as predicted in all runs: stored weights" in lines and "of 18 runs" in lines
 
 
 def test_folders_below_and_several_folders_are_read_once_each(tmp_path, capsys):

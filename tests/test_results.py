@@ -22,13 +22,13 @@ NORMS = ROOT / "benchmarks" / "results" / "26_11_21_19_14"
 
 
 def test_the_table_of_runs_is_that_of_the_records():
-    made = results_table.replaced(MEASURED, results_table.table(), results_table.BEGIN, results_table.END)
+    made = results_table.PAGE.put_into(MEASURED, results_table.table())
     assert made == MEASURED, "run scripts/results_table.py --write"
 
 
 @pytest.mark.parametrize("page", [README, BIG_MODELS], ids=["README", "docs"])
 def test_the_table_of_big_models_is_that_of_the_records(page):
-    made = results_table.replaced(page, big_models_table.table(), big_models_table.BEGIN, big_models_table.END)
+    made = big_models_table.PAGES.put_into(page, big_models_table.table())
     assert made == page, "run scripts/big_models_table.py --write"
 
 

@@ -12,10 +12,11 @@ from zero_inference.errors import UsageError
 from zero_inference.options import examples
 from zero_inference.records.read import warn
 from zero_inference.records.schema import STATUS_FAILED
-from zero_inference.report.columns import COLUMNS
+from zero_inference.report.columns import COLUMNS, SAID_IN_WORDS
 from zero_inference.report.fields import print_fields
-from zero_inference.report.folders import load_tree
+from zero_inference.report.folders import load_tree, short_folders
 from zero_inference.report.prediction import print_predictions
+from zero_inference.report.run import in_order
 from zero_inference.report.runs import (
     SUFFIXES,
     columns_of,
@@ -25,6 +26,7 @@ from zero_inference.report.runs import (
     runs_frame,
     sort_runs,
 )
+from zero_inference.report.short import model_in_short
 from zero_inference.report.terminal import print_short
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS, texts_of
@@ -32,7 +34,7 @@ from zero_inference.runtime.tables import FORMATS, texts_of
 if TYPE_CHECKING:
     import pandas
 
-RESULTS = ("decode_throughput", "prefill_latency_s", "fraction_of_limit", "total_throughput")  # first on the page
+FIRST = ("model", "decode_throughput", "fraction_of_limit", "bound_by")  # on the page, as a phone shows no more
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.replace("-", "_"),
         choices=[column.name for column in COLUMNS],
         help="a column by its name in --format csv, such as total_throughput; throughputs sort best first "
-        "(default: the table and the page list the fastest of each model first, other formats the order of the files)",
+        "(default: the table and the page list runs of equal work together, the fastest first; "
+        "other formats are in the order of the files)",
     )
     parser.add_argument(
         "--prediction",
@@ -80,51 +83,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _order(args: argparse.Namespace, frame: pandas.DataFrame, records: list[dict[str, Any]]) -> list[int]:
-    """Of the runs in the table and on the page: by --sort, else the fastest of each model and length first."""
-    from zero_inference.report.html.runs import fastest_first
-
+def _ordered(args: argparse.Namespace, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For the table and the page: by --sort, else runs of equal work together, the fastest first."""
+    order = in_order(records)
     if args.sort:
-        return sort_runs(frame.assign(row=range(len(frame))), args.sort)["row"].tolist()
-    return fastest_first(records)
+        frame = runs_frame(records)
+        order = sort_runs(frame.assign(row=range(len(frame))), args.sort)["row"].tolist()
+    return [records[index] for index in order]
+
+
+def _shown_on_page(frame: pandas.DataFrame, all_columns: bool) -> pandas.DataFrame:
+    """The main results, then what differs, or all other columns."""
+    # the page has columns of its own for scores, each with its error
+    left_out = [column.name for column in COLUMNS if column.key.startswith("quality.")]
+    shown = frame
+    if not all_columns:
+        shown, left_out = differing_columns(frame), [*left_out, *SAID_IN_WORDS, "error"]
+        if (frame["status"] == STATUS_FAILED).any():
+            shown = shown.assign(status=frame["status"])
+    names = [name for name in shown.columns if name not in left_out]
+    return shown[[*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]]
 
 
 def _write_html(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
     from zero_inference.report.html.page import Table, write_page
 
+    records = _ordered(args, records)
     frame = runs_frame(records)
-    order = _order(args, frame, records)
-    frame = frame.iloc[order]
-    shown = frame if args.all_columns else differing_columns(frame).drop(columns="error", errors="ignore")
-    if (frame["status"] == STATUS_FAILED).any() and not args.all_columns:
-        shown = shown.assign(status=frame["status"])
-    # the page has columns of its own for scores, each with its error
-    shown = shown.drop(
-        columns=[column.name for column in COLUMNS if column.key.startswith("quality.")], errors="ignore"
-    )
-    results = [name for name in RESULTS if name in shown.columns]
-    shown = shown[
-        [*results, *(name for name in shown.columns if name not in RESULTS)]
-    ]  # a phone shows the first columns
+    frame = frame.assign(folder=short_folders(frame["folder"].tolist()))
+    models = {model: model_in_short(model) for model in frame["model"].dropna().unique()}
+    if len(set(models.values())) == len(models):
+        frame = frame.assign(model=frame["model"].map(models, na_action="ignore"))
+    shown = _shown_on_page(frame, args.all_columns)
     columns, rows = columns_of(shown), rows_of(shown)
     values = [list(row.values()) for row in rows]
     table = Table(
-        [column.header for column in columns], [column.numeric for column in columns], texts_of(rows, columns), values
+        [column.header for column in columns],
+        [column.numeric for column in columns],
+        texts_of(rows, columns),
+        values,
+        in_order=not args.sort,
     )
-    write_page(args.html, _named(args.log_dir), [records[index] for index in order], table)
+    write_page(args.html, _named(args.log_dir), records, table)
     warn(f"page: {args.html}")
 
 
 def _print_runs(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
     """On stdout. The table is in short forms and fits the terminal, unless all columns are asked for."""
-    frame = runs_frame(records)
     if args.format == "table" and not args.all_columns:
-        print_short([records[index] for index in _order(args, frame, records)])
+        print_short(_ordered(args, records), args.sort)
         return
+    frame = runs_frame(records)
     if args.sort:
         frame = sort_runs(frame, args.sort)
     if not args.all_columns:
         frame = differing_columns(frame)
+        if args.format == "md":  # for people
+            frame = frame.drop(columns=list(SAID_IN_WORDS), errors="ignore")
     print_frame(frame, args.format, folded=False)
 
 
@@ -137,7 +152,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.fields and (args.log_dir or args.html or args.sort or args.all_columns or args.prediction):
         raise UsageError("--fields takes no folder and no other option than --format.")
     if args.prediction and (args.sort or args.all_columns):
-        raise UsageError("--prediction has its own columns, in the order of the files: drop --sort and --all-columns.")
+        raise UsageError("--prediction has columns and an order of its own: drop --sort and --all-columns.")
     if not args.fields and not args.log_dir:
         raise UsageError("the following arguments are required: DIR; see zero-inference report --help")
     for folder in args.log_dir:

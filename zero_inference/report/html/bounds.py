@@ -6,27 +6,20 @@ from collections.abc import Iterable
 
 from zero_inference.report.html.drawing import MARKERS, ROOM, fitting
 from zero_inference.report.html.svg import SERIES
-
-BOUNDS = {
-    "link": "link",
-    "link_and_cores": "link and cores",
-    "disk": "disk",
-    "device_memory": "device memory",
-    "matmul": "matrix products",
-}
+from zero_inference.report.short import BOUND_NAMES
 
 
 def bounds_among(found: Iterable[str]) -> list[str]:
-    """Those of `found` in the order of `BOUNDS`, then names from other tools."""
+    """Those of `found` in the order of `BOUND_NAMES`, then names from other tools."""
     found = set(found)
-    return [bound for bound in (*BOUNDS, *sorted(found - set(BOUNDS))) if bound in found]
+    return [bound for bound in (*BOUND_NAMES, *sorted(found - set(BOUND_NAMES))) if bound in found]
 
 
 def look(bound: str) -> tuple[str, str]:
     """Colour and marker; names from other tools share the last."""
-    index = list(BOUNDS).index(bound) if bound in BOUNDS else len(BOUNDS)
+    index = list(BOUND_NAMES).index(bound) if bound in BOUND_NAMES else len(BOUND_NAMES)
     return SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
 
 
 def bound_name(bound: str) -> str:
-    return BOUNDS.get(bound, fitting(bound, ROOM / 3))
+    return BOUND_NAMES.get(bound, fitting(bound, ROOM / 3))

@@ -20,10 +20,10 @@ from zero_inference.report.html.drawing import (
 )
 from zero_inference.report.html.predicted import predicted_against_measured
 from zero_inference.report.html.roofline import roofline
-from zero_inference.report.html.runs import LINK_PARTS, Run
-from zero_inference.report.html.summary import seconds
 from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, STYLE, SURFACE
 from zero_inference.report.html.throughput import throughput
+from zero_inference.report.run import LINK_PARTS, Run
+from zero_inference.report.short import seconds
 
 LINK_NAMES = dict(zip(LINK_PARTS, ("copying", "waiting for a slot", "host late", "start of a step")))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_inference.records.limit import HOST_COPY
-from zero_inference.report.html.runs import Run, clean
-from zero_inference.report.html.summary import number
+from zero_inference.report.run import Run, clean
+from zero_inference.report.short import BOUND_NAMES, number
 
 SAME_RATE = 1.5  # links that differ by more are of different machines: a generation of PCIe is a factor of 2
 
@@ -114,7 +114,7 @@ def _rates_of(points: list[Point]) -> dict[str, tuple[float, float]]:
         for bound, rate in rates(point.run).items():
             if bound in applies:
                 found.setdefault(bound, []).append(rate)
-    return {bound: (min(each), max(each)) for bound, each in found.items()}
+    return {bound: (min(found[bound]), max(found[bound])) for bound in BOUND_NAMES if bound in found}
 
 
 def _hardware(run: Run) -> tuple:

@@ -11,7 +11,8 @@ from typing import Any
 
 from zero_inference.errors import UsageError
 from zero_inference.report.html import figures, summary
-from zero_inference.report.html.runs import Run, clean, make_runs
+from zero_inference.report.html.labels import make_runs
+from zero_inference.report.run import Run, clean
 from zero_inference.runtime.replace import replacing
 
 FINDINGS_AT_ONCE = 6
@@ -21,12 +22,14 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Table:
-    """A row for each record: `texts[row][column]` is shown, `values[row][column]` (a number, a text or None) sorts."""
+    """A row for each record: `texts[row][column]` is shown, `values[row][column]` (a number, a text or None) sorts. `in_order`: the rows
+    are in that of `run.in_order`."""
 
     headers: list[str]
     numeric: list[bool]
     texts: list[list[str]]
     values: list[list[Any]]
+    in_order: bool
 
 
 def write_page(path: Path, source: str, records: list[dict[str, Any]], table: Table) -> None:
@@ -73,6 +76,7 @@ def render_page(source: str, records: list[dict[str, Any]], table: Table) -> str
         times=_times(runs),
         headers=list(zip(map(clean, table.headers), table.numeric)),
         scores=_scores(runs),
+        in_order=table.in_order,
         rows=_rows(runs, table),
         subjects=[rest for each in subjects if (rest := [drawing for drawing in each if drawing not in leading])],
         failed=[

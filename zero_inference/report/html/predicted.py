@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero_inference.report.html.drawing import ROOM, Drawing, Row, row_figures
-from zero_inference.report.html.runs import Run
 from zero_inference.report.html.svg import GRID, INK, SERIES
 from zero_inference.report.prediction import time_over_predicted
+from zero_inference.report.run import Run
 
 DECODE_WITHIN, PREFILL_WITHIN = 0.10, 0.15  # the bands, to either side of 1
 LOOKS = (("decode", SERIES[1], "o"), ("prefill", SERIES[0], "s"))  # colours as in the phases

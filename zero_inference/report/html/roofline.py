@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from zero_inference.report.html.bounds import BOUNDS, bound_name, bounds_among, look
+from zero_inference.report.html.bounds import bound_name, bounds_among, look
 from zero_inference.report.html.drawing import (
     LEGEND_ROOM,
     MOST_ROWS,
@@ -18,9 +18,10 @@ from zero_inference.report.html.drawing import (
 )
 from zero_inference.report.html.machines import Machine, Point, machines_of
 from zero_inference.report.html.places import Box, places_beside
-from zero_inference.report.html.runs import Run
-from zero_inference.report.html.summary import number
 from zero_inference.report.html.svg import INK, embedded
+from zero_inference.report.run import Run
+from zero_inference.report.short import BOUND_NAMES, number
+from zero_inference.runtime.amounts import GIB, amount
 
 MACHINES_AT_ONCE, MOST_MACHINES = 2, 12
 LEFT, RIGHT, TOP, BOTTOM, PLOT_HEIGHT, LEGEND_LINE = 44, 20, 20, 38, 230, 13.5  # points
@@ -63,11 +64,11 @@ def _figure(name: str, machine: Machine, folded: bool) -> Drawing:
 
 
 def _set_axes(axes, points: list[Point]) -> None:
-    log_axis(axes.xaxis, *_span([point.bytes_per_token / 1e9 for point in points]), most_decades=5)
+    log_axis(axes.xaxis, *_span([point.bytes_per_token / GIB for point in points]), most_decades=5)
     log_axis(axes.yaxis, *_span([value for point in points for value in (point.tokens_per_s, point.limit) if value]))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, position: number(value) if 1e-3 <= value < 99_999 else f"{value:.0e}")
-    axes.set_xlabel("GB that a token needs")
+    axes.set_xlabel("GiB that a token needs")
     axes.set_title("decode throughput (token/s)", loc="left", x=-32 / (WIDTH - LEFT - RIGHT), color=INK)
     axes.grid(True)
 
@@ -84,7 +85,7 @@ def _draw_lines(axes, machine: Machine) -> None:
     for bound, (_, most) in machine.rates.items():
         axes.plot(
             [low, high],
-            [most / 1e9 / low, most / 1e9 / high],
+            [most / GIB / low, most / GIB / high],
             color=look(bound)[0],
             linewidth=1.4,
             zorder=2,
@@ -96,19 +97,19 @@ def _draw_points(axes, points: list[Point]) -> None:
     for bound in bounds_among(point.bound for point in points):
         colour, marker = look(bound)
         bound_so = [point for point in points if point.bound == bound]
-        stems = [(p.bytes_per_token / 1e9, p.tokens_per_s, p.limit) for p in bound_so if p.limit]
+        stems = [(p.bytes_per_token / GIB, p.tokens_per_s, p.limit) for p in bound_so if p.limit]
         if stems:
             x, begin, end = zip(*stems)
             axes.vlines(x, begin, end, color=colour, linewidth=1, zorder=2)
             axes.plot(x, end, "_", color=colour, markersize=6, markeredgewidth=1.2, zorder=2)
         axes.plot(
-            [point.bytes_per_token / 1e9 for point in bound_so],
+            [point.bytes_per_token / GIB for point in bound_so],
             [point.tokens_per_s for point in bound_so],
             marker,
             color=colour,
             alpha=0.9,
             zorder=3,
-            gid=f"runs-{bound}" if bound in BOUNDS else None,
+            gid=f"runs-{bound}" if bound in BOUND_NAMES else None,
         )
 
 
@@ -120,11 +121,11 @@ def _number_points(axes, machine: Machine) -> None:
         across, up = axes.transData.transform((x, y)) * to_points
         return float(across), float(up)
 
-    marks = [place(point.bytes_per_token / 1e9, point.tokens_per_s) for point in machine.points]
+    marks = [place(point.bytes_per_token / GIB, point.tokens_per_s) for point in machine.points]
     stems = [
         Box(x - 1, min(y, end) - 1, x + 1, max(y, end) + 1)
         for (x, y), point in zip(marks, machine.points)
-        for end in ([place(point.bytes_per_token / 1e9, point.limit)[1]] if point.limit else [])
+        for end in ([place(point.bytes_per_token / GIB, point.limit)[1]] if point.limit else [])
     ]
     frame = axes.get_window_extent()
     within = Box(*(edge * to_points for edge in (frame.x0, frame.y0, frame.x1, frame.y1)))
@@ -132,7 +133,7 @@ def _number_points(axes, machine: Machine) -> None:
     for _, most in machine.rates.values():  # as boxes along them
         for step in range(int(within.left), int(within.right), 4):
             x = axes.transData.inverted().transform((step / to_points, 0))[0]
-            up = place(x, most / 1e9 / x)[1]
+            up = place(x, most / GIB / x)[1]
             on_lines.append(Box(step - 2, up - 3, step + 2, up + 3))
     texts = [str(point.run.number) for point in machine.points]
     for text, middle in zip(texts, places_beside(marks, texts, stems + on_lines, within)):
@@ -188,7 +189,7 @@ def _described(machine: Machine) -> str:
     lines = [f"{bound_name(bound)}{_rate_text(machine, bound)}" for bound in machine.rates]
     runs = [
         f"{', '.join(filter(None, (point.run.label, point.run.rest)))}: {number(point.tokens_per_s)} token/s at "
-        f"{point.bytes_per_token / 1e9:.3g} GB a token, {point.run.share_of_limit:.1%} of its limit by {bound_name(point.bound)}"
+        f"{amount(point.bytes_per_token)} a token, {point.run.share_of_limit:.1%} of its limit by {bound_name(point.bound)}"
         for point in machine.points
     ]
     return "; ".join(lines) + ". " + "; ".join(runs)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_inference.report.html.runs import Run
+from zero_inference.report.advice import FAR_FROM_THE_LIMIT
+from zero_inference.report.run import Run
+from zero_inference.report.short import number
+from zero_inference.runtime.amounts import amount
+from zero_inference.runtime.tables import three_digits
 
-NEAR_THE_LIMIT = 0.7
 LIMIT_WORDS = {
     "link": "the link's limit",
     "link_and_cores": "the limit of link and cores",
@@ -128,7 +131,7 @@ def bound_in_words(run: Run) -> str:
     if share is None:
         return "What bounds it was not measured."
     what = _limit_named(run)
-    if share >= NEAR_THE_LIMIT:
+    if share >= FAR_FROM_THE_LIMIT:
         return f"It is bound by {what} and reaches {share:.1%} of that limit."
     text = f"It reaches {share:.1%} of the nearest limit, {what}: something else is slow"
     use = run.link_use
@@ -139,36 +142,21 @@ def bound_in_words(run: Run) -> str:
 
 
 def _limit_named(run: Run) -> str:
-    def with_rate(name: str, key: str, unit: str, moved: str | None = None, verb: str = "") -> str:
+    def with_rate(name: str, key: str, unit: str, moved: str | None = None) -> str:
         rate, size = run.amount(key), run.amount(moved) if moved else None
-        amount = f"{size / 1e9:.1f} GB a step {verb}" if size else ""
-        return name + (f" ({amount}{rate:.1f} {unit})" if rate else "")
+        of_step = f"{amount(size)} a step at " if size and size > 0 else ""
+        return name + (f" ({of_step}{three_digits(rate)} {unit})" if rate else "")
 
     names = {
         "link": lambda: with_rate(
-            "the host-to-device link", "limit.link_gbps", "GB/s", "transfers.host_to_device_bytes_per_step", "at "
+            "the host-to-device link", "limit.link_gbps", "GB/s", "transfers.host_to_device_bytes_per_step"
         ),
         "link_and_cores": lambda: (
             with_rate("the link", "limit.link_beside_cores_gbps", "GB/s")
             + with_rate(" and the host's cores", "limit.cores_gbps", "GB/s")
         ),
-        "disk": lambda: with_rate("the disk", "limit.disk_gbps", "GB/s", "transfers.disk_read_bytes_per_step", "at "),
+        "disk": lambda: with_rate("the disk", "limit.disk_gbps", "GB/s", "transfers.disk_read_bytes_per_step"),
         "device_memory": lambda: with_rate("device memory", "limit.device_copy_gbps", "GB/s"),
         "matmul": lambda: with_rate("matrix products", "limit.matmul_tflops", "TFLOP/s"),
     }
     return names.get(run.bound_by, lambda: run.bound_by)()
-
-
-def number(value: float) -> str:
-    """Three significant digits or all before the point, with a space between thousands."""
-    if value >= 100:
-        return f"{value:,.0f}".replace(",", "\u202f")
-    return f"{value:.3g}"
-
-
-def seconds(value: float) -> str:
-    """A duration with its unit, three significant digits."""
-    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= scale or unit == "µs":
-            return f"{value / scale:.0f} {unit}" if value >= 100 * scale else f"{value / scale:.3g} {unit}"
-    raise AssertionError("no unit left")

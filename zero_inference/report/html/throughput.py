@@ -20,9 +20,9 @@ from zero_inference.report.html.drawing import (
     log_axis,
     row_figures,
 )
-from zero_inference.report.html.runs import Run
-from zero_inference.report.html.summary import number
 from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, SURFACE, embedded
+from zero_inference.report.run import Run
+from zero_inference.report.short import number
 
 PANELS_AT_ONCE = 6
 FARTHEST_LIMIT = 3.0  # times the highest bar: the line of a limit beyond would leave the bars no width
@@ -184,7 +184,7 @@ def _draw_legend(figure, axes, panel: _Panel) -> None:
     shown = [handles[label] for label in labels]
     if panel.others:
         shown.append(handles[fitting(panel.others[0], LEGEND_ROOM)])
-        labels.append(f"{len(panel.others)} other settings (see the table)")
+        labels.append(f"{len(panel.others)} other setting{'s' * (len(panel.others) > 1)} (see the table)")
     legend_below(figure, shown, labels)
 
 

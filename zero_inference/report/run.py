@@ -1,9 +1,9 @@
-"""Records as the page needs them: missing or odd values read as None, and text is safe to show."""
+"""A record as tables and the page need it: missing or odd values read as None, and text is safe to show."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,12 +12,11 @@ from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
-from zero_inference.report.given import OF_SPEED, differing_options
 from zero_inference.report.short import model_in_short, weights_in_short
+from zero_inference.runtime.tables import LONGEST_TEXT
 from zero_inference.runtime.text import printable
 
 LINK_PARTS = ("busy_s", "slot_wait_s", "host_late_s", "step_start_s")
-LONGEST_TEXT = 2000
 
 
 def clean(text: str) -> str:
@@ -44,16 +43,15 @@ class Score:
 
 @dataclass(frozen=True)
 class Run:
-    """One record; `number` is its row in the page's table, from 1. Times in s, throughputs in token/s, shares of 1.
+    """One record; `number` is its row in the table, from 1. Times in s, throughputs in token/s, shares of 1.
 
-    `label` names it by its number and setting, `rest` by what else tells it from the page's other runs, `options` are those in which
-    runs of the same engine, place and weights differ.
+    `rest` is what tells it from other runs beside its setting, `options` are those in which runs of the same engine, place and weights
+    differ; both are empty where no other runs are known, see `html.labels`.
     """
 
     number: int
     record: dict[str, Any]
     several_gpus: bool = False
-    label: str = ""
     rest: str = ""
     options: tuple[str, ...] = ()
 
@@ -90,9 +88,17 @@ class Run:
 
     @property
     def place(self) -> str:
+        """Of the weights; for shares see `where.where`."""
         if self.record.get("cpu_offload"):
-            return "host"
+            resident, streamed = self.amount("stream.resident_layers"), self.amount("stream.streamed_layers")
+            return "device" if resident and streamed == 0 else "device+host" if resident and streamed else "host"
         return "disk" if self.record.get("disk_offload") else "device"
+
+    @property
+    def pageable(self) -> bool:
+        """Weights in host memory are not page-locked, though the engine could have done so."""
+        unpinned = self.record.get("pin_memory") is False and self.engine in PAGE_LOCKING_ENGINES
+        return unpinned and self.place in ("host", "device+host")
 
     @cached_property
     def gpu_names(self) -> list[str]:
@@ -107,6 +113,10 @@ class Run:
         return ", ".join(f"{count} x {name}" for name, count in counts.items()) or None
 
     @property
+    def label(self) -> str:
+        return f"#{self.number} {self.setting}"
+
+    @property
     def setting(self) -> str:
         """Engine, place and kind of the weights and what else makes a line of its own in a plot."""
         return ", ".join((self._kind, *self.options))
@@ -116,7 +126,7 @@ class Run:
         parts = [self.engine, self.place, self.weights]
         if self.record.get("kv_offload"):
             parts.append("KV on host")
-        if self.record.get("pin_memory") is False and self.place == "host" and self.engine in PAGE_LOCKING_ENGINES:
+        if self.pageable:
             parts.append("pageable")
         if (ranks := self.whole("world_size")) and ranks > 1:
             parts.append(f"{ranks} ranks")
@@ -211,7 +221,7 @@ class Run:
         return found
 
 
-def _scores(scores: dict[str, Any]):
+def _scores(scores: dict[str, Any]) -> Iterator[tuple[str, float, float | None]]:
     for key in scores:
         if key == "pass_at_k" and isinstance(scores[key], dict):
             for k in scores[key]:
@@ -224,50 +234,14 @@ def _scores(scores: dict[str, Any]):
                 yield key, value, own if own is not None or "norm" in key else value_at(scores, "stderr", "Float64")
 
 
-def make_runs(records: list[dict[str, Any]]) -> list[Run]:
-    """The records as runs numbered in their order, each labelled by what tells it from the others."""
-    several_gpus = len({name for record in records for name in Run(0, record).gpu_names}) > 1
-    runs = [Run(number, record, several_gpus) for number, record in enumerate(records, start=1)]
+def in_order(records: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The order of tables and page: model, then equal work (batch, prompt, generated tokens) together, the fastest first; failed
+    runs last among those of equal work."""
 
-    def differs(of: Callable[[Run], Any]) -> bool:
-        return len({of(run) for run in runs}) > 1
+    def key(number: int) -> tuple:
+        run = Run(number, dict(records[number]))
+        work = (run.whole("batch_size") or 0, run.whole("prompt_len") or 0, run.whole("gen_len") or 0)
+        speed = run.decode_throughput or 0, 0 if run.failed else run.amount("total_throughput") or 0
+        return run.short_model.lower(), run.short_model, *work, run.failed, *(-each for each in speed), number
 
-    models, batches = differs(lambda run: run.model), differs(lambda run: run.whole("batch_size"))
-    prompts, gens = differs(lambda run: run.whole("prompt_len")), differs(lambda run: run.whole("gen_len"))
-    _add_options(runs)
-    for run in runs:
-        batch, prompt, gen = run.whole("batch_size"), run.whole("prompt_len"), run.whole("gen_len")
-        parts = [run.short_model] * models + [f"batch {batch}"] * (batches and batch is not None)
-        parts += [f"prompt {prompt}"] * (prompts and prompt is not None) + [f"{gen} generated"] * (
-            gens and gen is not None
-        )
-        object.__setattr__(run, "label", f"#{run.number} {run.setting}")
-        object.__setattr__(run, "rest", ", ".join(parts))
-    return runs
-
-
-def _add_options(runs: list[Run]) -> None:
-    """Tells runs of one model, length and kind from each other by the options that set their speed."""
-    alike: dict[tuple, list[Run]] = {}
-    for run in runs:
-        alike.setdefault((run.group, run.setting), []).append(run)
-    for each in alike.values():
-        for name, values in differing_options([run.record for run in each]).items():
-            for run, value in zip(each, values):
-                if name in OF_SPEED and value is not None:
-                    object.__setattr__(run, "options", (*run.options, clean(f"{name} {value}")))
-
-
-def fastest_first(records: list[dict[str, Any]]) -> list[int]:
-    """The order of the page: runs that can be compared together, the fastest first, failed ones last in their group."""
-    runs = [Run(number, record) for number, record in enumerate(records)]
-    runs.sort(
-        key=lambda run: (
-            run.model,
-            *(length or 0 for length in run.group[1:]),
-            run.failed,
-            -(run.decode_throughput or 0),
-            run.number,
-        )
-    )
-    return [run.number for run in runs]
+    return sorted(range(len(records)), key=key)

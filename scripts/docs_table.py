@@ -1,0 +1,53 @@
+"""A Markdown table that a script makes from committed records and puts into pages, between two marks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_inference.runtime.tables import Column, pipe_row, texts_of
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class DocsTable:
+    """`pages` hold `begin` and `end` once each, on lines of their own."""
+
+    columns: Sequence[Column]
+    pages: Sequence[Path]
+    begin: str
+    end: str
+
+    def text(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Markdown, without a line break at its end."""
+        heads = [[column.header for column in self.columns], ["---"] * len(self.columns)]
+        return "\n".join(map(pipe_row, [*heads, *texts_of(rows, self.columns)]))
+
+    def put_into(self, page: str, text: str) -> str:
+        """`page` with `text` between the marks."""
+        before, rest = page.split(self.begin)
+        return f"{before}{self.begin}\n{text}\n{self.end}{rest.split(self.end)[1]}"
+
+    def main(self, argv: Sequence[str], description: str, make: Callable[[], str]) -> int:
+        """Prints the text that `make` returns, or writes it into the pages where `argv` says so."""
+        names = " and ".join(str(page.relative_to(ROOT)) for page in self.pages)
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--write", action="store_true", help=f"put it into {names}")
+        args = parser.parse_args(argv)
+        text = make()
+        if not args.write:
+            print(text)
+            return 0
+        for page in self.pages:
+            page.write_text(self.put_into(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+        return 0
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text().splitlines()[-1])
