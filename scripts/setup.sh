@@ -53,7 +53,7 @@ make_venv() {
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv ||
         die "$PYTHON cannot make virtual environments; install its venv module (Debian: python3-venv)"
     # What is in the way is removed, so it has to be ours: marked before its first file came, and until its last one is gone.
-    [ -e "$VENV/.made" ] || [ -e "$VENV/.making" ] || { [ ! -L "$VENV" ] && [ ! -e "$VENV" ]; } || [ -z "$(ls -A "$VENV/" || echo ?)" ] ||
+    [ -e "$VENV/.made" ] || [ -e "$VENV/.making" ] || [ ! -e "$VENV" ] || [ -z "$(ls -A "$VENV/" || echo ?)" ] ||
         die "$VENV is in use for something else, which setup would remove; move it away, or name another folder: make setup VENV=..."
     say "making $VENV with $("$PYTHON" --version)"
     mkdir -p "$VENV"
@@ -61,6 +61,10 @@ make_venv() {
     find "$VENV/" -mindepth 1 -maxdepth 1 ! -name .making -exec rm -rf {} +
     "$PYTHON" -m venv "$VENV"
 }
+
+# What lies there is used from elsewhere too, whoever made it.
+[ ! -L "${VENV%/}" ] ||
+    die "$VENV is a link to $(readlink "${VENV%/}"), which setup would change; remove the link, or name another folder: make setup VENV=..."
 
 ensure_libaio
 
