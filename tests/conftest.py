@@ -36,9 +36,9 @@ os.environ.pop("COLUMNS", None)  # tables follow it, and a parallel run of tests
 os.environ["ZERO_INFERENCE_MACHINE"] = (
     "/nowhere/machine.json"  # what the user has measured must not change what is tested
 )
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores it, and so would the runs that are interrupted
+# A shell's background job ignores the first, nohup the second, and so would the runs that tests interrupt or hang up.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 VOCAB = 320
 LIMITED = """
