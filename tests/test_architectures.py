@@ -483,7 +483,7 @@ def test_a_stopped_comparison_leaves_no_process(tmp_path, sent):
         os.kill(child, 0)
 
 
-def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, capfd):
+def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, copied_runs, tmp_path, capfd):
     folder, broken = checkpoints("llama"), tmp_path / "broken"
     shutil.copytree(folder, broken)
     for shard in broken.glob("*.safetensors"):
