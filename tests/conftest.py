@@ -20,15 +20,18 @@ import pytest
 from forks import (
     LIBRARIES,
     PROGRAM,
+    Copier,
     ForkServer,
     Process,
     measure_with_small_blocks,
     rank_variables,
+    session,
     start_all,
     wait_for_all,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = Path(sys.executable).parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,9 +39,11 @@ os.environ.pop("COLUMNS", None)  # tables follow it, and a parallel run of tests
 os.environ["ZERO_INFERENCE_MACHINE"] = (
     "/nowhere/machine.json"  # what the user has measured must not change what is tested
 )
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores it, and so would the runs that are interrupted
+# A shell's background job ignores the first, nohup the second, and so would the runs that tests interrupt or hang up.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+session()  # before there are several test processes
+ENVIRONMENT = dict(os.environ)  # before a test changes it; that of all test processes
 
 VOCAB = 320
 LIMITED = """
@@ -304,11 +309,28 @@ class Finished:
 @pytest.fixture(scope="session")
 def fork_server():
     """modules -> the process that has imported them, and starts copies of itself."""
-    servers: dict[tuple[str, ...], ForkServer] = {}
-    environment = dict(os.environ)  # before a test changes it
-    yield lambda modules: servers.setdefault(modules, ForkServer(modules, environment))
-    for server in servers.values():
-        server.stop()
+    return lambda modules: ForkServer(modules, ENVIRONMENT)
+
+
+@pytest.fixture
+def copy_python(fork_server, tmp_path_factory, monkeypatch):
+    """copy_python(modules): from now on sys.executable starts copies of a process that has imported these, where there is no GPU."""
+
+    def use(modules: tuple[str, ...]) -> None:
+        if too_few_gpus(1):
+            copier = Copier(fork_server(modules), tmp_path_factory.mktemp("copier") / "python")
+            monkeypatch.setenv(
+                "PATH", str(PROGRAMS) + os.pathsep + os.environ["PATH"]
+            )  # which lie beside the usual one
+            monkeypatch.setattr(sys, "executable", str(copier.path))
+
+    return use
+
+
+@pytest.fixture
+def copied_runs(copy_python) -> None:
+    """What starts runs as processes of their own starts copies of one that has imported all that they need, and uses small blocks."""
+    copy_python(PROGRAM)
 
 
 @pytest.fixture
@@ -344,7 +366,7 @@ def run_model(tmp_path, fork_server):
             "python": [],
             "by hand": [],
             "deepspeed": [
-                str(Path(sys.executable).parent / "deepspeed"),
+                str(PROGRAMS / "deepspeed"),
                 "--num_accelerators",
                 str(ranks),
                 "--master_port",
@@ -362,7 +384,7 @@ def run_model(tmp_path, fork_server):
         }[launcher]
         command = [program, *options, "--log-dir", log_dir]
         environment = without_gpus() if (too_few_gpus(ranks) if on_cpu is None else on_cpu) else {**os.environ}
-        environment |= {"PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]} | (env or {})
+        environment |= {"PATH": str(PROGRAMS) + os.pathsep + os.environ["PATH"]} | (env or {})
         each = [rank_variables(rank, ranks, port) for rank in range(ranks)] if launcher == "by hand" else [{}]
         with tempfile.TemporaryDirectory(dir=tmp_path) as kept:
             out, err = Path(kept, "out"), Path(kept, "err")

@@ -3,24 +3,37 @@
 Each has arguments, environment, folder, output and exit code of its own. What Python or a library reads of the environment as it starts
 (PYTHONHASHSEED, OMP_NUM_THREADS) is that of the first process, so all copies order their sets alike. Not for tests of the start itself,
 and not where there is a GPU, which a process must not have seen before it is copied.
+
+All test processes of a session share the processes that copy themselves, and those are copies of one that has imported what reads
+nothing of the environment. Each listens on a socket in a folder of the session, and ends when the session's first process has.
+
+`Copier` is for programs that start Python themselves: what they take for Python asks for a copy.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
 import runpy
 import select
+import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 QUICKLY = "measure_with_small_blocks"  # among modules
 # These read nothing of the environment that a test may change. The hub's libraries, which do, come in only where nothing is changed.
@@ -51,13 +64,16 @@ PROGRAM = (*OTHERS, *OURS, QUICKLY)
 AS_USERS = (*OTHERS, *OURS)
 SMALL_BLOCK = 16 << 20
 START_S = 300  # of the first copy, which the libraries are imported for
+# The folder of sockets and the session's first process, which makes both known to those that it starts.
+SESSION = "ZERO_INFERENCE_TESTS_COPIES"
+ENDED = "the process to be copied ended; {}.err says why"
 
 
 class Forked:
-    """A process that was started, with the methods of a Popen that tests need; the one that copies itself waits for it."""
+    """A process that was started, with the methods of a Popen that tests need; one that copied itself before waits for it."""
 
-    def __init__(self, told: int, server: subprocess.Popen):
-        self.told, self.server = told, server
+    def __init__(self, connection: socket.socket, server: str):
+        self.connection, self.server = connection, server
         self.text = ""
         self.returncode: int | None = None
         self.pid = int(self._line(START_S))
@@ -66,7 +82,7 @@ class Forked:
         """The exit code, negative for a signal."""
         if self.returncode is None:
             self.returncode = int(self._line(timeout))
-            os.close(self.told)
+            self.connection.close()
         return self.returncode
 
     def poll(self) -> int | None:
@@ -81,20 +97,16 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
     def _line(self, timeout: float) -> str:
-        """The next line of the pipe, which reads as if it had ended until somebody opens it to write."""
         deadline = time.monotonic() + timeout
         while "\n" not in self.text:
-            if not select.select([self.told], [], [], max(0.0, min(1.0, deadline - time.monotonic())))[0]:
-                if self.server.poll() is not None:
-                    raise RuntimeError(
-                        f"the process to be copied ended with {self.server.returncode}; its stderr says why"
-                    )
-                if time.monotonic() > deadline:
-                    raise subprocess.TimeoutExpired("a copied process", timeout)
-                continue
-            more = os.read(self.told, 100).decode()
+            if not select.select([self.connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise subprocess.TimeoutExpired("a copied process", timeout)
+            try:
+                more = self.connection.recv(100).decode()
+            except ConnectionResetError:
+                more = ""
             if not more:
-                raise RuntimeError("the process that waits for a copy has ended")
+                raise RuntimeError(ENDED.format(self.server))
             self.text += more
         line, _, self.text = self.text.partition("\n")
         return line
@@ -106,7 +118,6 @@ class ForkServer:
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]):
         self.modules = modules
         self.env = {**env, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.process: subprocess.Popen | None = None
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path, session: bool = False
@@ -115,28 +126,74 @@ class ForkServer:
 
         With `session` it leads a session of its own, as Popen has it with `start_new_session`.
         """
-        if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, ",".join(self.modules)], stdin=subprocess.PIPE, text=True, env=self.env
-            )
-        with tempfile.TemporaryDirectory() as folder:
-            fifo = os.path.join(folder, "told")
-            os.mkfifo(fifo)
-            told = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-            files = dict(cwd=str(cwd), out=str(out), err=str(err), told=fifo)
-            request = dict(argv=[str(word) for word in argv], env=dict(env), session=session, **files)
-            try:
-                print(json.dumps(request), file=self.process.stdin, flush=True)
-                return Forked(told, self.process)
-            except BaseException:
-                os.close(told)
-                raise
+        return start_copy(self.path(), argv, env, cwd, out, err, session)
 
-    def stop(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-            self.process.wait()
+    def path(self) -> str:
+        """Of the socket on which the process listens, which is started where no test process has done so."""
+        base = None if tuple(self.modules) == OTHERS else ForkServer(OTHERS, self.env).path()
+        folder, anchor = session()
+        # The first is one for all. What pytest says of each test process is no reason for another.
+        env = {} if base is None else {name: value for name, value in self.env.items() if not name.startswith("PYTEST")}
+        key = hashlib.sha256(json.dumps([list(self.modules), sorted(env.items())]).encode()).hexdigest()[:12]
+        path = os.path.join(folder, key)
+        command, said = [__file__, path, anchor, ",".join(self.modules)], Path(f"{path}.err")
+        with open(os.path.join(folder, "lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(path):
+                return path
+            if base is None:
+                with said.open("ab") as err:
+                    files = dict(stdin=subprocess.DEVNULL, stdout=err, stderr=err)
+                    process: Process = subprocess.Popen([sys.executable, *command], env=self.env, **files)
+            else:
+                process = start_copy(base, command, self.env, Path(folder), said, said)
+            RUNNING.append(process)
+            while not os.path.exists(path):
+                if process.poll() is not None:
+                    raise RuntimeError(ENDED.format(path))
+                time.sleep(0.01)
+        return path
+
+
+Process = Forked | subprocess.Popen
+RUNNING: list[Process] = []  # until the session ends: none of them is waited for
+
+
+def session() -> tuple[str, str]:
+    """The folder of the session's sockets, and the id of its first process."""
+    if SESSION not in os.environ:
+        os.environ[SESSION] = f"{tempfile.mkdtemp(prefix='copies-')}:{os.getpid()}"
+        atexit.register(shutil.rmtree, os.environ[SESSION].rpartition(":")[0], ignore_errors=True)
+    folder, _, anchor = os.environ[SESSION].rpartition(":")
+    return folder, anchor
+
+
+class Copier:
+    """A program that takes arguments as Python does, and runs them in a copy, which is killed when it is. To the copy it is sys.executable,
+    so what that starts are copies too."""
+
+    def __init__(self, server: ForkServer, path: Path):
+        words = [sys.executable, "-ISB", str(Path(__file__).with_name("copied.py")), server.path(), str(path)]
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        path.chmod(0o755)
+        self.path = path
+
+
+def start_copy(
+    path: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path, session: bool = False
+) -> Forked:
+    """`ForkServer.start`, of the process that listens at `path`."""
+    request = dict(argv=[str(word) for word in argv], env=dict(env), session=session, cwd=str(cwd), bound=False)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+        with open(os.devnull) as nothing, open(out, "ab") as stdout, open(err, "ab") as stderr:
+            socket.send_fds(connection, [b"\n"], [file.fileno() for file in (nothing, stdout, stderr)])
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        return Forked(connection, path)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def measure_with_small_blocks() -> dict[str, int]:
@@ -150,9 +207,6 @@ def measure_with_small_blocks() -> dict[str, int]:
     for name in before:
         setattr(caches, name, SMALL_BLOCK)
     return before
-
-
-Process = Forked | subprocess.Popen
 
 
 def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
@@ -196,7 +250,12 @@ def kill_all(processes: list[Process]) -> None:
         process.wait(timeout=60)
 
 
-def serve(modules: Sequence[str]) -> None:
+def serve(path: str, anchor: str, modules: Sequence[str]) -> None:
+    """Copy this process for each that asks, until the process `anchor` has ended."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{path}.new")
+    listener.listen(100)
+    os.rename(f"{path}.new", path)  # whoever finds it can connect, and waits
     gc.disable()
     for name in modules:
         if name == QUICKLY:
@@ -207,40 +266,84 @@ def serve(modules: Sequence[str]) -> None:
     gc.enable()
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not come along"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
-    for line in sys.stdin:
+    while os.path.exists(f"/proc/{anchor}"):
+        if not select.select([listener], [], [], 1.0)[0]:
+            continue
+        connection = listener.accept()[0]
         if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _keep(json.loads(line))
+            listener.close()
+            _keep(connection)
+        connection.close()
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
-def _keep(request: dict) -> None:
-    told = os.open(request["told"], os.O_WRONLY)
+def _keep(connection: socket.socket) -> NoReturn:
+    """Start the copy that is asked for and tell its id and its exit code; end it with whoever asked, if it is bound to them."""
+    files = socket.recv_fds(connection, 1, 3)[1]
+    with connection.makefile("rb") as asked:
+        request = json.loads(asked.readline())
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     pid = os.fork()
     if pid == 0:
-        os.close(told)
-        _become(request)
-    os.write(told, f"{pid}\n".encode())
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (connection.detach(), woken, wake):
+            os.close(number)
+        _become(request, files)
+    for number in files:
+        os.close(number)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{pid}\n".encode())
+    if request["bound"] and woken not in select.select([woken, connection], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
-    os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
-def _become(request: dict) -> None:
+def _become(request: dict, files: Sequence[int]) -> NoReturn:
     if request["session"]:
         os.setsid()
-    for number, name in enumerate((os.devnull, request["out"], request["err"])):
-        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    for number, (file, name) in enumerate(zip(files, ("stdin", "stdout", "stderr"), strict=True)):
         os.dup2(file, number)
         os.close(file)
+        before = getattr(sys, name)  # made for a file of another kind, which may have been one to seek in
+        how = dict(encoding=before.encoding, errors=before.errors, closefd=False)
+        made = open(number, "r" if name == "stdin" else "w", 1 if name == "stderr" else -1, **how)
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    sys.argv = request["argv"]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.executable = request.get("executable", sys.executable)
+    run_as_python(request["argv"])
     sys.exit()
+
+
+def run_as_python(words: list[str]) -> None:
+    """Do what `python` does with these arguments, of which -I and -u may come first."""
+    while words[0] in ("-I", "-u"):
+        sys.stdout.reconfigure(line_buffering=words[0] == "-u" or sys.stdout.line_buffering)
+        words = words[1:]
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path[0] = ""
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(main))
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    serve(sys.argv[1].split(","))
+    serve(sys.argv[1], sys.argv[2], sys.argv[3].split(","))

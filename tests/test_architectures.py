@@ -483,7 +483,7 @@ def test_a_stopped_comparison_leaves_no_process(tmp_path, sent):
         os.kill(child, 0)
 
 
-def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, capfd):
+def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, copied_runs, tmp_path, capfd):
     folder, broken = checkpoints("llama"), tmp_path / "broken"
     shutil.copytree(folder, broken)
     for shard in broken.glob("*.safetensors"):
@@ -522,9 +522,12 @@ def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, tmp_path, c
     assert one["step_samples"] == 2 * 2 * 3 and one["step_p99_s"] is None and one["peak_host_bytes"] > 0
     runs = [(run["arm"], run["pass"], run["status"]) for run in report["runs"]]
     assert runs == [("one", 0, "ok"), ("one", 1, "ok"), ("two", 0, "ok"), ("two", 1, "ok"), ("none", 0, "failed")]
-    order = sorted((run["timestamp"], run["arm"]) for run in report["runs"] if run["status"] == "ok")
-    assert [name for _, name in order] == ["one", "two", "two", "one"]
     good = [run for run in report["runs"] if run["status"] == "ok"]
+    ended = {
+        f"{run['arm']}-{run['pass']}": (tmp_path / f"{run['arm']}-{run['pass']}.jsonl").stat().st_mtime_ns
+        for run in good
+    }
+    assert sorted(ended, key=ended.get) == ["one-0", "two-0", "two-1", "one-1"], "timestamps are whole seconds"
     assert all(len(run["warmup_total_s"]) == 3 and run["warmed_up"] in (True, False) for run in good)
 
 

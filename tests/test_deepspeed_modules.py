@@ -1,4 +1,5 @@
-"""DeepSpeed's modules are compiled with several sources as one file, and apart where that fails. What they do is in test_tokens.py."""
+"""DeepSpeed's modules are compiled with several sources as one file and few headers, and apart where that fails. What they do is in
+test_tokens.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_inference.engines.deepspeed.modules import TOGETHER, _load_joined, join_sources
+from zero_inference.engines.deepspeed.modules import LIGHT_HEADER, TOGETHER, _load_joined, join_sources
 
 NAME, PLACE = "async_io", TOGETHER["async_io"]
 
@@ -36,24 +37,40 @@ def test_sources_of_one_folder_are_one_file_that_stays_as_old_as_it_is(sources, 
 
 
 class Builder:
-    """As one of DeepSpeed's. `loaded` are the sources of each time, of which those that are joined do not compile."""
+    """As one of DeepSpeed's. `loaded` are sources and folders of headers of each time; only its own compile, or else `error`."""
 
-    def __init__(self, name: str, sources: list[str], loaded: list[list[str]]):
-        self.name, self.sources, self.loaded = name, lambda: sources, loaded
+    def __init__(self, name: str, sources: list[str], loaded: list[tuple[list[str], list[str]]], error=RuntimeError):
+        self.name, self.sources, self.loaded, self.error = name, lambda: sources, loaded, error
+        self.own = sources, ["csrc"]
+        self.loading = False
+
+    def include_paths(self) -> list[str]:
+        if not self.loading:
+            raise TypeError(
+                "async_io takes itself to be for CUDA until it loads, and looks for a toolkit that may not be there"
+            )
+        return ["csrc"]
 
     def deepspeed_src_path(self, source: str) -> str:
         return source
 
     def load(self, verbose: bool) -> None:
-        self.loaded.append(self.sources())
-        if any("joined" in source for source in self.sources()):
-            raise RuntimeError("Error building extension")
+        self.loading = True
+        self.loaded.append((self.sources(), self.include_paths()))
+        if self.loaded[-1] != self.own:
+            raise self.error("Error building extension")
 
 
 def test_what_does_not_compile_as_one_file_is_compiled_apart_from_then_on(sources, tmp_path):
-    loaded: list[list[str]] = []
+    loaded: list[tuple[list[str], list[str]]] = []
     for _ in range(2):
         _load_joined(Builder(NAME, sources, loaded), tmp_path / "built")
-    assert loaded[1:] == [sources, sources] and loaded[0] != sources, "tried once"
-    _load_joined(Builder("deepspeed_shm_comm", sources, loaded), tmp_path / "other")
-    assert loaded[3:] == [sources], "whose sources have names in common"
+    headers = str(tmp_path / "built" / "headers")
+    assert loaded[1:] == [(sources, ["csrc"])] * 2, "tried once"
+    assert loaded[0] == (join_sources(sources, PLACE, tmp_path / "built"), [headers, "csrc"])
+    assert Path(headers, "torch", "extension.h").read_text() == LIGHT_HEADER
+    _load_joined(Builder("deepspeed_shm_comm", sources, loaded, error=ImportError), tmp_path / "other")
+    light = [str(tmp_path / "other" / "headers"), "csrc"]
+    assert loaded[3:] == [(sources, light), (sources, ["csrc"])], "whose sources have names in common"
+    _load_joined(Builder("quantizer", sources, loaded), tmp_path / "third")
+    assert loaded[5:] == [(sources, ["csrc"])], "which is compiled for a GPU"

@@ -47,13 +47,9 @@ def cache(home):
 def copied():
     """environment -> the process that has imported all of a run in it."""
     servers: dict[tuple[str, ...], ForkServer] = {}
-
-    def get(env):
-        return servers.setdefault(tuple(env[name] for name in READ_ON_IMPORT), ForkServer(PROGRAM, os.environ | env))
-
-    yield get
-    for server in servers.values():
-        server.stop()
+    return lambda env: servers.setdefault(
+        tuple(env[name] for name in READ_ON_IMPORT), ForkServer(PROGRAM, os.environ | env)
+    )
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, free_port, start_python, without_gpus
-from forks import PROGRAM, rank_variables
+from forks import AS_USERS, PROGRAM, rank_variables
 from test_machine import CORES, rates
 
 from zero_inference.cores.library import load_library
@@ -405,7 +405,8 @@ def test_without_a_compiler_it_says_why_the_cores_are_missing(monkeypatch):
     ]
 
 
-def test_two_ranks_measure_at_once_and_the_first_prints_the_sum():
+def test_two_ranks_measure_at_once_and_the_first_prints_the_sum(copy_python):
+    copy_python(AS_USERS)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     done = link("--json", launcher=launcher, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr

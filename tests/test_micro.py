@@ -553,7 +553,7 @@ def micro(*options) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_command_prints_and_draws(tmp_path):
+def test_the_command_prints_and_draws(copied_runs, tmp_path):
     done = micro(
         "layer",
         "--blocks",

@@ -199,7 +199,7 @@ def test_what_cannot_be_done_is_refused(tmp_path, capfd):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
-def test_a_small_model_is_planned_and_every_candidate_runs(tmp_path, checkpoints, monkeypatch):
+def test_a_small_model_is_planned_and_every_candidate_runs(tmp_path, checkpoints, copied_runs, monkeypatch):
     here = {"gpus": (), "versions": versions_of(describe_environment()), "link_gb_per_s": 10.0, "device_gb_per_s": 20.0}
     write_description(FAST.model_copy(update=here), tmp_path / "machine.json")
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(tmp_path / "machine.json"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,8 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import ROOT, VOCAB
+from conftest import ROOT, VOCAB, start_python
+from forks import PROGRAM
 
 from zero_inference.cli import main
 from zero_inference.models.checkpoint import load_weights
@@ -293,7 +293,7 @@ def test_dummy_presets_stay_finite(tmp_path, capfd):
     assert read_records(tmp_path / "run.jsonl")[1]["output_ids_sha256"] == first
 
 
-def test_a_killed_run_keeps_earlier_entries_and_leaves_no_files_behind(checkpoints, tmp_path):
+def test_a_killed_run_keeps_earlier_entries_and_leaves_no_files_behind(checkpoints, fork_server, tmp_path):
     offload, log = tmp_path / "offload", tmp_path / "run.log"
     options = [
         "--model",
@@ -307,16 +307,12 @@ def test_a_killed_run_keeps_earlier_entries_and_leaves_no_files_behind(checkpoin
     ]
     assert main(["run_model.py", *options, "--loops", "1"]) == 0
     before = log.read_bytes(), log.with_suffix(".jsonl").read_bytes()
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "run_model.py"), *options, "--loops", "100000"],
-        stderr=subprocess.PIPE,
-        cwd=tmp_path,
-        text=True,
-    )
+    program, said = [ROOT / "run_model.py", *options, "--loops", "100000"], tmp_path / "said"
+    process = start_python(fork_server(PROGRAM), program, tmp_path, said, said, dict(os.environ))
     deadline = time.monotonic() + 120
     while not list(offload.glob("*/zero_stage_3/**/rank0")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     assert list(offload.iterdir()), "the killed run had files there"
     assert (log.read_bytes(), log.with_suffix(".jsonl").read_bytes()) == before

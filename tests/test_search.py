@@ -351,7 +351,7 @@ def test_a_generation_takes_its_first_token_and_all_others(found):
     assert row["total_tokens_per_s"] == pytest.approx(row["batch_size"] * 32 / row["total_s"])
 
 
-def test_a_trial_runs_in_as_many_processes_as_gpus(tmp_path, monkeypatch):
+def test_a_trial_runs_in_as_many_processes_as_gpus(copied_runs, tmp_path, monkeypatch):
     """On a CPU, where ranks take gloo."""
     job = job_of(
         "--model opt-125m --dummy --dtype bfloat16 --prompt-len 8 --gen-len 3 --batch-size 2", machine_of(None, None)
@@ -524,7 +524,7 @@ def test_deepspeed_says_when_another_engine_is_much_faster():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")
-def test_the_best_are_tried(kept_here, tmp_path):
+def test_the_best_are_tried(kept_here, copied_runs, tmp_path):
     path, _ = kept_here
     asked = "plan --model opt-125m --dummy --dtype bfloat16 --prompt-len 8 --gen-len 3 --batch-size 1 --quant-bits 16"
     ways = ["--engine", "resident", "stream"]

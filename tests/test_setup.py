@@ -51,6 +51,20 @@ def test_a_folder_that_it_did_not_make_is_left_as_it_is(setup, tmp_path):
     assert done.returncode == 1 and folder.read_text() == "precious"
 
 
+@pytest.mark.parametrize("marked", [".made", ".making", "nothing"])
+def test_an_environment_that_a_link_leads_to_is_left_as_it_is(setup, tmp_path, marked):
+    other, link = tmp_path / "another checkout", tmp_path / "a checkout" / ".venv"
+    other.mkdir()
+    link.symlink_to(other)
+    if marked != "nothing":
+        (other / marked).write_text(f"{other}\n")
+    for venv in (".venv", ".venv/"):
+        _, done = setup(venv)
+        assert done.returncode == 1 and f"{venv} is a link to {other}" in done.stderr, done
+        assert "make setup VENV=" in done.stderr and not done.stdout
+    assert link.is_symlink() and [file.name for file in other.iterdir()] == [marked] * (marked != "nothing")
+
+
 def test_what_was_interrupted_is_made_again(setup):
     folder, done = setup("my env")
     assert done.returncode == 7 and (folder / "bin").is_dir(), done

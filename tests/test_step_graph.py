@@ -437,7 +437,7 @@ def test_one_that_is_slower_is_used_only_if_asked_for(checkpoints, monkeypatch):
     loaded.close()
 
 
-def test_the_record_says_how_it_compared(checkpoints, tmp_path):
+def test_the_record_says_how_it_compared(checkpoints, copied_runs, tmp_path):
     command = [sys.executable, str(ROOT / "run_model.py"), "--model", str(checkpoints("llama")), "--engine", "stream"]
     command += ["--gpu-memory", "1", "--decode-graph", "on", "--gen-len", "8", "--prompt-len", "8", "--loops", "1"]
     done = subprocess.run([*command, "--log-file", str(tmp_path / "a.log")], capture_output=True, text=True)

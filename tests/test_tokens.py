@@ -177,7 +177,12 @@ def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_two_ranks_give_the_ids_of_one(launcher, options, checkpoints, with_large_matrices, run_model, tmp_path):
+def test_two_ranks_give_the_ids_of_one(
+    launcher, options, checkpoints, with_large_matrices, run_model, tmp_path, request
+):
+    """What torchrun starts for Python are copies; runs that it really starts are in test_faults.py."""
+    if launcher == "torchrun":
+        request.getfixturevalue("copied_runs")
     on_disk = "--disk-offload" in options
     folder = with_large_matrices("mixtral") if on_disk else checkpoints("mixtral")
     batch = 4

@@ -25,7 +25,13 @@ from zero_inference.runtime.text import first_line
 
 FLAGS = ("-g0",)  # DeepSpeed compiles with -g, which takes the compiler longer
 TOGETHER = {"pin_memory": "pin_memory", "async_io": "py_lib"}  # module: the folder whose sources can be compiled as one
-APART = "apart"  # the file in a module's folder that says that they could not
+# These need tensors and Python's view of them; torch/extension.h also has all of torch.nn, torch.optim and torch.data.
+LIGHT = ("deepspeed_shm_comm", "pin_memory", "async_io")
+LIGHT_HEADER = """#pragma once
+#include <torch/types.h>
+#include <torch/csrc/utils/pybind.h>
+"""
+APART = "apart"  # the file in a module's folder that says that its sources are compiled one by one, with all headers
 SHARED = Path("/dev/shm")
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
@@ -33,7 +39,8 @@ AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL
 def use_private_folder(device_type: str) -> None:
     """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
     unless TORCH_EXTENSIONS_DIR says where."""
-    built_with = hashlib.sha256(" ".join([sys.prefix, *FLAGS, *TOGETHER, *TOGETHER.values()]).encode()).hexdigest()[:8]
+    how = [sys.prefix, *FLAGS, *TOGETHER, *TOGETHER.values(), *LIGHT, LIGHT_HEADER]
+    built_with = hashlib.sha256(" ".join(how).encode()).hexdigest()[:8]
     pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
     os.environ.setdefault(
         "TORCH_EXTENSIONS_DIR", str(user_cache() / OURS / (f"{pair}-cuda" if device_type == "cuda" else pair))
@@ -108,30 +115,41 @@ def _add_flags(builder) -> None:
 
 
 def _load_joined(builder, folder: Path) -> None:
-    """Load it, compiled with those of its sources that TOGETHER names as one file, or each by itself where that failed once.
+    """Load it, compiled with those of its sources that TOGETHER names as one file and, of LIGHT, with few of torch's headers; or each
+    source by itself and with all headers where that failed once.
 
-    Nearly all that the compiler does is to read torch's headers, for each source: on two cores all modules took 231 s of processors
-    apart, and take 89.
+    Nearly all that the compiler does is to read torch's headers, for each source: all modules took 231 s of CPU time apart and 94
+    together; with few headers they take 59 (cpu/deepspeed_modules.txt).
     """
     from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
 
-    plain = builder.sources
-    if builder.name in TOGETHER and not (folder / APART).exists():
-        joined = join_sources(
-            [builder.deepspeed_src_path(source) for source in plain()], TOGETHER[builder.name], folder
-        )
+    if builder.name not in (*TOGETHER, *LIGHT) or (folder / APART).exists():
+        builder.load(verbose=False)
+        return
+    plain = builder.sources, builder.include_paths
+    if builder.name in TOGETHER:
+        sources = [builder.deepspeed_src_path(source) for source in builder.sources()]
+        joined = join_sources(sources, TOGETHER[builder.name], folder)
         builder.sources = lambda: joined
-        try:
-            builder.load(verbose=False)
-            return
-        except RuntimeError as error:
-            print(f"DeepSpeed's {builder.name} is compiled source by source: {first_line(error)}", file=sys.stderr)
-            builder.sources = plain
-            JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # else other sources are a second version, named so
-            builder.load(verbose=False)
-            (folder / APART).touch()  # they compile so, and only so
-            return
-    builder.load(verbose=False)
+    if builder.name in LIGHT:
+        headers, others = str(write_light_header(folder)), builder.include_paths
+        builder.include_paths = lambda: [headers, *others()]  # which know only as they load whether it is for CUDA
+    try:
+        builder.load(verbose=False)
+    except (RuntimeError, ImportError) as error:  # the second is a symbol that nothing of what was compiled has
+        print(f"DeepSpeed's {builder.name} is compiled source by source: {first_line(error)}", file=sys.stderr)
+        builder.sources, builder.include_paths = plain
+        JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # else other sources are a second version, named so
+        builder.load(verbose=False)
+        (folder / APART).touch()  # they compile so, and only so
+
+
+def write_light_header(folder: Path) -> Path:
+    """A folder to be searched before torch's, in which torch/extension.h includes no more than LIGHT needs."""
+    header = folder / "headers" / "torch" / "extension.h"
+    header.parent.mkdir(parents=True, exist_ok=True)
+    _write_if_other(header, LIGHT_HEADER)
+    return folder / "headers"
 
 
 def join_sources(sources: Sequence[str], place: str, folder: Path) -> list[str]:
@@ -143,10 +161,15 @@ def join_sources(sources: Sequence[str], place: str, folder: Path) -> list[str]:
     headers = sorted({header for source in together for header in Path(source).parent.glob("*.h")})
     lines = [*(f'#import "{header}"' for header in headers), *(f'#include "{source}"' for source in together)]
     text, joined = "\n".join([*lines, ""]), folder / f"{place}_joined.cpp"
-    if not joined.exists() or joined.read_text() != text:  # a newer file would be compiled again
-        folder.mkdir(parents=True, exist_ok=True)
-        joined.write_text(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_if_other(joined, text)
     return [*(source for source in sources if source not in together), str(joined)]
+
+
+def _write_if_other(path: Path, text: str) -> None:
+    """A newer file would be compiled again."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 def init_distributed(ranks: Ranks) -> None:
