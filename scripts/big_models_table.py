@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
 from zero_inference.runtime.tables import Column, significant  # noqa: E402
 
-CANDIDATES = RESULTS / "h200-big-models"
+CANDIDATES = (RESULTS / "h200-big-models", RESULTS / "h200-together" / "table")  # the last one that has a row counts
 LARGEST = RESULTS / "h200-kept" / "thirteenth_host" / "llama405b-int4-bs32-auto.jsonl"
 MODELS = {
     "llama-2-13b": "Llama-2-13B",
@@ -70,11 +70,13 @@ def rows_of(model: str, name: str) -> list[dict[str, Any]]:
 
 def by_memory(model: str, batch: int) -> dict[float, dict[str, Any]]:
     """The candidates of `model`, each with its `record`, by GiB of GPU memory; none where nothing was tried."""
-    folder = CANDIDATES / f"bs{batch}" / model
-    if not folder.is_dir():
-        return {}
-    found = json.loads((folder / "candidates.json").read_text())["candidates"]
-    return {each["gpu_memory"]: each | {"record": last_record(folder / each["log"])} for each in found}
+    found = {}
+    for results in CANDIDATES:
+        folder = results / f"bs{batch}" / model
+        if folder.is_dir():
+            candidates = json.loads((folder / "candidates.json").read_text())["candidates"]
+            found |= {each["gpu_memory"]: each | {"record": last_record(folder / each["log"])} for each in candidates}
+    return found
 
 
 def speeds(candidate: dict[str, Any] | None) -> str:
