@@ -62,7 +62,7 @@ def test_a_dry_run_saves_what_differs_from_the_defaults(file, capsys, checkpoint
     assert main([*shlex.split(command), "--machine", "rtx4090"]) == 0
     assert "options: run.yaml" in capsys.readouterr().err
     text = open("run.yaml").read()
-    assert text.startswith("# run with: python run_model.py --config run.yaml\n")
+    assert text.startswith("# run with: zero-inference run --config run.yaml\n")
     assert yaml.safe_load(text) == {
         "model": model, "dummy": True, "engine": "resident", "prompt-len": 8, "gen-len": 4, "dtype": "float16"
     }  # fmt: skip

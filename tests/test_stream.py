@@ -517,7 +517,7 @@ def test_resident_layers_are_spread_evenly_and_the_device_is_not_overfilled():
     tight = decide_residency(layouts_of(*[gib] * 8), 0, 5 * gib, None, None)
     assert tight.resident_bytes + tight.depth * tight.slot_bytes <= 5 * gib and tight.depth >= 2
     eight = layouts_of(*[gib] * 8)
-    with pytest.raises(DoesNotFit, match="2 slots of 1 GiB each.*--dry-run"):
+    with pytest.raises(DoesNotFit, match="^2 ring slots of 1 GiB each do not fit into the .* left for them.$"):
         decide_residency(eight, 0, int(1.5 * gib), None, None)
     with pytest.raises(DoesNotFit, match="--gpu-memory 4.9 or less"):
         decide_residency(eight, 0, 6 * gib, 6, None)
@@ -539,7 +539,7 @@ def test_plans_fit_and_their_advice_works(seed):
         try:
             plan = decide_residency(layouts, 0, free, wanted, depth)
         except DoesNotFit as error:
-            advice = dict(re.findall(r"--(gpu-memory|ring-depth) ([0-9.]*[0-9])", str(error).partition("for them:")[2]))
+            advice = dict(re.findall(r"--(gpu-memory|ring-depth) ([0-9.]*[0-9])", str(error).partition("; use ")[2]))
             if not advice:
                 assert 2 * max(layout.nbytes for layout in layouts) + layouts[0].workspace_bytes > free
                 continue

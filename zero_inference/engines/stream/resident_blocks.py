@@ -52,10 +52,11 @@ def decide_residency(
 
     plan = plan_for(gpu_memory_gib, depth)
     if not _fits(plan, left):
-        kept = f"{amount(plan.kept_bytes)} of resident layers and " if plan.kept_bytes else ""
+        resident = [f"{amount(plan.kept_bytes)} of resident layers"] if plan.kept_bytes else []
+        ring = [f"{plan.depth} ring slots of {amount(plan.slot_bytes)} each"] if plan.depth else []
         raise DoesNotFit(
-            f"{kept}{plan.depth} ring slots of {amount(plan.slot_bytes)} each do not fit into the {amount(left)} of device memory left for "
-            f"them{others}{_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
+            f"{' and '.join(resident + ring)} do not fit into the {amount(left)} of device memory left for them{others}"
+            f"{_advice(plan_for, gpu_memory_gib, depth, plan, left)}."
         )
     return plan
 
