@@ -77,7 +77,5 @@ def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) ->
         ("peak GPU", measured.peak_gpu_bytes, ""),
         ("peak host", measured.peak_host_bytes, ""),
     ]
-    known = (
-        f"{name} {three_digits(size / 2**30, most_decimals=3)}{more}" for name, size, more in parts if size is not None
-    )
+    known = (f"{name} {three_digits(size / 2**30)}{more}" for name, size, more in parts if size is not None)
     return f"GiB: {', '.join(known)}"

@@ -16,6 +16,7 @@ from zero_inference.runtime.text import printable
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
 LONGEST_TEXT = 2000  # of a cell
+MOST_DECIMALS = 6  # of figures with three digits
 
 
 def one_line(value: Any) -> str:
@@ -79,14 +80,14 @@ def significant(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def three_digits(value: float, most_decimals: int = 6) -> str:
+def three_digits(value: float) -> str:
     """Three significant digits, trailing zeros kept and without an exponent; whole numbers from 1000 on."""
     if not value:
         return "0"
     digits = 1 + math.floor(math.log10(abs(value)))
     if digits < 3 and round(abs(value), 3 - digits) >= 10**digits:  # 9.996 is 10.0
         digits += 1
-    return f"{value:.{min(max(0, 3 - digits), most_decimals)}f}"
+    return f"{value:.{min(max(0, 3 - digits), MOST_DECIMALS)}f}"
 
 
 def gib(nbytes: float) -> str:
