@@ -223,7 +223,7 @@ constexpr int kProductLeastSteps = 2;
 constexpr bool product_fills(int64_t blocks, int processors) { return 2 * blocks >= 3 * int64_t{processors}; }
 
 // How many pairs of the same weight a block multiplies at once, where it has `weights` to find them of: single ones where few
-// meet, as those of one token never do, and two tiles of tokens where one would often not hold them all.
+// meet, as those of one token never do, and two tiles of tokens where one would often not hold them all. Not swept.
 constexpr int product_pairs(int64_t pairs, int64_t weights) { return 4 * pairs <= weights ? 1 : pairs <= 4 * weights ? 8 : 16; }
 
 }  // namespace zero_inference::quantization

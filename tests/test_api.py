@@ -372,3 +372,19 @@ def test_the_package_is_imported_at_once():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[] True True", done.stderr
+
+
+def test_what_graphs_of_another_loaded_model_use_is_kept(checkpoints, monkeypatch):
+    from zero_inference.api.process import LOADED, free_memory
+
+    cleared = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(len(LOADED)), raising=False)
+    with load(checkpoints("opt"), engine="resident", **CPU):
+        load(checkpoints("opt"), engine="resident", **CPU).unload()
+        free_memory()  # as a run does at its end
+        assert cleared == []
+    assert cleared == [0]
+    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
+    free_memory()

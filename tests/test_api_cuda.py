@@ -72,3 +72,22 @@ def test_runs_follow_each_other_in_one_process(checkpoints):
         result = run(folder, log=False, verbose=0, **shape, **WAYS[way])
         assert torch.equal(result.output_ids, expected), way
     assert not torch.distributed.is_initialized()
+
+
+def test_graphs_of_a_model_outlive_another_one(checkpoints):
+    options = {
+        "dtype": "bfloat16",
+        "batch_size": 2,
+        "max_length": 24,
+        "verbose": 0,
+        "engine": "stream",
+        "decode_graph": "on",
+    }
+    ids = random_ids(0, 2, 9, VOCABULARY).cuda()
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    with load(checkpoints("llama"), **options) as model:
+        first = model.generate(ids, **settings)
+        with load(checkpoints("opt"), **options) as other:
+            other.generate(ids, **settings)
+        torch.full((64 << 20,), 7, dtype=torch.uint8, device="cuda")  # takes memory that was given back
+        assert torch.equal(model.generate(ids, **settings), first)

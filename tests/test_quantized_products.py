@@ -110,6 +110,34 @@ def test_up_to_so_many_tokens_the_operator_is_asked(monkeypatch):
     assert [pairs_together(pairs, 8) for pairs in (2, 3, 32, 33)] == [1, 8, 8, 16]
 
 
+# Of a block, bytes: RTX 3090 to 5090 and L4 (99 KB), A100 (163 KB), H100 (227 KB), less what product.cu keeps for indexed weights.
+SHARED_BYTES = (99 << 10, 163 << 10, 227 << 10)
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
+@pytest.mark.parametrize("tokens", [1, 8, 13, 14, 16, 17, FUSED_ROWS])
+@pytest.mark.parametrize("bits, group_size", [(bits, size) for bits in (4, 8) for size in (16, 32, 64, 128)])
+def test_every_device_has_the_shared_memory_of_a_launch(bits, group_size, tokens, shared_bytes):
+    """The arithmetic of `Task::shared_bytes` and `choose` in product.cu, of a matrix with many columns."""
+    table = (ROOT / "csrc" / "launch_sizes.cuh").read_text()
+    product = (ROOT / "csrc" / "quantization" / "product.cu").read_text()
+    threads, tiles, stages = (
+        int(re.search(rf"kProduct{name} = (\d+)", table)[1]) for name in ("Threads", "Tiles", "Stages")
+    )
+    warps, step, vector, least_chunk = threads // 32, 64 * 8 // bits, 16, stages - 1
+
+    def taken(column_warps: int) -> int:
+        columns, rows = column_warps * least_chunk * step, warps // column_warps * tiles * 16
+        stride = (columns // group_size * 2 + vector - 1) // vector * vector | vector
+        return warps * stages * tiles * 2 * 32 * vector + 2 * (tokens * columns * 2 + 2 * rows * stride)
+
+    usual = 2 if tokens <= 16 else 1
+    assert "return tokens <= 16 ? 2 : 1;" in table and "if (least.shared_bytes(step) > device.shared_bytes)" in product
+    room = shared_bytes - int(re.search(r"kFoundBytes = (\d+)", product)[1])
+    refused = group_size == 16 and shared_bytes < products.GROUP_16_SHARED_BYTES
+    assert refused or taken(usual if taken(usual) <= room else 1) <= room
+
+
 def test_what_does_not_fit_is_a_value_error_either_way(monkeypatch):
     case = Case(2, 6, 64, 8, 32, torch.float16)
     for fused in (False, True):

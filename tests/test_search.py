@@ -633,7 +633,7 @@ def test_a_bound_without_its_overhead_comes_behind_those_that_have_it(capfd):
     asked = "plan llama-3.1-70b --dummy --machine rtx4090 --quant-bits 4 --batch-size 64".split()
     assert console_main(["zero-inference", *asked, "--json"]) == 0
     rows = json.loads(capfd.readouterr().out)["configurations"]
-    assert [row["engine"] for row in rows] == ["stream", "deepspeed"]
+    assert [(row["engine"], row["front"]) for row in rows] == [("stream", True), ("deepspeed", False)]
     assert rows[0]["tokens_per_s"] < rows[1]["tokens_per_s"], "by its bound it would be the first"
     assert console_main(["zero-inference", *asked]) == 0
     out = " ".join(capfd.readouterr().out.split())

@@ -419,8 +419,8 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
 }
 
 // `pair` and the next ones of the same weight, up to task.tokens, into `found`; how many, or 0 where an earlier pair's block
-// multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each warp looks for itself, which needs
-// no barrier.
+// multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each warp looks for itself, so only
+// blocks that multiply meet at a barrier.
 __device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int* found) {
   const int first = pair / kPairsWindow * kPairsWindow;
   const int words = (min(task.pairs - first, kPairsWindow) + kWarp - 1) / kWarp;
@@ -484,6 +484,7 @@ __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) 
       multiply_rows<T, kBits, kTokenTiles, kGroups>(static_cast<const Task&>(own));
     } else {
       __shared__ int found[kTokenTiles * kTileTokens];
+      static_assert(sizeof(found) <= kFoundBytes);
       own.pair = found;
       own.tokens = find_together(task, static_cast<int>(pair), slot, found);
       if (own.tokens > 0) multiply_rows<T, kBits, kTokenTiles, kGroups>(own);
@@ -516,9 +517,16 @@ Clusters clusters_of(Kernel kernel, const Device& device, std::atomic<int> (&kno
   return static_cast<Clusters>(answer);
 }
 
-// What the caller left open (0), from the table of launch sizes.
+// What the caller left open (0), from the table of launch sizes; where a block has too little memory for that, with one warp
+// that has all columns of its rows, which takes the least.
 void choose(Task& task, int step, const Device& device, bool clusters) {
-  if (task.column_warps == 0) task.column_warps = product_column_warps(task.tokens);
+  if (task.column_warps == 0) {
+    task.column_warps = product_column_warps(task.tokens);
+    Task least = task;
+    least.splits = 1;
+    least.chunk_steps = kProductLeastChunk;
+    if (least.shared_bytes(step) > device.shared_bytes) task.column_warps = 1;
+  }
   const int64_t blocks = (task.rows + task.block_rows() - 1) / task.block_rows() * task.pairs;
   if (task.splits == 0) {
     const int turns = (task.columns + step - 1) / step / task.column_warps;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from zero_inference.api.calls import Calls, planned_for, scoring_bytes
-from zero_inference.api.process import free_memory, left_as_found
+from zero_inference.api.process import LOADED, free_memory, left_as_found
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
@@ -32,7 +31,6 @@ from zero_inference.search.choose import choose
 
 MAX_LENGTH = 2048  # tokens of a sequence where none is asked for
 UNLOADED = "this model was unloaded; load it again with zero_inference.load()."
-_loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass
@@ -121,7 +119,7 @@ def _made_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
         calls.before, with_kwargs=True, prepend=True
     )  # before an engine's own begins a pass
     releases.callback(hook.remove)
-    _loaded.add(model)
+    LOADED.add(model)
     return model
 
 
@@ -215,7 +213,7 @@ class PlacedModel:
         held, self._held = self._held, None
         if held is None:
             return
-        _loaded.discard(self)
+        LOADED.discard(self)
         held.calls.forget()
         held.releases.close()
         for module in self.modules():  # type: ignore[attr-defined]
@@ -246,7 +244,7 @@ class PlacedModel:
 
 def unload_all() -> None:
     """Those that the program did not unload, before it ends."""
-    for model in list(_loaded):
+    for model in list(LOADED):
         model.unload()
 
 

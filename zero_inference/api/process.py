@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
+from typing import Any
+
+# Models that `load` gave and nobody has unloaded.
+LOADED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -39,6 +44,7 @@ def free_memory() -> None:
 
     gc.collect()
     if torch.cuda.is_initialized():
-        torch._C._cuda_clearCublasWorkspaces()  # one for each stream, and every model has its own streams
+        if not LOADED and (clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None)) is not None:
+            clear()  # one for each stream, and each model has its own streams; graphs of a model that is loaded use them
         torch.cuda.empty_cache()
     return_free_memory()

@@ -2,8 +2,8 @@
 
     out[p, n] = sum_k x[p, k] * weight[slot[p], n, k],   and zeros where slot[p] is negative
 
-Nothing is read for a row without a weight, as far as the fused operator (csrc/quantization/product.cu) goes. It takes one row at a time,
-so two rows with the same weight read it twice; what else does the work here gathers the weights of some rows first.
+Nothing is read for a row without a weight, as far as the fused operator (csrc/quantization/product.cu) goes. It reads a weight
+once for several rows that have it (`pairs_together`); what else does the work here gathers the weights of some rows first.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zero_inference.config.choices import QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.records.limit import LinkUse
 from zero_inference.records.schema import Measured, Request
+from zero_inference.runtime.tables import three_digits
 
 NEAR_THE_LIMIT = 0.9  # from here on the engine has little left to give, and only less work helps
 FAR_FROM_THE_LIMIT = 0.7
@@ -20,7 +21,11 @@ def advice(request: Request, measured: Measured) -> list[str]:
     """Lines to print below the limit; none where the record does not show what would help."""
     limit, on_gpu = measured.limit, measured.device == "cuda"
     share, bound = limit.fraction_of_limit, limit.bound_by
-    if not on_gpu or share is None or bound not in BUSY:
+    if share is None or bound not in BUSY:
+        return []
+    if bound == "device_memory" and share < FAR_FROM_THE_LIMIT:
+        return _what_else_takes_time(request, measured)
+    if not on_gpu:
         return []
     lines = []
     if bound == "link" and request.cpu_offload and request.pin_memory is False:
@@ -37,6 +42,22 @@ def advice(request: Request, measured: Measured) -> list[str]:
     elif share < FAR_FROM_THE_LIMIT and bound == "link" and request.engine in ("deepspeed", "accelerate"):
         lines.append(f"{1 - share:.0%} of the link's speed is unused: --engine stream copies while it computes")
     return lines
+
+
+def _what_else_takes_time(request: Request, measured: Measured) -> list[str]:
+    """Of a step that takes much longer than to read weights and KV cache."""
+    if request.batch_size > 1 and measured.decode_weights_gb_per_s is None:
+        return [
+            f"the limit counts the experts of one token; {request.batch_size} tokens choose more, which are read as well"
+        ]
+    limit, last = measured.limit, measured.loops[-1]
+    if not last.step_s or limit.floor_step_s.device_memory is None:
+        return []
+    step_s, read_s = last.decode_s / len(last.step_s), limit.floor_step_s.device_memory
+    return [
+        f"reading weights and KV cache takes {three_digits(1e3 * read_s)} of the {three_digits(1e3 * step_s)} ms of a step; the rest is "
+        "computing and starting operators, which a larger --batch-size shares"
+    ]
 
 
 def _fewer_bytes(request: Request, measured: Measured, bound: str) -> list[str]:

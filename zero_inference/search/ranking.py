@@ -22,9 +22,12 @@ def ranked(candidates: Sequence[Candidate], goal: str) -> list[Candidate]:
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other one beats in both the time of a step and tokens a second, from the shortest step up."""
+    """Those that no other one beats in both the time of a step and tokens a second, from the shortest step up. Bounds that leave out an
+    overhead are not compared with others."""
+    good = [each for each in candidates if not each.failed]
+    known = [each for each in good if not each.lacks_overhead] or good
     front: list[Candidate] = []
-    for each in ranked([each for each in candidates if not each.failed], "latency"):
+    for each in ranked(known, "latency"):
         if not front or each.best_tokens_per_s > front[-1].best_tokens_per_s:
             front.append(each)
     return front

@@ -71,19 +71,15 @@ def notes(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def ranked_behind(best: Sequence[Candidate], goal: str) -> list[str]:
-    """Engines that come behind the first though their bounds are better, a line for each: what they leave out is not known.
+    """Engines with a better bound than some that come before them, a line for each: what they leave out is not known.
 
     Args:
         best: all that fit, the best first.
     """
-    first, behind = best[0], dict[str, Candidate]()
+    known = [each for each in best if not (each.lacks_overhead or each.failed)]
+    behind: dict[str, Candidate] = {}
     for each in best:
-        if (
-            each.lacks_overhead
-            and not first.lacks_overhead
-            and goal != "memory"
-            and _bound_is_better(each, first, goal)
-        ):
+        if each.lacks_overhead and goal != "memory" and any(_is_better(each, other, goal) for other in known):
             behind.setdefault(each.config.engine, each)
     return [
         f"{engine} is ranked behind the others, because its overhead is not in its bound: {_named(each)}: {_speed(each, goal)}"
@@ -91,10 +87,10 @@ def ranked_behind(best: Sequence[Candidate], goal: str) -> list[str]:
     ]
 
 
-def _bound_is_better(each: Candidate, first: Candidate, goal: str) -> bool:
+def _is_better(each: Candidate, other: Candidate, goal: str) -> bool:
     if goal == "latency":
-        return each.best_step_s < first.best_step_s
-    return each.best_tokens_per_s > first.best_tokens_per_s
+        return each.best_step_s < other.best_step_s
+    return each.best_tokens_per_s > other.best_tokens_per_s
 
 
 def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
