@@ -26,10 +26,10 @@ def weights_s_of(
     """
     job, config = plan.job, plan.job.config
     number, chosen = experts_of(job.spec)
-    share = chosen / number if number else 0.0
-    fused = config.quantized and job.on_gpu and tokens <= plan.fused_rows
+    of_token = chosen / number if number else 0.0  # of the experts
+    fused = config.quantized and tokens <= plan.fused_rows
     together = pairs_together(tokens * chosen, number) if number and fused else max(1, tokens)
-    read = mean_reads(tokens, share, together)
+    read = mean_reads(tokens, of_token, together)
     in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
     if plan.quantizes_all:
         stored = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
@@ -57,13 +57,12 @@ def weights_s_of(
             return stored / memory, 0.0
         return (stored + 1) / memory + product, call_s
 
-    of_expert = max(1, round(tokens * share / read)) if number else tokens  # tokens that one expert gets at once
+    of_expert = max(1, round(tokens * of_token / read)) if number else tokens  # tokens that one expert gets at once
     of_layers, of_experts = of_weight(tokens), of_weight(of_expert)
     outside = of_layers if plan.quantizes_all else of_plain(tokens)
-    joins = config.quantized and tokens <= plan.fused_rows
 
     def seconds(operator: Operator) -> float:
-        calls = bool(operator.flops) and not (joins and operator.same_input)  # of a kernel of its own
+        calls = bool(operator.flops) and not (fused and operator.same_input)  # of a kernel of its own
         parts = (
             (1.0, operator.outside_bytes, 1.0, outside),
             (1 - of_cores[0], operator.layer_bytes, 1.0, of_layers),
