@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import time
 
 import pytest
 
@@ -11,6 +13,7 @@ from zero_inference.architectures import command as compare
 from zero_inference.cli import console_main, run_config
 from zero_inference.measure.remaining import Remaining
 from zero_inference.runtime import progress as progress_module
+from zero_inference.runtime.child_runs import run_child, stage
 from zero_inference.runtime.durations import duration, to_go
 from zero_inference.runtime.progress import GIB, Moved, Progress, current, is_reporting, reporting
 from zero_inference.search import verify
@@ -269,3 +272,21 @@ def test_micro_is_quiet_when_fast_and_results_are_alone_on_stdout(capsys):
     shown = capsys.readouterr()
     assert [line.split(",")[0] for line in shown.out.splitlines()] == ["n", "64", "128"]
     assert not re.search("micro elementwise: row", shown.err)
+
+
+def test_a_waiting_command_shows_the_stage_of_its_child(tmp_path, capsys, monkeypatch):
+    """The last line of the child, behind the command's own, while it runs."""
+    monkeypatch.setattr(progress_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(progress_module, "TICK_S", 0.02)
+    code = "import time; print('loaded 1 GiB\\n[rank0]: perplexity 7 of 8, about 30 s to go\\n', flush=True); time.sleep(1.0)"
+    with reporting(Progress(True)) as shown, shown.task("compare", ticking=True) as task:
+        task.at("run 1 of 12 (16bit)")
+        ended = run_child([sys.executable, "-c", code], tmp_path / "1.out")
+        before = capsys.readouterr().err
+        time.sleep(0.2)
+    assert ended.code == 0
+    assert re.search(
+        r"^compare: run 1 of 12 \(16bit\).* \[perplexity 7 of 8, about 30 s to go\]$", before, re.MULTILINE
+    )
+    assert "perplexity" not in capsys.readouterr().err, "it has ended"
+    assert stage(tmp_path / "nothing") is None

@@ -15,7 +15,8 @@ from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import RunError, UsageError
 from zero_inference.options import examples
-from zero_inference.runtime.progress import Progress, add_verbose, reporting
+from zero_inference.options.verbose import add_verbose
+from zero_inference.runtime.progress import Progress, reporting
 from zero_inference.runtime.signals import exit_on_stop
 from zero_inference.runtime.tables import FORMATS
 

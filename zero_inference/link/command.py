@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_inference.options import examples
-from zero_inference.runtime.progress import Progress, add_verbose, current, importing, reporting
+from zero_inference.options.verbose import add_verbose
+from zero_inference.runtime.progress import Progress, current, importing, reporting
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description

@@ -10,7 +10,7 @@ from pathlib import Path
 from zero_inference.config import NORM_KERNELS
 from zero_inference.errors import UsageError
 from zero_inference.options import examples
-from zero_inference.runtime.progress import add_verbose
+from zero_inference.options.verbose import add_verbose
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS
 

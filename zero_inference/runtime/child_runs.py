@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from zero_inference.runtime.processes import run_with_group
+from zero_inference.runtime.progress import current
 
 Record = dict[str, Any]
+STAGE_BYTES = 4096  # of the end of an output: more than its last line
+LAUNCHED = re.compile(r"^\[rank\d+\]:\s*")
 OWN_ERROR = re.compile("error: ")  # how run_model.py begins the line that says why it ends
 ANY_ERROR = re.compile(
     r"(?i:([\w.]+: )?error: )|[\w.]*(Error|Exception): *\S"
@@ -62,7 +65,8 @@ def run_child(
     """
     before = records()
     try:
-        code = run_with_group(command, output, env, limit_s)
+        with current().with_detail(lambda: stage(output)):
+            code = run_with_group(command, output, env, limit_s)
     except subprocess.TimeoutExpired:
         code = None
     new = records()
@@ -73,11 +77,22 @@ def run_child(
     return Ended(code, output, last if last is not None and (code == 0 or not is_good(last)) else None)
 
 
+def stage(output: Path) -> str | None:
+    """The last line that a run has written so far, such as "generating: loop 2 of 3, ..."; None where there is none."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - STAGE_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((LAUNCHED.sub("", line.strip()) for line in reversed(lines) if line.strip()), None)
+
+
 def last_words(output: str, error: re.Pattern[str] = OWN_ERROR) -> str | None:
     """The last line that begins as `error`, rather than a launcher's remarks after it; else the last line, None where none is.
 
     `[rank0]: ` before a line, which launchers write, is left out.
     """
-    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line.strip()) for line in output.splitlines()]
+    lines = [LAUNCHED.sub("", line.strip()) for line in output.splitlines()]
     lines = [line for line in lines if line]
     return next((line for line in reversed(lines) if error.match(line)), lines[-1] if lines else None)

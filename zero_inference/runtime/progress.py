@@ -18,8 +18,6 @@ from zero_inference.runtime.invocation import first_rank
 from zero_inference.runtime.text import printable
 
 if TYPE_CHECKING:  # rich is imported where a terminal is there to show it
-    import argparse
-
     from rich.console import Console
     from rich.live import Live
     from rich.progress import Progress as Bar
@@ -99,6 +97,16 @@ class Progress:
 
         return advance
 
+    @contextlib.contextmanager
+    def with_detail(self, detail: Callable[[], str | None]) -> Iterator[None]:
+        """The line of the innermost task ends with `detail` within."""
+        task = self._tasks[-1] if self._tasks else Task(self, "", None, None)
+        task.detail = detail
+        try:
+            yield
+        finally:
+            task.detail = lambda: None
+
     def clear(self) -> None:
         """Take the live line off the terminal; the next update puts it back."""
         with self._lock, contextlib.suppress(OSError):  # the terminal is gone
@@ -163,12 +171,14 @@ class Task:
 
     Attributes:
         done: units that are finished.
+        detail: what stands behind the line, such as the stage of a child process; None where there is nothing to say.
     """
 
     def __init__(self, progress: Progress, name: str, total: float | None, after_s: float | None):
         self.progress, self.name, self.total, self.done = progress, name, total, 0.0
         self._start = self._since = progress.clock()
         self._words: str | None = None
+        self.detail: Callable[[], str | None] = lambda: None
         self._left_s: float | None = None
         at_once = 0.0 if progress.on_terminal else QUIET_S
         self._next_shown = self._start + (at_once if after_s is None else after_s)
@@ -204,7 +214,8 @@ class Task:
         if self._words is None:
             return f"{self.name} ..." + (f" ({duration(elapsed)} so far)" if elapsed >= QUIET_S else "")
         so_far = f", {duration(elapsed)} so far" if elapsed >= 1 else ""
-        return f"{self.name}: {self._words}{so_far}{to_go(left)}"
+        detail = self.detail()
+        return f"{self.name}: {self._words}{so_far}{to_go(left)}" + (f" [{detail}]" if detail else "")
 
     def refresh(self) -> None:
         """Show it, if it is time to."""
@@ -274,17 +285,6 @@ def reporting(progress: Progress) -> Iterator[Progress]:
     finally:
         _current.remove(progress)
         progress.close()
-
-
-def add_verbose(parser: argparse._ActionsContainer) -> None:
-    """`--verbose` of a command."""
-    parser.add_argument(
-        "--verbose",
-        type=int,
-        choices=(0, 1, 2),
-        default=1,
-        help="0: no progress and no warnings; 2: a traceback with an error (default: 1)",
-    )
 
 
 def importing(what: str, enabled: bool = True) -> contextlib.AbstractContextManager[Task]:

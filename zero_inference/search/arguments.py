@@ -9,7 +9,7 @@ from typing import Any
 from zero_inference.config import ENGINES, GOALS, QUANT_BITS
 from zero_inference.options import examples, values
 from zero_inference.options.run import DTYPE, add_model
-from zero_inference.runtime.progress import add_verbose
+from zero_inference.options.verbose import add_verbose
 
 SHOWN = 10
 BITS = ",".join(map(str, QUANT_BITS))
