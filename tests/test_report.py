@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_inference.cli import console_main
 from zero_inference.errors import UsageError
 from zero_inference.records.write import append_record
 from zero_inference.report import command
@@ -187,6 +188,9 @@ def test_throughput_sorts_best_first_and_latency_ascending(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_main(tmp_path, "--sort", "speed")
     assert stopped.value.code == 2 and "total_throughput" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        console_main(["zero-inference", "report", str(tmp_path), "--sort", "total-througput"])
+    assert capsys.readouterr().err == "error: --sort total-througput: did you mean total_throughput?\n"
 
 
 def test_all_columns_adds_those_in_which_runs_agree(tmp_path, capsys):
@@ -199,7 +203,10 @@ def test_all_columns_adds_those_in_which_runs_agree(tmp_path, capsys):
 
 def test_nothing_to_report_is_said_and_is_exit_code_2(tmp_path, capsys):
     assert run_main(tmp_path) == 2
-    assert f"no run in the .log and .jsonl files of {tmp_path}; run run_model.py first" in capsys.readouterr().err
+    assert (
+        f"no run in the .log and .jsonl files of {tmp_path}; python run_model.py ... makes one"
+        in capsys.readouterr().err
+    )
     (tmp_path / "a.log").write_text("")
     for name, what in (("gone", "does not exist"), ("a.log", "is a file, not a folder")):
         with pytest.raises(UsageError, match=what):

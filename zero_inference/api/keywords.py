@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from zero_inference.config import DEFAULTS
+from zero_inference.runtime.near import closest
 
 
 def check_names(function: str, given: Iterable[str], known: Collection[str], elsewhere: Mapping[str, str]) -> None:
@@ -21,7 +21,7 @@ def check_names(function: str, given: Iterable[str], known: Collection[str], els
             continue
         if name in elsewhere:
             raise TypeError(f"{function}() has no keyword {name!r}: {elsewhere[name]}")
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+        near = closest(name, known)
         meant = f"did you mean {', '.join(near)}?" if near else f"help(zero_inference.{function}) lists them."
         raise TypeError(f"{function}() got an unexpected keyword {name!r}; {meant}")
 

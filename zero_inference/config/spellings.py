@@ -20,6 +20,7 @@ _BITS = {
     **{form.format(bits): bits for bits in (8, 4) for form in ("int{}", "uint{}", "q{}")},
     **dict.fromkeys(("fp16", "bf16", "float16", "bfloat16", "half", "none"), 16),
 }
+MOST_LISTED = 12  # choices, beside a near one
 _STORED = {8: ("int8", "uint8", "8bit", "8-bit"), 4: ("int4", "uint4", "nf4", "fp4", "4bit", "4-bit")}
 
 
@@ -63,4 +64,6 @@ def not_among(option: str, said: Any, allowed: tuple[Any, ...]) -> str:
     """The sentence for a value that is none of those allowed."""
     names = [str(each) for each in allowed if each is not None]
     near = did_you_mean(str(said), names)
+    if near and len(names) > MOST_LISTED:
+        return f"{option} {said}: {near}"
     return f"{option} {said}: choose one of {', '.join(names)}" + (f"; {near}" if near else ".")

@@ -28,6 +28,7 @@ from zero_inference.report.runs import (
 )
 from zero_inference.report.short import model_in_short
 from zero_inference.report.terminal import print_short
+from zero_inference.runtime.invocation import run_command
 from zero_inference.runtime.replace import check_output_file
 from zero_inference.runtime.tables import FORMATS, texts_of
 
@@ -158,7 +159,7 @@ def _check(args: argparse.Namespace) -> None:
     for folder in args.log_dir:
         if not folder.is_dir():
             what = "is a file, not a folder" if folder.exists() else "does not exist"
-            raise UsageError(f"{folder} {what}; give the folder that run_model.py logs to.")
+            raise UsageError(f"{folder} {what}; give the folder of --log-dir, logs/ where none was given.")
     if args.html:
         if Path(os.path.realpath(args.html)).suffix in SUFFIXES:
             raise UsageError(f"--html {args.html} has the name of a log or record; end it in .html.")
@@ -179,7 +180,7 @@ def main(args: argparse.Namespace) -> int:
         _write_html(args, records)
     if not records:
         what = f"no run in the .log and .jsonl files of {_named(args.log_dir)}"
-        warn(f"{'warning' if args.html else 'error'}: {what}; run run_model.py first")
+        warn(f"{'warning' if args.html else 'error'}: {what}; {run_command(['...'])} makes one")
         return 0 if args.html else 2
     if args.prediction:
         if not print_predictions(records, args.format):

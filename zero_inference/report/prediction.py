@@ -105,6 +105,12 @@ def summary_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+NOTHING_ELSE = (
+    "No times and no memory were predicted for these runs, because their machine had not been measured before: zero-inference link --save "
+    "does that once."
+)
+
+
 def print_predictions(records: Sequence[dict[str, Any]], format: str) -> bool:
     """Print the rows, followed by their distribution where people read them; false where no record has a prediction."""
     if format == "table":
@@ -138,6 +144,9 @@ def prediction_table(rows: list[dict[str, Any]], colour: bool, width: int) -> st
         for name, (header, rank) in SHORT_HEADERS.items()
         if known[name] and QUANTITIES[name][0] not in exact
     ]
+    if not figures:
+        said = f"as predicted in all {len(rows)} runs: {', '.join(exact)}. " if exact else ""
+        return "\n".join([*textwrap.wrap(f"{said}{NOTHING_ELSE}", width, break_on_hyphens=False), ""])
     runs = [
         Shown(
             "model",
