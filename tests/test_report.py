@@ -190,7 +190,7 @@ def test_throughput_sorts_best_first_and_latency_ascending(tmp_path, capsys):
     assert stopped.value.code == 2 and "total_throughput" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         console_main(["zero-inference", "report", str(tmp_path), "--sort", "total-througput"])
-    assert capsys.readouterr().err == "error: --sort total-througput: did you mean total_throughput?\n"
+    assert capsys.readouterr().err == "error: --sort total_througput: did you mean total_throughput?\n"
 
 
 def test_all_columns_adds_those_in_which_runs_agree(tmp_path, capsys):
