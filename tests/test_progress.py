@@ -278,7 +278,7 @@ def test_a_waiting_command_shows_the_stage_of_its_child(tmp_path, capsys, monkey
     """The last line of the child, behind the command's own, while it runs."""
     monkeypatch.setattr(progress_module, "QUIET_S", 0.05)
     monkeypatch.setattr(progress_module, "TICK_S", 0.02)
-    code = "import time; print('loaded 1 GiB\\n[rank0]: perplexity 7 of 8, about 30 s to go\\n', flush=True); time.sleep(1.0)"
+    code = "import time; print('loaded 1 GiB\\n[rank0]: perplexity 7 of 8, about 30 s to go\\nwarning: no\\n', flush=True); time.sleep(1.0)"
     with reporting(Progress(True)) as shown, shown.task("compare", ticking=True) as task:
         task.at("run 1 of 12 (16bit)")
         ended = run_child([sys.executable, "-c", code], tmp_path / "1.out")

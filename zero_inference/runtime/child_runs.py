@@ -17,6 +17,7 @@ from zero_inference.runtime.progress import current
 
 Record = dict[str, Any]
 STAGE_BYTES = 4096  # of the end of an output: more than its last line
+PROGRESS = re.compile(r" so far| to go|\.\.\.\s*$")  # as runtime.progress writes it
 LAUNCHED = re.compile(r"^\[rank\d+\]:\s*")
 OWN_ERROR = re.compile("error: ")  # how run_model.py begins the line that says why it ends
 ANY_ERROR = re.compile(
@@ -78,14 +79,14 @@ def run_child(
 
 
 def stage(output: Path) -> str | None:
-    """The last line that a run has written so far, such as "generating: loop 2 of 3, ..."; None where there is none."""
+    """The last line of progress that a run has written so far, such as "generating: loop 2 of 3, ..."; None where there is none."""
     try:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - STAGE_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return None
-    return next((LAUNCHED.sub("", line.strip()) for line in reversed(lines) if line.strip()), None)
+    return next((LAUNCHED.sub("", line.strip()) for line in reversed(lines) if PROGRESS.search(line)), None)
 
 
 def last_words(output: str, error: re.Pattern[str] = OWN_ERROR) -> str | None:
