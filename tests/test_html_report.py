@@ -431,6 +431,16 @@ def test_the_table_says_in_words_where_weights_are_and_what_binds(tmp_path):
     assert all(len(row[2].replace(".", "")) == 3 for row in rows), "three digits"
 
 
+def test_the_memory_of_a_run_on_a_cpu_is_the_host_s(tmp_path):
+    on_cpu = dict(
+        device="cpu", limit=limit("device_memory", floor_step_s={"device_memory": 0.1}, link_kind="host memory copy")
+    )
+    page = page_of(tmp_path, [rich_record(**on_cpu), rich_record(step_s=0.4, **on_cpu)])
+    assert [row[4] for row in page.rows[1:]] == ["host memory"] * 2
+    assert "bound by host memory (3900 GB/s)" in page.words
+    assert "device memory" not in (tmp_path / "page.html").read_text()
+
+
 def test_link_time_is_drawn_for_the_runs_that_observed_it(tmp_path):
     use = {"busy_s": 6.0, "slot_wait_s": 3.0, "host_late_s": 0.3, "step_start_s": 0.7, "gbps_while_busy": 54.07}
     page = page_of(

@@ -9,7 +9,6 @@ from typing import Any
 
 from zero_inference.runtime.tables import NOT_KNOWN, Column, one_line, terminal_table
 
-PIPED_WIDTH = 100
 GAP = 2  # characters between two columns
 
 

@@ -157,7 +157,8 @@ class Run:
 
     @property
     def bound_by(self) -> str | None:
-        """What limits a decode step: link, disk, device_memory or matmul. Older records do not name it; they had only link and disk."""
+        """What limits a decode step: link, disk, device_memory (host_memory on a CPU) or matmul. Older records do not name it; they
+        had only link and disk."""
         if self.share_of_limit is None:
             return None
         disk_bytes, disk_gb_per_s = self.amount("transfers.disk_read_bytes_per_step"), self.amount("limit.disk_gbps")
@@ -170,7 +171,13 @@ class Run:
             and disk_gb_per_s
             and (not link_gb_per_s or disk_bytes / disk_gb_per_s > (link_bytes or 0) / link_gb_per_s)
         )
-        return self.text("limit.bound_by") or ("disk" if on_disk else "link")
+        bound = self.text("limit.bound_by") or ("disk" if on_disk else "link")
+        return self.memory if bound == "device_memory" else bound
+
+    @property
+    def memory(self) -> str:
+        """What products read their weights from, as `bound_by` calls it."""
+        return "host_memory" if self.text("device") == "cpu" else "device_memory"
 
     @cached_property
     def _loops(self) -> list[dict[str, Any]]:

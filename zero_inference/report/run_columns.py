@@ -39,7 +39,7 @@ _HEADERS = {
 }
 # Of options, those that tell most beside the column `where`, as a narrow terminal cuts what comes last.
 FIRST_OPTIONS = ("cpu-compute", "cpu-threads", "decode-graph", "norm-kernels", "gpu-memory", "ring-depth")
-BOUNDS = {"link_and_cores": "link+cores", "device_memory": "memory", "matmul": "products"}
+BOUNDS = {"link_and_cores": "link+cores", "device_memory": "memory", "host_memory": "memory", "matmul": "products"}
 
 
 def result_columns(runs: Sequence[Run]) -> list[Shown]:

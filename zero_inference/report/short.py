@@ -12,6 +12,7 @@ BOUND_NAMES = {
     "link_and_cores": "link and cores",
     "disk": "disk",
     "device_memory": "device memory",
+    "host_memory": "host memory",  # of a run on a CPU, whose record calls it device memory too
     "matmul": "matrix products",
 }
 

@@ -15,6 +15,7 @@ from zero_inference.runtime.text import printable
 
 FORMATS = ("table", "md", "csv", "json")
 NOT_KNOWN = "-"
+PIPED_WIDTH = 100  # of a table where stdout is no terminal
 LONGEST_TEXT = 2000  # of a cell
 MOST_DECIMALS = 6  # of figures with three digits
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
+from zero_inference.runtime.tables import PIPED_WIDTH
 from zero_inference.search.arguments import SHOWN
 from zero_inference.search.candidates import Candidate, Found
 from zero_inference.search.picture import draw
 from zero_inference.search.ranking import ranked
-from zero_inference.search.table import PIPED_WIDTH, in_json, rows_of, table
+from zero_inference.search.table import in_json, rows_of, table
 from zero_inference.search.verify import verified
 from zero_inference.search.words import (
     commands,

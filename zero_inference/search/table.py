@@ -10,11 +10,10 @@ from typing import Any
 from zero_inference.planning.memory import HOST_MEMORY
 from zero_inference.planning.plan import Plan
 from zero_inference.runtime.amounts import in_gib
-from zero_inference.runtime.tables import Column, significant, terminal_table, texts_of
+from zero_inference.runtime.tables import PIPED_WIDTH, Column, significant, terminal_table, texts_of
 from zero_inference.search.candidates import Candidate
 from zero_inference.search.ranking import pareto_front
 
-PIPED_WIDTH = 100
 NARROW = 96  # columns of a terminal below which the table's own stand closer together
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # By key of `RATE_WORDS`, short enough for a column.

@@ -49,7 +49,7 @@ def verified(best: Sequence[Candidate], count: int, goal: str, say: Callable[[st
 
 def _measured_tokens_per_s(candidate: Candidate, folder: Path, number: int, say: Callable[[str], None]) -> float | None:
     """None where the run failed, which `say` is told."""
-    config = replace(candidate.config, gen_len=min(candidate.config.gen_len, MOST_TOKENS), dry_run=False, verbose=0)
+    config = replace(candidate.config, gen_len=min(candidate.config.gen_len, MOST_TOKENS), dry_run=False, verbose=1)
     log, output = folder / f"{number}.log", folder / f"{number}.out"
     options = [*options_of(config), "--loops", "1", "--log-file", str(log)]
     records = log.with_suffix(".jsonl")

@@ -16,8 +16,10 @@ def bounds_among(found: Iterable[str]) -> list[str]:
 
 
 def look(bound: str) -> tuple[str, str]:
-    """Colour and marker; names from other tools share the last."""
-    index = list(BOUND_NAMES).index(bound) if bound in BOUND_NAMES else len(BOUND_NAMES)
+    """Colour and marker; both memories share one, and names from other tools the last."""
+    known = [name for name in BOUND_NAMES if name != "host_memory"]
+    bound = "device_memory" if bound == "host_memory" else bound
+    index = known.index(bound) if bound in known else len(known)
     return SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
 
 

@@ -66,8 +66,8 @@ def _bytes_per_step(run: Run) -> float:
     """See `Point`; 0 where it is not known."""
     if run.bound_by == "disk":
         return _moved(run, "disk_read")
-    outside = _outside(run) if _has_link(run) and run.bound_by != "device_memory" else 0.0
-    step_s, rate = run.amount("limit.floor_step_s.device_memory"), rates(run).get("device_memory")
+    outside = _outside(run) if _has_link(run) and run.bound_by != run.memory else 0.0
+    step_s, rate = run.amount("limit.floor_step_s.device_memory"), rates(run).get(run.memory)
     return outside or (step_s or 0.0) * (rate or 0.0)
 
 
@@ -94,7 +94,7 @@ def rates(run: Run) -> dict[str, float]:
         "link": run.amount("limit.link_gbps") if _has_link(run) else None,
         "link_and_cores": link + cores if link and cores and _has_link(run) else None,
         "disk": run.amount("limit.disk_gbps"),
-        "device_memory": device * max(1, run.whole("world_size") or 1) if device else None,
+        run.memory: device * max(1, run.whole("world_size") or 1) if device else None,
     }
     return {bound: 1e9 * rate for bound, rate in known.items() if rate and rate > 0}
 
@@ -105,10 +105,10 @@ def _rates_of(points: list[Point]) -> dict[str, tuple[float, float]]:
     for point in points:
         if point.run.bound_by == "disk":
             applies.add("disk")
-        elif _has_link(point.run) and point.run.bound_by != "device_memory" and _outside(point.run):
+        elif _has_link(point.run) and point.run.bound_by != point.run.memory and _outside(point.run):
             applies |= {"link"} | ({"link_and_cores"} if _moved(point.run, "cores") else set())
         else:
-            applies.add("device_memory")
+            applies.add(point.run.memory)
     found: dict[str, list[float]] = {}
     for point in points:
         for bound, rate in rates(point.run).items():
@@ -134,7 +134,7 @@ def _by_link(points: list[Point]) -> list[list[Point]]:
 
     def rate(point: Point) -> float:
         known = rates(point.run)
-        return known.get("link") or known.get("device_memory") or 0.0
+        return known.get("link") or known.get(point.run.memory) or 0.0
 
     parts: list[list[Point]] = []
     for point in sorted(points, key=rate, reverse=True):
@@ -152,6 +152,6 @@ def _name(points: list[Point], found: dict[str, tuple[float, float]], several: b
         parts.append(f"{cpu} with {cores} cores" if cores else cpu)
     if ranks and ranks > 1:
         parts.append(f"{ranks} ranks")
-    if several and (rate := found.get("link") or found.get("device_memory")):
+    if several and (rate := found.get("link") or found.get(run.memory)):
         parts.append(f"{'link' if 'link' in found else 'memory'} {number(rate[1] / 1e9)} GB/s")
     return clean(", ".join(parts))

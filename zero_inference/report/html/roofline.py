@@ -180,6 +180,7 @@ def _what_x_is(machine: Machine) -> str:
         "device_memory": "of device memory that are read where that binds it"
         if len(machine.rates) > 1
         else "of memory that are read",
+        "host_memory": "of memory that are read",
     }
     known = [words for bound, words in kinds.items() if bound in machine.rates]
     return f"A token needs its share of the bytes of a step {'; '.join(known)}."

@@ -16,6 +16,7 @@ LIMIT_WORDS = {
     "link_and_cores": "the limit of link and cores",
     "disk": "the disk's limit",
     "device_memory": "device memory's limit",
+    "host_memory": "host memory's limit",
     "matmul": "the limit of matrix products",
 }
 LEADERS_NAMED = 3
@@ -157,6 +158,7 @@ def _limit_named(run: Run) -> str:
         ),
         "disk": lambda: with_rate("the disk", "limit.disk_gbps", "GB/s", "transfers.disk_read_bytes_per_step"),
         "device_memory": lambda: with_rate("device memory", "limit.device_copy_gbps", "GB/s"),
+        "host_memory": lambda: with_rate("host memory", "limit.device_copy_gbps", "GB/s"),
         "matmul": lambda: with_rate("matrix products", "limit.matmul_tflops", "TFLOP/s"),
     }
     return names.get(run.bound_by, lambda: run.bound_by)()
