@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import html
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 SHOWN = 10
 SEVERAL = ("batch_size", "quant_bits", "engine", "num_gpus")  # keywords that take one value or a list
 OTHERS = ("dtype", "dummy", "trust_remote_code", "verify")
-NAMED = ("machine", "assume", "goal", "kv_offload", "prompt_len", "gen_len", "max_gpu_memory", "max_host_memory")
 ELSEWHERE = {
     **dict.fromkeys(("json", "plot", "all"), "the result has frame(), and holds all configurations"),
     "machines": "`zero-inference plan --machines` lists the typical machines",
@@ -202,7 +202,7 @@ def plan(
         TypeError: there is no such keyword.
         UsageError: the model or the machine cannot be used. A model that fits nowhere is no error: `best` is None then.
     """
-    check_names("plan", options, (*OTHERS, *SEVERAL, *NAMED), ELSEWHERE)
+    check_names("plan", options, (*OTHERS, *inspect.signature(plan).parameters), ELSEWHERE)
     values = {"machine": machine, "assume": assume, "goal": goal, "prompt_len": prompt_len, "gen_len": gen_len}
     values |= {"max_gpu_memory": max_gpu_memory, "max_host_memory": max_host_memory, **options}
     if kv_offload is not None:
