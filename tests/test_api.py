@@ -166,9 +166,11 @@ def test_a_checkpoints_own_length_ends_where_memory_does(checkpoints):
         assert model.generate(**batch(1, 5)).shape == (1, 12)
 
 
-def test_an_unloaded_model_holds_nothing_and_says_so(checkpoints):
-    model = load(checkpoints("llama"), max_length=16, **CPU)
+@pytest.mark.parametrize("way", ["resident", pytest.param("deepspeed", marks=deepspeed_on_cpu)])
+def test_an_unloaded_model_holds_nothing_and_says_so(way, checkpoints, tmp_path):
+    model = load(checkpoints("llama"), max_length=16, **placed(way, tmp_path))
     parameter = weakref.ref(next(model.parameters()))
+    model.generate(**batch(1, 5), max_new_tokens=3)
     unload(model)
     model.unload()
     gc.collect()

@@ -42,6 +42,7 @@ from zero_inference.engines.deepspeed.quantization import (
     plan_quantization,
     stored_numel,
 )
+from zero_inference.engines.deepspeed.release import Additions
 from zero_inference.engines.deepspeed.store import ParameterStore
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
 from zero_inference.errors import UsageError
@@ -189,10 +190,14 @@ def _load(
         plan.pinned,
         job.ranks,
     )
+    releases.callback(store.close)
     load_weights(model, job.spec, job.config.seed, device, store.adopt, progress)
     model.to(device)  # buffers; the parameters are empty shells by now
     set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=lambda kind: kind.__name__))
+    additions = Additions(model)
+    releases.callback(additions.remove)
     engine = deepspeed.initialize(model=model, config=ds_config)[0]
+    additions.note()
     engine.module.eval()
     store.count_transfers(model)
     releases.callback(engine.destroy)

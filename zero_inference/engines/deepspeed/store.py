@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from zero_inference.engines.deepspeed.quantization import QuantizationPlan, quan
 from zero_inference.engines.offload_folder import reserve
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.host_memory import host_empty
+from zero_inference.runtime.signals import held
 from zero_inference.runtime.transfers import Transfers
 
 
@@ -39,8 +41,25 @@ class ParameterStore:
         self.places, self.pinned, self.ranks = places, pinned, ranks
         self.transfers = Transfers()
         self.weight_bytes = 0
-        if places.offload == "nvme":
-            _reserve_before_writing(context.param_swapper)
+        self.parameters: list[torch.nn.Parameter] = []
+        self.swapper = context.param_swapper if places.offload == "nvme" else None
+        if self.swapper is not None:
+            _reserve_before_writing(self.swapper)
+            _hold_signals_while_counting(self.swapper)
+
+    def close(self) -> None:
+        """Wait for reads and writes that are under way, as after an error or a signal in the middle of a pass, and free the memory
+        that libaio reads into: DeepSpeed aborts the process where its handles go before they are done, and keeps that memory."""
+        if self.swapper is None:
+            return
+        self.swapper.synchronize_writes()
+        self.swapper.synchronize_reads()
+        if not self.swapper.use_gds:
+            for parameter in self.parameters:
+                if parameter.ds_tensor.device.type == "cpu":  # it may be a view of that memory
+                    parameter.ds_tensor.data = self.swapper.invalid_buffer.data
+            self.swapper.aio_read_handle.free_cpu_locked_tensor(self.swapper.buffers)
+        self.swapper, self.parameters = None, []
 
     def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.ranks.device)
@@ -52,6 +71,7 @@ class ParameterStore:
         if self.places.place(parameter, parameter.ds_numel, in_layer) == "host":
             self._place_in_host_memory(parameter)
         parameter.partition(has_been_updated=True)
+        self.parameters.append(parameter)
 
     def _place_in_host_memory(self, parameter: torch.nn.Parameter) -> None:
         """What ZeRO-3 does at a first partition, in host memory of the exact size."""
@@ -67,13 +87,11 @@ class ParameterStore:
 
     def count_transfers(self, model) -> None:
         """Raise the counters wherever ZeRO-3 fetches: host partitions at a gather, NVMe partitions at a swap-in."""
-        transfers = self.transfers
-        swapper = None
+        transfers, swapper = self.transfers, self.swapper
         if self.places.offload == "none":
             return
         for parameter in model.parameters():
             parameter.all_gather_coalesced = _counted_gather(parameter.all_gather_coalesced, transfers)
-            swapper = swapper or parameter.nvme_swapper
         if swapper is not None:
             swap_in = swapper.swap_in
 
@@ -97,6 +115,22 @@ def _reserve_before_writing(swapper) -> None:
         return swap_out(params, *args, **kwargs)
 
     swapper._swap_out = reserved_swap_out
+
+
+def _hold_signals_while_counting(swapper) -> None:
+    """Have a signal take effect only once DeepSpeed has counted what it handed to libaio, or what it waited for: a count of
+    nothing is not waited for, and waiting for nothing aborts the process."""
+
+    def whole(method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            with held():
+                return method(*args, **kwargs)
+
+        return call
+
+    for name in ("_swap_out", "swap_in", "synchronize_writes", "synchronize_reads"):
+        setattr(swapper, name, whole(getattr(swapper, name)))
 
 
 def _counted_gather(gather, transfers: Transfers):
