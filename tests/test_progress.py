@@ -114,8 +114,13 @@ def test_bytes_are_told_with_their_rate(clock, capsys):
     assert lines(capsys) == ["fetching weights: 40.0 of 100.0 GiB (0.21 GB/s), about 5 min to go"]
     advance = progress.loading(4 * GIB)
     clock.now += 11
-    advance(GIB)
-    assert lines(capsys) == ["loading weights: 1.00 of 4.00 GiB (0.098 GB/s), about 35 s to go"]
+    advance(GIB // 100)
+    clock.now += 11
+    advance(GIB - GIB // 100)
+    assert lines(capsys) == [
+        "loading weights: 0.01 of 4.00 GiB",  # too few bytes for a rate
+        "loading weights: 1.00 of 4.00 GiB (0.049 GB/s), about 65 s to go",
+    ]
 
 
 def test_something_slow_is_mentioned_from_a_thread_while_it_goes_on(capsys, monkeypatch):

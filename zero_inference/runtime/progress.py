@@ -26,6 +26,7 @@ QUIET_S = 10.0  # between two plain lines, and before the first one
 TICK_S = 1.0
 REFRESH_S = 0.1  # of a live line: a token may take less
 SLOW_IMPORT_S = 2.0
+LEAST_SHARE = 0.01  # of the bytes, that has to be moved before a rate is shown: the first ones may wait for a compiler
 GIB = 1 << 30
 
 
@@ -250,10 +251,11 @@ class Moved:
         if not progress.enabled or now < self._next_shown:
             return
         total = max(self._total, done)
-        rate = (done - self._already) / max(now - self._start, 1e-9)
-        left = (total - done) / rate if rate > 0 else None
         digits = 1 if total >= 10 * GIB else 2
-        words = f"{done / GIB:.{digits}f} of {total / GIB:.{digits}f} GiB ({rate / 1e9:.2g} GB/s){to_go(left)}"
+        words = f"{done / GIB:.{digits}f} of {total / GIB:.{digits}f} GiB"
+        if done - self._already >= max(LEAST_SHARE * total, 1):
+            rate = (done - self._already) / max(now - self._start, 1e-9)
+            words += f" ({rate / 1e9:.2g} GB/s){to_go((total - done) / rate)}"
         if progress.on_terminal:
             self._next_shown = now + REFRESH_S
             progress.show_bar(self._name, total, done, words)
