@@ -548,12 +548,10 @@ def test_accelerate_refuses_several_ranks(checkpoints, run_model):
 
 
 def test_help_answers_without_torch():
-    import time
-
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-X", "importtime", str(ROOT / "run_model.py"), "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0 and "--cpu-offload" in done.stdout
-    assert time.perf_counter() - start < 1.0
-    assert not any(line.split("|")[-1].strip() in ("torch", "transformers") for line in done.stderr.splitlines())
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "zero_inference.options.run" in imported
+    assert not imported & {"torch", "transformers", "deepspeed", "accelerate", "numpy", "pandas", "matplotlib", "rich"}

@@ -93,7 +93,7 @@ def test_the_peak_of_host_memory_is_planned_to_10_percent(
     (tmp_path / "model" / "config.json").write_text(json.dumps(FAMILIES[family] | SIZES[family]))
     asked = ["--model", str(tmp_path / "model"), "--dummy", "--dtype", "bfloat16", "--engine", *options.split()]
     asked += ["--offload-dir", str(tmp_path / "offload")] if "--disk-offload" in options else []
-    asked += ["--batch-size", "8", "--prompt-len", "64", "--gen-len", "3"]
+    asked += ["--batch-size", "4", "--prompt-len", "32", "--gen-len", "3"]
     monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(description))
 
     def run() -> dict:

@@ -248,7 +248,7 @@ def test_blocks_are_made_for_the_caches_of_the_cores_that_copy(threads, cores, e
 def test_matmul_counts_two_operations_a_product():
     size = 384
     left, right = torch.randn(size, size), torch.randn(size, size)
-    for _ in range(3):
+    for _ in range(10):  # other processes share this machine
         measured = compute.matmul_tflops(CPU, torch.float32, size=size, seconds=0.2)
         spent = []
         for _ in range(20):
