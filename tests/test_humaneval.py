@@ -81,9 +81,10 @@ def test_canonical_solutions_pass_and_broken_ones_do_not():
     items = load_items("humaneval", None)
     right = [program_of(item, item["canonical_solution"]) for item in items]
     assert [outcome for outcome in run_programs(right, LIMITS, 2) if not outcome.passed] == []
-    wrong = [program_of(item, broken(item["canonical_solution"])) for item in items]
+    some = items[::3]
+    wrong = [program_of(item, broken(item["canonical_solution"])) for item in some]
     outcomes = run_programs(wrong, LIMITS, 2)
-    assert [item["task_id"] for item, outcome in zip(items, outcomes) if outcome.passed] == []
+    assert [item["task_id"] for item, outcome in zip(some, outcomes) if outcome.passed] == []
     assert pass_scores([0] * len(items), 1, (1,))["pass_at_k"] == {1: 0.0}
 
 
