@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forks import (
@@ -23,7 +24,7 @@ from forks import (
     Copier,
     ForkServer,
     Process,
-    measure_with_small_blocks,
+    measure_quickly,
     rank_variables,
     session,
     start_all,
@@ -154,16 +155,16 @@ def short_full_collections():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def usual_blocks() -> dict[str, int]:
-    """Blocks that runs measure with are small, but on a GPU's host, whose cores are measured beside its link; how large they would be."""
-    return measure_with_small_blocks() if too_few_gpus(1) else {}
+def usual_effort() -> dict[str, Any]:
+    """Runs measure their machine quickly, but on a GPU's host, whose cores are measured beside its link; what they would do else."""
+    return measure_quickly() if too_few_gpus(1) else {}
 
 
 @pytest.fixture
-def measured_as_for_users(usual_blocks, monkeypatch) -> None:
-    """Runs in this process measure with blocks of the usual size."""
-    for name, value in usual_blocks.items():
-        monkeypatch.setattr(f"zero_inference.link.caches.{name}", value)
+def measured_as_for_users(usual_effort, monkeypatch) -> None:
+    """Runs in this process measure as they do for users."""
+    for name, value in usual_effort.items():
+        monkeypatch.setattr(name, value)
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -33,9 +33,9 @@ import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-QUICKLY = "measure_with_small_blocks"  # among modules
+QUICKLY = "measure_quickly"  # among modules
 # These read nothing of the environment that a test may change. The hub's libraries, which do, come in only where nothing is changed.
 OTHERS = (
     "numpy",
@@ -55,7 +55,15 @@ OTHERS = (
 )
 OURS = (
     "transformers.modeling_utils",
-    "transformers.generation",
+    "transformers.convert_slow_tokenizer",
+    "transformers.generation.utils",
+    "transformers.integrations.mistral",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.opt.modeling_opt",
+    "rich.live",
+    "rich.table",
     "zero_inference.running",
     "zero_inference.engines.stream.engine",
 )
@@ -63,6 +71,12 @@ LIBRARIES = (*OTHERS, QUICKLY)
 PROGRAM = (*OTHERS, *OURS, QUICKLY)
 AS_USERS = (*OTHERS, *OURS)
 SMALL_BLOCK = 16 << 20
+QUICK = {
+    **{f"zero_inference.link.caches.{name}": SMALL_BLOCK for name in ("LEAST_BYTES", "MOST_BYTES", "UNKNOWN_BYTES")},
+    "zero_inference.link.effort.LINK_S": {"cpu": 0.01},
+    "zero_inference.link.effort.PRODUCT_S": {"cpu": 0.01},
+    "zero_inference.link.effort.PRODUCT_SIZE": {"cpu": 256},
+}
 START_S = 300  # of the first copy, which the libraries are imported for
 # The folder of sockets and the session's first process, which makes both known to those that it starts.
 SESSION = "ZERO_INFERENCE_TESTS_COPIES"
@@ -196,16 +210,19 @@ def start_copy(
         raise
 
 
-def measure_with_small_blocks() -> dict[str, int]:
-    """Without a GPU a run measures how fast it copies in host memory, with blocks for which this machine's caches are too small: a
-    gigabyte where they are large, and to touch that takes longer than a small model's run. From here on this process takes small ones.
+def measure_quickly() -> dict[str, Any]:
+    """Without a GPU a run measures how fast it copies in host memory, with blocks for which this machine's caches are too small (a
+    gigabyte where they are large), and how fast it multiplies, which takes longer than a small model's run. From here on this
+    process takes small blocks and small matrices, and as few of them as it may.
 
-    Returns what it took before, by name in `link.caches`.
+    Returns what it took before, by module and name.
     """
-    caches = importlib.import_module("zero_inference.link.caches")
-    before = {name: getattr(caches, name) for name in ("LEAST_BYTES", "MOST_BYTES", "UNKNOWN_BYTES")}
-    for name in before:
-        setattr(caches, name, SMALL_BLOCK)
+    before = {}
+    for place, value in QUICK.items():
+        module, _, name = place.rpartition(".")
+        where = importlib.import_module(module)
+        before[place] = getattr(where, name)
+        setattr(where, name, value)
     return before
 
 
@@ -259,7 +276,7 @@ def serve(path: str, anchor: str, modules: Sequence[str]) -> None:
     gc.disable()
     for name in modules:
         if name == QUICKLY:
-            measure_with_small_blocks()
+            measure_quickly()
         else:
             importlib.import_module(name)
     gc.freeze()

@@ -7,7 +7,6 @@ import importlib
 import subprocess
 import sys
 
-import pytest
 import tomllib
 from conftest import ROOT, without_gpus
 

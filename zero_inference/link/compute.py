@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_inference.link import caches
+from zero_inference.link import caches, effort
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import linear_groups
 
@@ -54,11 +54,11 @@ def matmul_tflops(
     2 size^3 operations.
 
     Args:
-        size: 8192 on CUDA and 1024 on a CPU where not given.
+        size: that of `link.effort` where not given: 8192 on CUDA, 1024 on a CPU.
         seconds: to measure for, for each number of rows.
         rows: other numbers of rows of the first matrix to try; the best of all is the rate.
     """
-    size = size or (8192 if device.type == "cuda" else 1024)
+    size = size or effort.PRODUCT_SIZE[device.type]
 
     def of(count: int) -> float:
         # random values: zeros draw less power, and a GPU at its power limit then clocks higher than any model would see

@@ -11,6 +11,7 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.engines.base import Timeline
 from zero_inference.errors import RunError
+from zero_inference.link import effort
 from zero_inference.link.compute import device_copy_gb_per_s, matmul_tflops
 from zero_inference.link.copy import Rate, blocks_of, host_to_device_rounds, rate_of
 from zero_inference.link.disk import disk_read_gb_per_s
@@ -126,7 +127,7 @@ def measure_rates(
     if `disk_read_gb_per_s` takes one of that size.
     """
     on_gpu = ranks.device.type == "cuda"
-    link.measure(seconds=0.4 if on_gpu else 0.1)
+    link.measure(seconds=effort.LINK_S[ranks.device.type])
     rate = link.of_all()
     # a CPU may multiply the few rows of a step faster than many, as it does in float16
     rows = () if on_gpu else (config.batch_size // ranks.world_size,)
@@ -140,7 +141,7 @@ def measure_rates(
             else 2 * rate.gb_per_s / ranks.world_size
         ),
         matmul_tflops=_unless_out_of_memory(
-            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=0.1 if on_gpu else 0.05, rows=rows)
+            lambda: matmul_tflops(ranks.device, spec.dtype, seconds=effort.PRODUCT_S[ranks.device.type], rows=rows)
         ),
         disk_gb_per_s=_disks_gb_per_s(config, ranks, weight_bytes) if config.disk_offload else None,
         link_beside_cores_gb_per_s=None if cores is None else cores.link_gb_per_s,
