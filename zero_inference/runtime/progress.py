@@ -26,7 +26,7 @@ QUIET_S = 10.0  # between two plain lines, and before the first one
 TICK_S = 1.0
 REFRESH_S = 0.1  # of a live line: a token may take less
 SLOW_IMPORT_S = 2.0
-LEAST_SHARE = 0.01  # of the bytes, that has to be moved before a rate is shown: the first ones may wait for a compiler
+LEAST_SHARE = 0.01  # of the bytes, before a rate is shown: the first ones may wait for a compiler
 GIB = 1 << 30
 
 
@@ -251,10 +251,9 @@ class Moved:
         if not progress.enabled or now < self._next_shown:
             return
         total = max(self._total, done)
-        digits = 1 if total >= 10 * GIB else 2
-        words = f"{done / GIB:.{digits}f} of {total / GIB:.{digits}f} GiB"
-        if done - self._already >= max(LEAST_SHARE * total, 1):
-            rate = (done - self._already) / max(now - self._start, 1e-9)
+        words = " of ".join(f"{nbytes / GIB:.{1 if total >= 10 * GIB else 2}f}" for nbytes in (done, total)) + " GiB"
+        if (moved := done - self._already) >= max(LEAST_SHARE * total, 1):
+            rate = moved / max(now - self._start, 1e-9)
             words += f" ({rate / 1e9:.2g} GB/s){to_go((total - done) / rate)}"
         if progress.on_terminal:
             self._next_shown = now + REFRESH_S
