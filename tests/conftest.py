@@ -154,6 +154,16 @@ def short_full_collections():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left():
+    """What one file starts in this process, the next one does not find: which files share it differs from time to time."""
+    yield
+    if "torch.distributed" in sys.modules:
+        from zero_inference.runtime.distributed import stop_process_group
+
+        stop_process_group()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def usual_effort() -> dict[str, Any]:
     """Runs measure their machine quickly, but on a GPU's host, whose cores are measured beside its link; what they would do else."""
@@ -305,16 +315,6 @@ class Finished:
     stdout: str
     stderr: str
     record: dict | None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_process_group_left():
-    """What one file starts in this process, the next one does not find: which files share it differs from time to time."""
-    yield
-    if "torch.distributed" in sys.modules:
-        from zero_inference.runtime.distributed import stop_process_group
-
-        stop_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -417,9 +417,14 @@ def test_the_last_words_of_a_run(tmp_path):
     )
 
 
-def test_every_arm_is_checked_before_any_run_and_one_that_may_not_fit_is_warned_of(tmp_path, capfd, copied_runs):
+def test_every_arm_is_checked_before_any_run_and_one_that_may_not_fit_is_warned_of(
+    tmp_path, capfd, copied_runs, monkeypatch
+):
     """The first arm is estimated not to fit, and the check goes on to the second, of which only a run can see that it is wrong: the
-    model has 2048 positions. So nothing is run."""
+    model has 2048 positions. So nothing is run, and no file of the current folder either."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "deepspeed.py").write_text("raise SystemExit('a file of the current folder was run')")
+    monkeypatch.chdir(tmp_path / "elsewhere")
     capfd.readouterr()
     code = console_main(
         [

@@ -510,7 +510,7 @@ def test_many_runs_are_drawn_in_parts_of_which_the_first_is_open(pages):
         and parts[0] == "Step times (runs 1 to 16 of 40)"
         and parts[-1] == "Step times (runs 33 to 40 of 40)"
     )
-    assert page.tags.count("details") >= 3 and len(page.source) < 1_500_000
+    assert page.tags.count("details") >= 3 and len(page.source) < 900_000
 
 
 def test_the_pages_order_is_that_of_sort_and_its_columns_those_of_all_columns(tmp_path):

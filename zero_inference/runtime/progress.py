@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from zero_inference.runtime.amounts import GIB
 from zero_inference.runtime.durations import duration, to_go
 from zero_inference.runtime.invocation import first_rank
 from zero_inference.runtime.text import printable
@@ -27,7 +28,6 @@ TICK_S = 1.0
 REFRESH_S = 0.1  # of a live line: a token may take less
 SLOW_IMPORT_S = 2.0
 LEAST_SHARE = 0.01  # of the bytes, before a rate is shown: the first ones may wait for a compiler
-GIB = 1 << 30
 
 
 class Progress:
@@ -47,6 +47,8 @@ class Progress:
             from rich.console import Console
 
             self._console = Console(stderr=True)
+        # Before the first line of a task, and from one to the next.
+        self.first_after_s, self.every_s = (0.0, REFRESH_S) if self.on_terminal else (QUIET_S, QUIET_S)
 
     def say(self, line: str) -> None:
         """A line that stays."""
@@ -181,8 +183,7 @@ class Task:
         self._words: str | None = None
         self.detail: Callable[[], str | None] = lambda: None
         self._left_s: float | None = None
-        at_once = 0.0 if progress.on_terminal else QUIET_S
-        self._next_shown = self._start + (at_once if after_s is None else after_s)
+        self._next_shown = self._start + (progress.first_after_s if after_s is None else after_s)
 
     def at(self, words: str, done: float | None = None, left_s: float | None = None) -> None:
         """What is under way.
@@ -225,11 +226,10 @@ class Task:
         now = self.progress.clock()
         if now < self._next_shown:
             return
+        self._next_shown = now + self.progress.every_s
         if self.progress.on_terminal:
-            self._next_shown = now + REFRESH_S
             self.progress.show(self, self.line())
         else:
-            self._next_shown = now + QUIET_S
             self.progress.say(self.line())
 
 
@@ -243,7 +243,7 @@ class Moved:
     def __init__(self, progress: Progress, name: str, total: int, already: int = 0):
         self._progress, self._name, self._total, self._already = progress, name, total, already
         self._start = progress.clock()
-        self._next_shown = self._start + (0.0 if progress.on_terminal else QUIET_S)
+        self._next_shown = self._start + progress.first_after_s
 
     def at(self, done: int) -> None:
         """`done` bytes are there."""
@@ -251,15 +251,15 @@ class Moved:
         if not progress.enabled or now < self._next_shown:
             return
         total = max(self._total, done)
-        words = " of ".join(f"{nbytes / GIB:.{1 if total >= 10 * GIB else 2}f}" for nbytes in (done, total)) + " GiB"
+        digits = 1 if total >= 10 * GIB else 2
+        words = f"{done / GIB:.{digits}f} of {total / GIB:.{digits}f} GiB"
         if (moved := done - self._already) >= max(LEAST_SHARE * total, 1):
             rate = moved / max(now - self._start, 1e-9)
             words += f" ({rate / 1e9:.2g} GB/s){to_go((total - done) / rate)}"
+        self._next_shown = now + progress.every_s
         if progress.on_terminal:
-            self._next_shown = now + REFRESH_S
             progress.show_bar(self._name, total, done, words)
         else:
-            self._next_shown = now + QUIET_S
             progress.say(f"{self._name}: {words}")
 
 
@@ -285,7 +285,7 @@ def reporting(progress: Progress) -> Iterator[Progress]:
         yield progress
     finally:
         _current.remove(progress)
-        progress.close()
+        progress.clear()
 
 
 def importing(what: str, enabled: bool = True) -> contextlib.AbstractContextManager[Task]:

@@ -41,25 +41,23 @@ class ParameterStore:
         self.places, self.pinned, self.ranks = places, pinned, ranks
         self.transfers = Transfers()
         self.weight_bytes = 0
-        self.parameters: list[torch.nn.Parameter] = []
         self.swapper = context.param_swapper if places.offload == "nvme" else None
         if self.swapper is not None:
             _reserve_before_writing(self.swapper)
             _hold_signals_while_counting(self.swapper)
 
     def close(self) -> None:
-        """Wait for reads and writes that are under way, as after an error or a signal in the middle of a pass, and free the memory
-        that libaio reads into: DeepSpeed aborts the process where its handles go before they are done, and keeps that memory."""
+        """Wait for reads ahead, which an error or a signal in the middle of a pass leaves under way, and free the memory that libaio
+        reads into: DeepSpeed aborts the process where a handle goes before it is done, and keeps that memory.
+
+        Partitions may lie in it, so nothing may use the parameters any more.
+        """
         if self.swapper is None:
             return
-        self.swapper.synchronize_writes()
         self.swapper.synchronize_reads()
-        if not self.swapper.use_gds:
-            for parameter in self.parameters:
-                if parameter.ds_tensor.device.type == "cpu":  # it may be a view of that memory
-                    parameter.ds_tensor.data = self.swapper.invalid_buffer.data
+        if not self.swapper.use_gds:  # whose buffers are the device's, and go as any tensor does
             self.swapper.aio_read_handle.free_cpu_locked_tensor(self.swapper.buffers)
-        self.swapper, self.parameters = None, []
+        self.swapper = None
 
     def adopt(self, name: str, parameter: torch.nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.ranks.device)
@@ -71,7 +69,6 @@ class ParameterStore:
         if self.places.place(parameter, parameter.ds_numel, in_layer) == "host":
             self._place_in_host_memory(parameter)
         parameter.partition(has_been_updated=True)
-        self.parameters.append(parameter)
 
     def _place_in_host_memory(self, parameter: torch.nn.Parameter) -> None:
         """What ZeRO-3 does at a first partition, in host memory of the exact size."""
@@ -119,7 +116,7 @@ def _reserve_before_writing(swapper) -> None:
 
 def _hold_signals_while_counting(swapper) -> None:
     """Have a signal take effect only once DeepSpeed has counted what it handed to libaio, or what it waited for: a count of
-    nothing is not waited for, and waiting for nothing aborts the process."""
+    nothing is not waited for, and waiting for nothing aborts the process. Writes are waited for in the same call."""
 
     def whole(method):
         @functools.wraps(method)
