@@ -127,6 +127,10 @@ def kill(number: int) -> Callable[[Run], None]:
     return lambda run: run.rank(number).kill()
 
 
+def kill_launcher(run: Run) -> None:
+    run.processes[0].kill()
+
+
 def stop_all(number: int) -> Callable[[Run], None]:
     """As a terminal does it: the signal goes to all processes at once. deepspeed then sends its ranks a second one."""
     return lambda run: os.killpg(run.processes[0].pid, number)
@@ -312,6 +316,7 @@ FAULTS = (
         ranks=1,
     ),
     Fault("first rank killed", "torchrun", measuring, kill(0), 1, "error: ", "failed"),
+    Fault("launcher killed", "deepspeed", measuring, kill_launcher, -1, "the launcher has ended", "failed"),
     Fault("second rank killed", "deepspeed", measuring, kill(1), -1, "error: ", "failed"),
     Fault("first rank stopped", "by hand", measuring, stop(0), 1, "has said nothing for 15 s", "failed", victim=0),
     *(

@@ -51,3 +51,43 @@ def test_the_exit_code_and_all_that_is_printed_come_back_and_nothing_goes_on(las
     assert done.stdout == f"{code}\n"
     left = int((tmp_path / "out").read_text())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+RANK = (
+    "from zero_inference.runtime.processes import launcher_watch\nimport os, time\nlauncher_watch.start()\n"
+    "print(os.getpid(), flush=True)\ntime.sleep(100)"
+)
+# Both programs of deepspeed, and a shell between the second and the rank.
+RUNNER = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-u', '-m', 'deepspeed.launcher.launch', *sys.argv[1:]])"
+)
+LAUNCH = "import subprocess, sys; subprocess.run(['sh', '-c', '\"$@\"; exit', 'sh', *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("killed, ends", [("deepspeed", True), ("launch", True), ("outer shell", False)])
+def test_a_rank_ends_with_each_of_its_launchers_but_not_with_a_shell(killed, ends, tmp_path):
+    package = tmp_path / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "launch.py").write_text(LAUNCH)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "deepspeed").write_text(RUNNER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    words = [sys.executable, str(tmp_path / "bin" / "deepspeed"), sys.executable, "-c", RANK]
+    shell = subprocess.Popen(
+        ["sh", "-c", '"$@"; exit', "sh", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        rank = psutil.Process(int(shell.stdout.readline()))
+        launch, runner = rank.parents()[1:3]
+        {"deepspeed": runner, "launch": launch, "outer shell": psutil.Process(shell.pid)}[killed].kill()
+        left = psutil.wait_procs([rank], timeout=10 if ends else 2.5)[1]
+        assert bool(left) != ends
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+    assert ("the launcher has ended" in shell.communicate()[1]) == ends

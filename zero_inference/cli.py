@@ -17,6 +17,7 @@ from zero_inference.options import Parser, add_run_arguments, config_of, example
 from zero_inference.options.version import Version
 from zero_inference.runtime import garbage
 from zero_inference.runtime.invocation import as_installed, behind_the_command, first_rank
+from zero_inference.runtime.processes import launcher_watch
 from zero_inference.runtime.progress import Progress, importing
 from zero_inference.runtime.text import printable
 
@@ -35,6 +36,7 @@ START_HERE = (
 
 
 def run_command(args: argparse.Namespace, argv: list[str]) -> int:
+    launcher_watch.start()
     config = config_of(args)  # before torch is imported
     if model_of(args) is None and not args.config and not config.json:
         Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
@@ -132,6 +134,7 @@ def console_main(argv: list[str] | None = None) -> int:
 
 
 def _measure_engines() -> int:
+    launcher_watch.start()
     from zero_inference.measure.own_work import print_own_work
 
     print_own_work()

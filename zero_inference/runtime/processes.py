@@ -1,24 +1,35 @@
-"""Child processes: started so that no file of the current folder is run, and ended with all that they started."""
+"""Start children that run no file of the current folder, end them with all that they started, and end with the own launcher."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from zero_inference.runtime.signals import held
+from zero_inference.runtime.text import printable
+
+if TYPE_CHECKING:
+    import psutil
 
 GRACE_S = 15
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _PRELUDE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1))\n"
+LOOK_S = 1.0
+# Launchers by what Python runs: a script, a module, or the code of `isolated_python`.
+LAUNCHERS = re.compile(
+    r"(deepspeed|torchrun|accelerate|zero-inference|run_model\.py)$|(deepspeed\.launcher|torch\.distributed|accelerate\.commands)\."
+    r"|zero_inference($|\.)|[\s\S]*(run_module\('torch\.distributed\.run'|run_module\('zero_inference'|processes import lead)"
+)
 
 
 def isolated_python(code: str, *arguments: str) -> list[str]:
@@ -120,3 +131,74 @@ def _send(process: subprocess.Popen, number: int) -> bool:
         os.killpg(process.pid, number)
         return True
     return False
+
+
+def end_now(reason: str) -> None:
+    """Print `reason` and end this process, whatever its main thread waits for."""
+    with contextlib.suppress(OSError):
+        print(f"error: {printable(reason)}.", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class LauncherWatch:
+    """Ends this process when a launcher above it has ended, also by SIGKILL.
+
+    Launchers are torchrun, both processes of deepspeed, accelerate, and this package's own commands. Shells are not: a run that
+    was started with nohup or setsid outlives its shell.
+
+    Attributes:
+        end: called with the reason; a run that has a record to leave replaces it.
+    """
+
+    def __init__(self) -> None:
+        self.end: Callable[[str], None] = end_now
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Call it early: a launcher that has ended before this is not found. Later calls do nothing."""
+        if self._thread is None:
+            launchers = launchers_above()
+            self._thread = threading.Thread(target=self._look, args=(launchers,), name="launcher watch", daemon=True)
+            if launchers:
+                self._thread.start()
+
+    def _look(self, launchers: list[psutil.Process]) -> None:
+        while all(map(_is_alive, launchers)):
+            time.sleep(LOOK_S)
+        self.end("the launcher has ended")
+
+
+launcher_watch = LauncherWatch()
+
+
+def launchers_above() -> list[psutil.Process]:
+    """Return the launchers that started this process, nearest first, also with shells between."""
+    import psutil  # later, because it is not needed by all that starts processes
+
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            with contextlib.suppress(psutil.Error):  # of another user
+                if _is_launcher(process.cmdline()):
+                    found.append(process)
+    return found
+
+
+def _is_launcher(words: Sequence[str]) -> bool:
+    if not words or "python" not in os.path.basename(words[0]):
+        return False
+    for number, word in enumerate(words[1:], 1):
+        if word in ("-m", "-c"):
+            return LAUNCHERS.match("".join(words[number + 1 : number + 2])) is not None
+        if not word.startswith("-"):
+            return LAUNCHERS.match(os.path.basename(word)) is not None
+    return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -13,16 +13,16 @@ import contextlib
 import datetime
 import os
 import signal
-import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.processes import end_now, launcher_watch
 from zero_inference.runtime.signals import STOPPING
-from zero_inference.runtime.text import printable
 
 BEAT_S = 1.0
 SILENT_S = 15.0
@@ -37,7 +37,7 @@ STORE = -1  # among ranks: whoever keeps the store
 
 
 class PeerWatch:
-    """Watches the other ranks of a run, between `start` and `stop`. With one rank it does nothing.
+    """Watches the other ranks of a run and its launchers, between `start` and `stop`.
 
     Args:
         report: called with the reason before the process ends, to leave a record and no files; what it returns is printed.
@@ -57,6 +57,8 @@ class PeerWatch:
 
     def start(self) -> None:
         """Call it before the ranks first wait for each other."""
+        launcher_watch.end = self._give_up
+        launcher_watch.start()
         if self.ranks.world_size > 1:
             self.signals, write_end = os.pipe()  # a signal's number arrives here even while the main thread is stuck
             for end in (self.signals, write_end):
@@ -71,8 +73,10 @@ class PeerWatch:
 
     def stop(self, failed: bool = False) -> None:
         """Say the last word to the others: silence means nothing from here on, and failure ends them too."""
-        if self.threads and not self.stopping.is_set():
-            self.stopping.set()
+        launcher_watch.end = end_now
+        first = not self.stopping.is_set()
+        self.stopping.set()
+        if self.threads and first:
             for thread in self.threads:
                 thread.join(2 * BEAT_S)
             signal.set_wakeup_fd(-1)
@@ -161,10 +165,10 @@ class PeerWatch:
             return
         try:
             reason = self.report(reason)
+            if self.threads and self.ranks.is_first:  # it may keep the store, which the others still ask
+                time.sleep(2 * BEAT_S)
         finally:
-            with contextlib.suppress(OSError):
-                print(printable(f"error: {reason}."), file=sys.stderr, flush=True)
-            os._exit(1)
+            end_now(reason)
 
 
 def lost_connection(error: BaseException) -> str | None:
