@@ -32,7 +32,7 @@ from zero_inference.runtime.distributed import Ranks, detect_ranks, start_proces
 
 JSON_KEYS = [
     "fits", "verdict", "config", "sizes", "needs", "refused", "predicted", "limit", "moved_per_step", "placement", "changes_that_fit",
-    "machine",
+    "faster", "machine",
 ]  # fmt: skip
 SHORT = ["--prompt-len", "7", "--gen-len", "3", "--loops", "1", "--warmup", "0", "--dtype", "float32"]
 ENGINES = {

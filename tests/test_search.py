@@ -35,7 +35,7 @@ from zero_inference.runtime.environment import describe_environment, versions_of
 from zero_inference.runtime.tables import significant
 from zero_inference.search import candidates, table, verify
 from zero_inference.search.candidates import Candidate, Free, command_of, find_candidates, options_of
-from zero_inference.search.choose import choose, faster_than
+from zero_inference.search.choose import choose, faster_than, hint
 from zero_inference.search.ranking import GOALS, pareto_front, ranked
 from zero_inference.search.table import in_json, rows_of
 from zero_inference.search.words import headline
@@ -508,19 +508,67 @@ def test_what_auto_cannot_do(monkeypatch, capfd):
     assert "this works in one process only, and 2 were started" in capfd.readouterr().err
 
 
-def test_deepspeed_says_when_another_engine_is_much_faster():
+def test_faster_options_are_named_with_their_factor():
     def plan(options: str, **changes):
         machine = FAST.model_copy(update={"cores": MACHINE.cores} | changes)
         return make_plan(job_of(f"{options} --dummy", DescribedMachine(machine)))
 
-    slow = plan("--model llama-2-13b --cpu-offload --quant-bits 4")
-    streamed = plan("--model llama-2-13b --engine stream --quant-bits 4")
-    times = slow.times.step.seconds / streamed.times.step.seconds
-    line = f"hint: --engine stream is predicted to decode {times:.1f} times as fast here; zero-inference plan compares them"
-    assert times > 2 and faster_than(slow) == line
-    assert faster_than(plan("--model opt-66b --cpu-offload --batch-size 64", link_gb_per_s=5000.0)) is None
+    def rate(options: str) -> float:
+        found = plan(f"--model llama-2-13b --prompt-len 64 {options}")
+        return found.times.tokens_per_s(found.job.config.batch_size)
+
+    slow = plan("--model llama-2-13b --prompt-len 64 --cpu-offload --quant-bits 8")
+    own = rate("--cpu-offload --quant-bits 8")
+    found = {each.options: each for each in faster_than(slow)}
+    assert list(found) == ["--engine stream", "--batch-size 64"], "on this device, 4 bits gain less than half over 8"
+    for options, each in found.items():
+        asked = "--quant-bits 8 " + (options if "--engine" in options else f"--cpu-offload {options}")
+        assert each.tokens_per_s == pytest.approx(rate(asked)) and each.times == pytest.approx(rate(asked) / own)
+    assert [each.options for each in faster_than(slow, "latency")] == ["--engine stream"] and not faster_than(
+        slow, "memory"
+    )
+    first = found["--engine stream"]
+    most = "at most " if first.at_most else ""
+    line = f"hint: --engine stream gives {most}{significant(first.tokens_per_s)} token/s ({significant(first.times)} times as many)"
+    assert hint(slow, None) == f"{line}; zero-inference plan compares them"
+    streamed = plan("--model llama-2-13b --engine stream --gpu-memory 0 --prompt-len 64")
+    fewer = rate("--engine stream --gpu-memory 0 --quant-bits 4") / rate("--engine stream --gpu-memory 0")
+    assert "--quant-bits 4 gives " in hint(streamed, None) and f"({fewer:.1f} times" in hint(streamed, None)
+    assert "--batch-size" not in hint(streamed, None), "who named an engine has a batch"
+    assert (
+        hint(plan("--model opt-66b --cpu-offload --batch-size 64 --quant-bits 4", link_gb_per_s=5000.0), None) is None
+    )
     unknown = plan("--model llama-2-13b --cpu-offload", link_gb_per_s=None)
-    assert unknown.times is None and faster_than(unknown) is None
+    assert unknown.times is None and not faster_than(unknown)
+
+
+def test_what_auto_did_not_choose_is_printed_with_the_option_to_type(capfd):
+    """70B on a 24 GB card: 16 bits fit, at a fifth of the speed that 4 bits have. Plan, dry run and its JSON say so."""
+    where = ["--machine", "rtx4090", "--assume", "host=256GiB,cores=60GB/s"]
+    asked = ["run_model.py", "llama-3.1-70b", "--dummy", "--engine", "auto", "--dry-run", *where]
+    assert main(asked) == 0
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("  faster ")]
+    assert main([*asked, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    bits, batch = answer["faster"]
+    assert bits["options"] == "--quant-bits 4" and batch["options"].startswith("--batch-size ")
+    assert main([*asked, "--json", *bits["options"].split()]) == 0
+    with_them = json.loads(capfd.readouterr().out)
+    assert with_them["predicted"]["decode_throughput"] == pytest.approx(bits["tokens_per_s"])
+    factor = bits["tokens_per_s"] / answer["predicted"]["decode_throughput"]
+    assert factor == pytest.approx(bits["times"]) and 3 < factor < 6
+    said = f"--quant-bits 4 gives at most {significant(bits['tokens_per_s'])} token/s ({factor:.1f} times as many)"
+    assert said in line and f", {batch['options']} gives at most " in line
+    assert not [each for each in with_them["faster"] if "bits" in each["options"]]
+    assert console_main(["zero-inference", "plan", "llama-3.1-70b", "--dummy", "--engine", "stream", *where]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert (
+        f"stream engine, bf16, batch 1: at most {significant(answer['predicted']['decode_throughput'])} token/s predicted. {said}"
+        in out
+    )
+    quick = [*asked, "--quant-bits", "auto", "--goal", "throughput"]  # README's row for who wants the fastest
+    assert main(quick) == 0
+    assert "chosen: --engine stream --quant-bits 4" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")

@@ -39,7 +39,7 @@ from zero_inference.runtime.distributed import Ranks, detect_ranks, start_proces
 from zero_inference.runtime.environment import describe_environment
 from zero_inference.runtime.invocation import run_command
 from zero_inference.runtime.progress import Progress, reporting
-from zero_inference.search.choose import check_alone, choose, faster_than
+from zero_inference.search.choose import check_alone, choose, faster_than, hint
 
 Questions = dict[str, list[dict]]
 
@@ -102,7 +102,7 @@ def _run(
     if config.dry_run:
         if config.save_config and ranks.is_first:
             _save_options(config.save_config, asked)
-        _dry_run(config, spec, ranks, machine)
+        _dry_run(config, spec, ranks, machine, chosen.goal if chosen else None)
         return None
     request = replace(request_of(config, spec, ranks, argv), chosen=chosen)
     files = RunLog.at(log_path(config, ranks), request, Result(environment=describe_environment()))
@@ -157,17 +157,19 @@ def _save_options(path: str, asked: RunConfig) -> None:
     print(f"options: {path}", file=sys.stderr, flush=True)
 
 
-def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine) -> None:
+def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine, goal: str | None) -> None:
     plan: Plan | DoesNotFit
+    faster = []
     with contextlib.redirect_stdout(sys.stderr):  # libraries print there, and stdout is for the plan
         job = describe_job(config, spec, ranks, machine=machine)
         try:
             plan = make_plan(job)
             plan.check()
+            faster = faster_than(plan, goal) if plan.fits else []
         except DoesNotFit as error:
             plan = error
     if ranks.is_first:
-        print_plan(job, plan)
+        print_plan(job, plan, faster)
 
 
 def _measured(
@@ -185,8 +187,8 @@ def _measured(
     refuse_other_inputs(spec, ranks, ids)
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     refuse_hopeless(plan)
-    if config.engine == "deepspeed" and (hint := faster_than(plan)):
-        progress.say(hint)
+    if line := hint(plan, files.request.chosen):
+        progress.say(line)
     if note:
         progress.say(note)
     garbage.look_from_here()

@@ -27,7 +27,7 @@ from zero_inference.records.failure import explain
 from zero_inference.runtime import garbage
 from zero_inference.runtime.distributed import Ranks, detect_ranks, hold_process_group
 from zero_inference.runtime.progress import Progress
-from zero_inference.search.choose import choose
+from zero_inference.search.choose import choose, hint
 
 MAX_LENGTH = 2048  # tokens of a sequence where none is asked for
 UNLOADED = "this model was unloaded; load it again with zero_inference.load()."
@@ -87,6 +87,8 @@ def _planned(config: RunConfig, max_length: int | None, scoring: bool, progress:
     plan = make_plan(_job(config, spec, ranks, scoring))
     plan.check()
     refuse_hopeless(plan)
+    if chosen is not None and (line := hint(plan, replace(chosen, goal="latency"))):  # a batch is what the caller has
+        progress.say(line)
     return plan
 
 

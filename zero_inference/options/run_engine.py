@@ -53,7 +53,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--quant-bits",
         type=values.bits_or_auto,
         metavar=BITS,
-        help="bits of a stored weight; int8 and int4 work too. auto: as many as fit " + default("quant_bits"),
+        help="bits of a stored weight; int8 and int4 work too. auto: as many as fit, or what --goal looks for "
+        + default("quant_bits"),
     )
     engine.add_argument(
         "--quant-group-size",

@@ -16,12 +16,15 @@ Bytes and seconds throughout; null is a value that is not known. Keys:
     moved_per_step          bytes of a decode step, over all ranks, by the record's names
     placement               where the weights are, and what a decode step does, in words
     changes_that_fit        options to add, each for itself, where it does not fit
+    faster                  options that are predicted to decode clearly faster: `options`, `tokens_per_s`, `times` (of the token/s
+                            without them), `at_most`
     machine                 `name`, `source` (measured, datasheet, assumed), `is_here`, `gpus` (`name`, `memory_bytes`),
                             `host_memory_bytes`; null where it is this one, and was not measured
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -32,11 +35,11 @@ from zero_inference.planning.log_sizes import log_sizes
 from zero_inference.planning.memory import Need
 from zero_inference.planning.outlook import least_step_s, missing_rates
 from zero_inference.planning.plan import Plan
-from zero_inference.planning.verdict import Verdict
+from zero_inference.planning.verdict import Faster, Verdict
 from zero_inference.records.key import as_mapping
 
 
-def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict) -> dict[str, Any]:
+def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict, faster: Sequence[Faster] = ()) -> dict[str, Any]:
     """See above."""
     found = plan if isinstance(plan, Plan) else None
     return {
@@ -51,6 +54,7 @@ def plan_in_json(job: Job, plan: Plan | DoesNotFit, verdict: Verdict) -> dict[st
         "moved_per_step": None if found is None else as_mapping(found.weights.moved_per_step()),
         "placement": [] if found is None else [found.weights.places_in_words(), *found.weights.in_words()],
         "changes_that_fit": verdict.changes,
+        "faster": [asdict(each) for each in faster],
         "machine": _machine(job),
     }
 

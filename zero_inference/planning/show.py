@@ -19,7 +19,7 @@ from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, shown
 from zero_inference.planning.outlook import limit_in_words
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.plan_json import plan_in_json
-from zero_inference.planning.verdict import Verdict, verdict_of
+from zero_inference.planning.verdict import Faster, Verdict, faster_in_words, verdict_of
 from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.invocation import run_command
 
@@ -27,11 +27,12 @@ NOT_SHOWN = ("dry_run", "json", "machine", "assume")  # of what is not a default
 Row = tuple[str, str]  # a label and what stands beside it
 
 
-def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
+def print_plan(job: Job, plan: Plan | DoesNotFit, faster: Sequence[Faster] = ()) -> None:
     """The plan on stdout.
 
     Args:
         plan: of `job`, or why there is none.
+        faster: options that are predicted to decode clearly faster.
 
     Raises:
         DoesNotFit: after the plan of a run that does not, for its exit code.
@@ -39,11 +40,13 @@ def print_plan(job: Job, plan: Plan | DoesNotFit) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # other options are planned, and libraries print there
         verdict = verdict_of(job, plan)
     if job.config.json:
-        print(json.dumps(plan_in_json(job, plan, verdict), indent=1), flush=True)
+        print(json.dumps(plan_in_json(job, plan, verdict, faster), indent=1), flush=True)
     else:
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if terminal else None
-        print(_text(verdict, [*_rows(job, plan), ("options", _options(job))], terminal, width), end="", flush=True)
+        rows = [*_rows(job, plan), ("options", _options(job))]
+        rows += [("faster", faster_in_words(faster))] if faster else []
+        print(_text(verdict, rows, terminal, width), end="", flush=True)
     if not verdict.fits:
         raise DoesNotFit(f"--dry-run: {job.spec.name} does not fit as asked; the plan says where, and what would fit.")
 

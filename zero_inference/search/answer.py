@@ -14,6 +14,7 @@ from zero_inference.errors import UsageError
 from zero_inference.runtime.tables import PIPED_WIDTH
 from zero_inference.search.arguments import SHOWN
 from zero_inference.search.candidates import Candidate, Found
+from zero_inference.search.choose import what_is_faster
 from zero_inference.search.picture import draw
 from zero_inference.search.ranking import ranked
 from zero_inference.search.table import in_json, rows_of, table
@@ -72,6 +73,7 @@ def _about(args: argparse.Namespace, job: Job) -> str:
 def _below(found: Found, best: Sequence[Candidate], shown: Sequence[Candidate], goal: str) -> list[str]:
     more = [f"{len(best) - len(shown)} more configurations fit: --all shows them"] if len(best) > len(shown) else []
     lines = [*more, "*: no other has both a shorter step and more token/s", *notes(shown), *ranked_behind(best, goal)]
+    lines += [line] if (line := what_is_faster(best, goal)) else []
     if found.too_large:
         lines += ["Does not fit:", *(f"  {line}" for line in what_does_not_fit(found.too_large))]
     if found.unknown:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import QUANT_BITS
@@ -11,16 +12,18 @@ from zero_inference.errors import UsageError
 from zero_inference.machine.kept import measure_and_keep
 from zero_inference.machine.machine import Machine
 from zero_inference.models.spec import ModelSpec
+from zero_inference.options import STAND_INS, words_of
 from zero_inference.planning.plan import Plan, changed, describe_job
+from zero_inference.planning.verdict import Faster, faster_in_words
 from zero_inference.records.schema import Chosen
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.search.candidates import BATCH_SIZES, Candidate, Free, command_of, find_candidates
 from zero_inference.search.ranking import ranked
-from zero_inference.search.words import why_none
+from zero_inference.search.words import in_short, speed, why_none
 
 DEFAULT_GOAL = "throughput"
 MOST_OTHERS = 5
-WORTH_A_LINE = 1.5  # times as fast, from which on another engine is told of
+WORTH_A_LINE = 1.5  # times as fast, from which on other options are told of
 
 
 def choose(
@@ -63,24 +66,72 @@ def _asked(config: RunConfig) -> str:
     return ", ".join(f"--{name.replace('_', '-')} auto" for name in config.auto)
 
 
-def faster_than(plan: Plan) -> str | None:
-    """A line about another engine that is predicted to be much faster with the same bits and batch; None without one, or where this machine
-    was not measured yet."""
-    if plan.times is None or plan.job.ranks.world_size > 1:
+def faster_than(plan: Plan, goal: str | None = None) -> list[Faster]:
+    """Return what is predicted to decode at least `WORTH_A_LINE` times as fast: the best other engine, fewer bits, and larger batch.
+
+    Fewer bits have to gain as much over the best engine with the bits of `plan`. Empty where no speed is predicted, and of a run in several
+    processes.
+
+    Args:
+        goal: with "latency" no larger batch is looked for, with "memory" nothing.
+    """
+    config = plan.job.config
+    if plan.times is None or plan.job.ranks.world_size > 1 or goal == "memory":
+        return []
+    own = plan.times.tokens_per_s(config.batch_size)
+    others: list[dict[str, Any]] = [
+        {"engine": engine, "cpu_offload": engine == "stream", "disk_offload": False, "ds_config": None}
+        for engine in ("stream", "resident")
+        if engine != config.engine
+    ]
+    fewer = [way | {"quant_bits": bits} for way in ({}, *others) for bits in QUANT_BITS if bits < config.quant_bits]
+    larger = [{"batch_size": size} for size in BATCH_SIZES if size > config.batch_size]
+    found, least = [], WORTH_A_LINE
+    for changes in (others, fewer):
+        best = _fastest(plan, changes, own)
+        if best is not None and best.times >= least:
+            found.append(best)
+            least = WORTH_A_LINE * best.times
+    batch = None if goal == "latency" or config.prompt or config.prompts else _fastest(plan, larger, own)
+    return [*found, batch] if batch is not None and batch.times >= WORTH_A_LINE else found
+
+
+def hint(plan: Plan, chosen: Chosen | None) -> str | None:
+    """Return a line about what is predicted to be clearly faster than `plan`, for a run that chose its options or fetches weights; None
+    without one. A larger batch is part of it only for who left a choice open."""
+    fetches = plan.job.on_gpu and plan.weights.footprint.host + plan.weights.footprint.disk > 0
+    if chosen is None and not fetches and plan.job.config.engine != "deepspeed":
         return None
+    found = faster_than(plan, "latency" if chosen is None else chosen.goal)
+    return f"hint: {faster_in_words(found)}; zero-inference plan compares them" if found else None
+
+
+def what_is_faster(best: Sequence[Candidate], goal: str) -> str | None:
+    """Return a line about the most bits and the smallest batch among `best`, and what is predicted to be clearly faster than these.
+
+    Args:
+        best: the best first.
+    """
+    plainest = min(
+        best, key=lambda each: (each.failed, each.world_size, -each.config.quant_bits, each.config.batch_size)
+    )
+    found = faster_than(plainest.plan, goal)
+    return f"{in_short(plainest)}: {speed(plainest, goal)} {faster_in_words(found)}" if found else None
+
+
+def _fastest(plan: Plan, changes: Sequence[dict[str, Any]], own: float) -> Faster | None:
+    """Return the one of `changes` with the most token/s, as a multiple of `own`; None where none of them fits or is predicted."""
     found = []
-    for engine in ("stream", "resident"):
+    for fields in changes:
         try:
-            other = changed(plan.job, engine=engine, cpu_offload=engine == "stream", disk_offload=False, ds_config=None)
+            other = changed(plan.job, **fields)
         except UsageError:
             continue
         if other.fits and other.times is not None:
-            found.append((other.times.step.seconds, engine))
-    if not found or min(found)[0] * WORTH_A_LINE > plan.times.step.seconds:
-        return None
-    seconds, engine = min(found)
-    times = plan.times.step.seconds / seconds
-    return f"hint: --engine {engine} is predicted to decode {times:.1f} times as fast here; zero-inference plan compares them"
+            rate = other.times.tokens_per_s(other.job.config.batch_size)
+            named = {name: value for name, value in fields.items() if name in STAND_INS}
+            found.append(Faster(" ".join(words_of(named)), rate, rate / own, other.times.at_least))
+    return max(found, key=lambda each: each.tokens_per_s, default=None)
 
 
 def _free(config: RunConfig) -> Free:

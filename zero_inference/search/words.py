@@ -26,7 +26,7 @@ def headline(best: Sequence[Candidate], goal: str) -> str:
         best: all that fit, the best first.
     """
     first = best[0]
-    line = f"{FIRST[goal]}: {_named(first)}: {_speed(first, goal)}"
+    line = f"{FIRST[goal]}: {in_short(first)}: {speed(first, goal)}"
     good = [each for each in best if not each.failed]
     if first.config.batch_size > 1:
         others = [each for each in ranked(good, "latency") if each.config.batch_size == 1]
@@ -34,18 +34,19 @@ def headline(best: Sequence[Candidate], goal: str) -> str:
     else:
         others, about = ranked(good, "throughput"), "Most token/s"
     if others and others[0] is not first:
-        line += f" {about}: {_named(others[0])}: {_speed(others[0], goal)}"
+        line += f" {about}: {in_short(others[0])}: {speed(others[0], goal)}"
     return line
 
 
-def _named(candidate: Candidate) -> str:
+def in_short(candidate: Candidate) -> str:
+    """Return such as "stream engine, int4, batch 1"."""
     gpus = f", {candidate.world_size} GPUs" if candidate.world_size > 1 else ""
     kind = kind_of_weights(candidate.plan)
     return f"{candidate.config.engine} engine, {kind}, batch {candidate.config.batch_size}{gpus}"
 
 
-def _speed(candidate: Candidate, goal: str) -> str:
-    """With what the goal is about."""
+def speed(candidate: Candidate, goal: str) -> str:
+    """Return its token/s, with what `goal` is about, as the end of a sentence."""
     most, least = ("at most ", "at least ") if candidate.times.at_least else ("", "")
     predicted = significant(candidate.tokens_per_s)
     if candidate.measured_tokens_per_s is not None:
@@ -82,7 +83,7 @@ def ranked_behind(best: Sequence[Candidate], goal: str) -> list[str]:
         if each.lacks_overhead and goal != "memory" and any(_is_better(each, other, goal) for other in known):
             behind.setdefault(each.config.engine, each)
     return [
-        f"{engine} is ranked behind the others, because its overhead is not in its bound: {_named(each)}: {_speed(each, goal)}"
+        f"{engine} is ranked behind the others, because its overhead is not in its bound: {in_short(each)}: {speed(each, goal)}"
         for engine, each in behind.items()
     ]
 
