@@ -29,7 +29,6 @@ from zero_inference.link.description import (
 )
 from zero_inference.link.description_file import read_description
 from zero_inference.machine.machine import DescribedMachine
-from zero_inference.models.sizes import experts_of
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.options import run_config
@@ -104,7 +103,7 @@ def with_cores_of_run(machine: Description, record: dict[str, Any], spec: ModelS
     """`machine`, whose cores are as fast as those of the run. Of mixtures their bytes do not tell: each expert takes time besides."""
     cores, moved = (record.get("stream") or {}).get("cores") or {}, record.get("transfers") or {}
     busy_s, planned = moved.get("cores_busy_s_per_step"), cores.get("of_step_gbps")
-    if not busy_s or not planned or machine.cores is None or experts_of(spec)[0]:
+    if not busy_s or not planned or machine.cores is None or spec.experts[0]:
         return machine
     times = moved["cores_bytes_per_step"] / busy_s / 1e9 / planned
 

@@ -12,7 +12,6 @@ from zero_inference.link.in_graph import measure_graph_operator
 from zero_inference.link.launches import ROUNDS, Launching, two_costs
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import trace_pass, trace_without_weights
-from zero_inference.models.sizes import experts_of
 from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
@@ -54,7 +53,7 @@ def test_keys_and_values_are_read_by_each_token():
 def test_experts_are_told_from_other_weights():
     skeleton, spec = described("qwen3-30b-a3b")
     found = trace_pass(skeleton.model, spec, 1, 10)
-    number, chosen = experts_of(spec)
+    number, chosen = spec.experts
     assert (number, chosen) == (128, 8)
     assert found.total("expert_bytes") == skeleton.sizes.idle_expert_bytes * number // (number - chosen)
     active = skeleton.sizes.parameters - skeleton.sizes.idle_parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -15,9 +16,11 @@ import torch
 from conftest import ROOT, VOCAB, start_python
 from forks import PROGRAM
 
+from zero_inference import load, run
 from zero_inference.cli import main
 from zero_inference.models.checkpoint import load_weights
-from zero_inference.models.dummy import fill_dummy
+from zero_inference.models.dummy import draw_tokens, fill_dummy
+from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import parse_log, read_records
 from zero_inference.runtime import cgroups
 from zero_inference.runtime.tables import three_digits
@@ -241,6 +244,82 @@ def test_dummy_weights_depend_on_seed_and_name_alone():
     assert not torch.equal(a, fill_dummy(torch.empty(64, 64), "model.w.weight", 4))
     assert not torch.equal(a, fill_dummy(torch.empty(64, 64), "model.v.weight", 3))
     assert 0.015 < a.std() < 0.025
+
+
+MIXTURE = dict(
+    model_type="qwen3_moe",
+    vocab_size=2000,
+    hidden_size=256,
+    moe_intermediate_size=64,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    num_experts=32,
+    num_experts_per_tok=2,
+    max_position_embeddings=512,
+)
+
+
+def test_dummy_mixtures_use_experts_as_text_does(tmp_path):
+    """LRU hits of a quarter of the experts: two thirds with drawn tokens, nearly all with greedy ones."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    prompts, lru_hits = random_ids(0, 1, 16, MIXTURE["vocab_size"]), {}
+    for routing in ("text", "greedy"):
+        options = dict(dummy=True, dummy_routing=routing, dtype="float32", engine="resident", verbose=0)
+        with load(str(tmp_path), batch_size=1, max_length=256, **options) as model:
+            chosen = [[] for _ in model.model.layers]
+            for layer, seen in zip(model.model.layers, chosen):
+                layer.mlp.experts.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[1]))
+            if routing == "text":
+                model(draw_tokens(prompts, 160, MIXTURE["vocab_size"], 0))
+            else:
+                model.generate(prompts, max_new_tokens=160, do_sample=False, pad_token_id=0)
+        lru_hits[routing] = [lru_hit_rate(seen, slots=8) for seen in chosen]
+    assert all(0.55 < rate < 0.8 for rate in lru_hits["text"]), lru_hits
+    assert statistics.mean(lru_hits["greedy"]) > 0.95, lru_hits
+
+
+def lru_hit_rate(steps, slots: int) -> float:
+    kept, hits, choices = [], 0, 0
+    for expert in torch.cat(steps).flatten().tolist():
+        choices, hits = choices + 1, hits + (expert in kept)
+        kept = ([one for one in kept if one != expert] + [expert])[-slots:]
+    return hits / choices
+
+
+def test_drawn_tokens_are_fed_and_the_selected_ones_returned(tmp_path, capfd):
+    """By each engine: the ids are the model's own choice after every drawn token."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"num_hidden_layers": 2}))
+    common = dict(
+        model=str(tmp_path), dummy=True, dtype="float32", batch_size=2, prompt_len=9, gen_len=6, loops=1, warmup=0
+    )
+    runs = {
+        engine: run(**common, engine=engine, log_file=str(tmp_path / f"{engine}.log"), verbose=0)
+        for engine in ("resident", "stream")
+    }
+    prompts = random_ids(0, 2, 9, MIXTURE["vocab_size"])
+    fed = draw_tokens(prompts, 6, MIXTURE["vocab_size"], 0)
+    with load(
+        str(tmp_path), dummy=True, dtype="float32", engine="resident", batch_size=2, max_length=32, verbose=0
+    ) as model:
+        logits = model(torch.cat([prompts, fed], 1)).logits
+    expected = logits[:, 8:-1].argmax(-1)
+    for finished in runs.values():
+        assert torch.equal(finished.output_ids, expected)
+        assert finished.record["dummy_routing"] == "text"
+    assert not torch.equal(expected, fed)
+
+
+def test_drawn_tokens_depend_on_the_prompt_and_the_seed_alone():
+    prompts = random_ids(0, 3, 7, 500)
+    drawn = draw_tokens(prompts, 400, 500, 1)
+    assert torch.equal(draw_tokens(prompts[1:2], 400, 500, 1), drawn[1:2])
+    assert not torch.equal(draw_tokens(prompts, 400, 500, 2), drawn)
+    assert 0 <= drawn.min() and drawn.max() < 500
+    rows = torch.cat([prompts, drawn], 1)
+    recent = [(rows[:, t : t + 1] == rows[:, t - 6 : t]).any(1).float() for t in range(7, rows.shape[1])]
+    assert 0.55 < torch.stack(recent).mean() < 0.68
 
 
 def test_dummy_presets_stay_finite(tmp_path, capfd):

@@ -16,6 +16,7 @@ PLACEMENT = (
     "batch_size",
     "dtype",
     "dummy",
+    "dummy_routing",
     "seed",
     "trust_remote_code",
     "quant_bits",

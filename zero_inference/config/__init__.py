@@ -11,6 +11,7 @@ from zero_inference.config.choices import (
     DECODE_GRAPH,
     DEFAULTS,
     DTYPES,
+    DUMMY_ROUTING,
     ENGINES,
     FIELD_NAMES,
     GOALS,
@@ -28,6 +29,7 @@ from zero_inference.runtime.sizes import gib_of
 __all__ = [
     "DEFAULTS",
     "DTYPES",
+    "DUMMY_ROUTING",
     "ENGINES",
     "FIELD_NAMES",
     "DECODE_GRAPH",

@@ -13,6 +13,7 @@ from zero_inference.config.choices import (
     DECODE_GRAPH,
     DEFAULTS,
     DTYPES,
+    DUMMY_ROUTING,
     ENGINES,
     GOALS,
     LEAST_RING_DEPTH,
@@ -57,6 +58,7 @@ def check_values(choices: Choices) -> None:
         ("norm_kernels", NORM_KERNELS),
         ("quant_bits", QUANT_BITS),
         ("decode_graph", DECODE_GRAPH),
+        ("dummy_routing", DUMMY_ROUTING),
         ("goal", (None, *GOALS)),
     ):
         value = getattr(choices, name)
@@ -150,6 +152,7 @@ def check_companions(choices: Choices) -> None:
         ("offload_dir", "--disk-offload", choices.disk_offload or "engine" in choices.auto),
         ("quant_group_size", "--quant-bits 8 or 4", choices.quantized),
         ("json", "--dry-run", choices.dry_run),
+        ("dummy_routing", "--dummy", choices.dummy),
     ):
         if getattr(choices, name) != DEFAULTS[name] and not other_given:
             raise UsageError(f"{_flag(name)} belongs to {other}, which was not given: add that or drop {_flag(name)}.")

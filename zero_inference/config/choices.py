@@ -19,6 +19,7 @@ LOG_PREFIX = {"deepspeed": "ds"}  # of a log's name, where it is not the engine'
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 NORM_KERNELS = ("auto", "cuda", "off")
 DECODE_GRAPH = ("auto", "on", "off")
+DUMMY_ROUTING = ("text", "greedy")
 QUANT_BITS = (16, 8, 4)
 OWN_LENGTH = 0  # prompt_len: that of the longest --prompt, in tokens
 CPU_COMPUTE = {"auto": None, "off": 0.0}  # words for a share
@@ -83,6 +84,7 @@ class Choices:
 
     model: str = "facebook/opt-1.3b"
     dummy: bool = False
+    dummy_routing: str = "text"
     engine: str = "deepspeed"
     loops: int = 3
     warmup: int = 1

@@ -64,6 +64,7 @@ def measure(
     warmup: int,
     ranks: Ranks,
     make_cache: Callable[[], Any] | None = None,
+    fed: torch.Tensor | None = None,
     around_loops: Callable[[], None] = lambda: None,
     progress: Callable[[str, float | None], None] = lambda words, left_s: None,
     warmup_spread: float | None = None,
@@ -75,6 +76,8 @@ def measure(
     Args:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
         make_cache: gives the cache of a loop; None leaves it to transformers.
+        fed: int64 [batch / ranks, gen_len], the tokens to feed in place of those selected, which are still computed, timed and
+            returned; None feeds the selected ones.
         around_loops: called before each measured loop and behind the last one.
         progress: told after each token what is under way, and the seconds to go, where they are known.
         warmup_spread: ends the warm-up as soon as its latest loops are `settled` to this share; `warmup` is then the most.
@@ -90,10 +93,12 @@ def measure(
             progress(f"{label}, token {step} of {gen_len}", remaining.token(step))
 
         remaining.begin(extra=ends_early is not None)
-        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, tell, ends_early)
+        found = _one_loop(loaded, ids, gen_len, ranks, make_cache, fed, tell, ends_early)
         remaining.end()
         logits.require_finite(
-            loaded.dtype, ranks, lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, lambda step: None)
+            loaded.dtype,
+            ranks,
+            lambda tokens: _one_loop(loaded, ids, tokens, ranks, make_cache, fed, lambda step: None),
         )
         return found
 
@@ -130,11 +135,13 @@ def _one_loop(
     gen_len: int,
     ranks: Ranks,
     make_cache,
+    fed: torch.Tensor | None,
     progress,
     ends_early: Callable[[], bool] | None = None,
 ) -> tuple[Loop, torch.Tensor]:
     clock = _StepClock(loaded, ids.shape[0], progress, ends_early or (lambda: False))
     inputs = ids.to(loaded.device)
+    feeding = [FedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
     extra = {"past_key_values": make_cache()} if make_cache else {}
     ranks.barrier()
     clock.start()
@@ -144,7 +151,7 @@ def _one_loop(
         inputs,
         attention_mask=torch.ones_like(inputs),
         generation_config=greedy(gen_len),
-        stopping_criteria=StoppingCriteriaList([clock]),
+        stopping_criteria=StoppingCriteriaList([clock, *feeding]),
         **extra,
     )
     times = ranks.maximum(clock.seconds())
@@ -157,7 +164,26 @@ def _one_loop(
         moved=clock.moved_per_decode_step(),
         experts=clock.experts_of_decode(),
     )
-    return loop, output[:, ids.shape[1] :]
+    return loop, feeding[0].selected[:, : len(steps) + 1] if feeding else output[:, ids.shape[1] :]
+
+
+class FedTokens(StoppingCriteria):
+    """Feeds given tokens instead of those that `generate` selects: called after each selection, it replaces it and keeps it.
+
+    Attributes:
+        selected: int64 [B, G], what `generate` selected.
+    """
+
+    def __init__(self, tokens: torch.Tensor, prompt_len: int):
+        self.tokens, self.prompt_len = tokens, prompt_len
+        self.selected = torch.zeros_like(tokens)
+        self.go_on = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+
+    def __call__(self, input_ids: torch.Tensor, scores, **kwargs) -> torch.Tensor:
+        step = input_ids.shape[1] - self.prompt_len - 1
+        self.selected[:, step] = input_ids[:, -1]
+        input_ids[:, -1] = self.tokens[:, step]  # of this tensor `generate` makes the next step's input
+        return self.go_on
 
 
 class _StepClock(StoppingCriteria):

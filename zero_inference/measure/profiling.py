@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
+from zero_inference.measure.generation import FedTokens
 from zero_inference.models.greedy import greedy
 from zero_inference.models.layers import decoder_layers
 from zero_inference.records.limit import TracedLinkUse
@@ -26,9 +28,16 @@ TRACED_TOKENS = 4
 
 
 def trace_generation(
-    loaded: LoadedModel, ids: torch.Tensor, gen_len: int, make_cache: Callable[[], Any] | None, path: Path | None
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    gen_len: int,
+    make_cache: Callable[[], Any] | None,
+    fed: torch.Tensor | None,
+    path: Path | None,
 ) -> TracedLinkUse | None:
     """Generate up to `TRACED_TOKENS` tokens from `ids` [batch, prompt_len] and write a Chrome trace to `path`.
+
+    `fed` as of `generation.measure`.
 
     Every rank has to call it, and generates also where the trace cannot be written; `path` None traces without writing.
     Returns `link_use_in` of the trace, or None without a path.
@@ -38,10 +47,17 @@ def trace_generation(
     tokens = min(gen_len, TRACED_TOKENS)
     inputs = ids.to(loaded.device)
     extra = {"past_key_values": make_cache()} if make_cache else {}
+    feeding = [FedTokens(fed.to(loaded.device), ids.shape[1])] if fed is not None else []
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if loaded.device.type == "cuda" else [])
     with ExitStack() as hooks, profile(activities=activities) as profiler:
         _mark_layers(loaded.model, hooks)
-        loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=greedy(tokens), **extra)
+        loaded.model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            generation_config=greedy(tokens),
+            stopping_criteria=StoppingCriteriaList(feeding),
+            **extra,
+        )
         if loaded.device.type == "cuda":
             torch.cuda.synchronize(loaded.device)
     if path is None:

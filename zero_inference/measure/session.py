@@ -18,6 +18,7 @@ from zero_inference.measure import generation
 from zero_inference.measure.profiling import trace_generation
 from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_cores, with_link
 from zero_inference.models.checkpoint import return_free_memory
+from zero_inference.models.dummy import draw_tokens
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
@@ -80,12 +81,14 @@ class Session:
     Attributes:
         ids: this rank's prompts, int64 [batch / ranks, prompt_len].
         make_cache: gives a loop its KV cache; None leaves it to transformers.
+        fed: tokens that loops feed, see `generation.measure`.
     """
 
     plan: Plan
     loaded: LoadedModel
     ids: torch.Tensor
     make_cache: Callable[[], Any] | None
+    fed: torch.Tensor | None
     measurement: generation.Measurement
     rates: Rates
     around: AroundLoops
@@ -100,6 +103,9 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
     make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+    fed = None
+    if job.spec.dummy_routing == "text":
+        fed = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)
     with progress.task("generating") as task:
         measurement = generation.measure(
             loaded,
@@ -109,6 +115,7 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
             config.warmup,
             ranks,
             make_cache,
+            fed,
             around_loops=around,
             progress=lambda words, left_s: task.at(words, left_s=left_s),
             warmup_spread=config.warmup_spread,
@@ -121,7 +128,7 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     rates = with_link(rates, link, around.reached_gb_per_s)
     if job.on_gpu:
         rates = with_cores(rates, ranks, measurement.loops[-1].moved, around.while_busy_gb_per_s)
-    return Session(plan, loaded, own, make_cache, measurement, rates, around)
+    return Session(plan, loaded, own, make_cache, fed, measurement, rates, around)
 
 
 def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
@@ -132,7 +139,7 @@ def write_trace(session: Session, path: Path) -> TracedLinkUse | None:
     job, loaded = session.plan.job, session.loaded
     written = path if job.ranks.is_first else None
     if loaded.timeline is None:
-        return trace_generation(loaded, session.ids, job.config.gen_len, session.make_cache, written)
+        return trace_generation(loaded, session.ids, job.config.gen_len, session.make_cache, session.fed, written)
     if written is not None:
         with replacing(written) as part:
             loaded.timeline.write_chrome_trace(part)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.dummy import fill_dummy
+from zero_inference.models.dummy import WEIGHT_STD, embedding_std, fill_dummy
 from zero_inference.models.files import few
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.quantized import INSTEAD, without_floats
@@ -53,14 +53,17 @@ def load_weights(
             quantized in a form that is not read.
     """
     if spec.dummy:
-        _draw_weights(model, seed, device, adopt, progress)
+        std = embedding_std(spec.text_config) if spec.dummy_routing == "text" else WEIGHT_STD
+        _draw_weights(model, seed, device, adopt, progress, std)
     else:
         _read_weights(model, spec, adopt, progress)
     model.tie_weights()
 
 
-def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress: Progress) -> None:
-    unreturned = 0
+def _draw_weights(
+    model, seed: int, device: torch.device, adopt: Adopt, progress: Progress, std_of_embeddings: float
+) -> None:
+    unreturned, embedding = 0, model.get_input_embeddings().weight
     parameters, places = list(model.named_parameters()), places_of_parameters(model)
     for name, parameter in parameters:
         size = parameter.numel() * parameter.element_size()
@@ -68,8 +71,9 @@ def _draw_weights(model, seed: int, device: torch.device, adopt: Adopt, progress
             return_free_memory()
             unreturned = 0
         # no name for the values: whoever takes the parameter apart lets go of them
+        std = std_of_embeddings if parameter is embedding else WEIGHT_STD
         drawn = nn.Parameter(
-            fill_dummy(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), name, seed),
+            fill_dummy(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), name, seed, std),
             requires_grad=False,
         )
         for holder, own_name in places[id(parameter)]:

@@ -159,27 +159,18 @@ def _idle_rows(model: Any) -> list[tuple[int, torch.dtype]]:
 
 def _idle_experts(model: Any, spec: ModelSpec) -> list[tuple[int, torch.dtype]]:
     """Elements, with their dtype, of the experts that a token does not choose."""
-    number, chosen = experts_of(spec)
+    number, chosen = spec.experts
     return [(p.numel() * (number - chosen) // number, p.dtype) for p in expert_parameters(model, spec)]
 
 
 def expert_parameters(model: Any, spec: ModelSpec) -> Iterator[torch.nn.Parameter]:
     """Those of experts that a token may leave out."""
-    number, _ = experts_of(spec)
+    number, _ = spec.experts
     for name, module in model.named_modules():
         if number and f".{name}.".count(".experts.") and not _multiplies_all(module):
             for p in module.parameters(recurse=False):
                 if p.dim() == 3 and p.shape[0] == number or p.dim() == 2:
                     yield p
-
-
-def experts_of(spec: ModelSpec) -> tuple[int, int]:
-    """How many experts a layer has, 0 without any, and how many of them a token chooses."""
-    config = spec.text_config
-    experts = next(
-        (n for key in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, key, None))), 0
-    )
-    return experts, getattr(config, "num_experts_per_tok", None) or experts
 
 
 def _multiplies_all(experts: torch.nn.Module) -> bool:

@@ -57,6 +57,7 @@ class ModelSpec:
         snapshot: where the rest of a hub model is fetched to, or None for any other.
         dtype: the dtype the weights are computed in.
         fp8_blocks: how its checkpoint is scaled, or None where it stores plain weights.
+        dummy_routing: text or greedy, see `models.dummy`; None where the weights are real or there are no experts.
     """
 
     name: str
@@ -67,10 +68,16 @@ class ModelSpec:
     dummy: bool
     trust_remote_code: bool = False
     fp8_blocks: BlockScales | None = None
+    dummy_routing: str | None = None
 
     @property
     def text_config(self):
         return self.config.get_text_config(decoder=True)
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """Experts of a layer (0 for a dense model), and how many of them a token chooses."""
+        return _experts_of(self.text_config)
 
     @property
     def dtype_name(self) -> str:
@@ -89,6 +96,12 @@ class ModelSpec:
             UsageError: they cannot be fetched.
         """
         return self.snapshot.fetch_weights() if self.snapshot else self.folder
+
+
+def _experts_of(text_config: Any) -> tuple[int, int]:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next((number for name in names if (number := getattr(text_config, name, None))), 0)
+    return number, getattr(text_config, "num_experts_per_tok", None) or number
 
 
 def max_positions(config: Any) -> int | None:
@@ -144,6 +157,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     model_config = _load_config(source, config) if source else preset.to_config()
     said = take_quantization(model_config)
     blocks = block_scales(config.model, said) if said and not config.dummy else None
+    is_mixture = _experts_of(model_config.get_text_config(decoder=True))[0] > 0
     return ModelSpec(
         name=config.model,
         config=model_config,
@@ -153,6 +167,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
         dummy=config.dummy,
         trust_remote_code=config.trust_remote_code,
         fp8_blocks=blocks,
+        dummy_routing=config.dummy_routing if config.dummy and is_mixture else None,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from zero_inference.config import DEFAULTS, DTYPES
+from zero_inference.config import DEFAULTS, DTYPES, DUMMY_ROUTING
 from zero_inference.options import values
 from zero_inference.options.parser import MODEL_GIVEN, examples
 from zero_inference.options.run_engine import add_engine_options, add_stream_options
@@ -63,6 +63,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dummy",
         action="store_true",
         help="random weights and token ids from --seed; needs no network, no tokenizer and no checkpoint on disk",
+    )
+    model.add_argument(
+        "--dummy-routing",
+        metavar=f"{{{','.join(DUMMY_ROUTING)}}}",
+        help="tokens fed to a --dummy mixture of experts. text: drawn so that experts are reused as published traces of text reuse "
+        "them; greedy: the model's own tokens, which with random weights choose the same experts again and again "
+        f"{default('dummy_routing')}",
     )
     model.add_argument(
         "--dtype",

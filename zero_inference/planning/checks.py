@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_inference.config import RunConfig
+from zero_inference.config import DEFAULTS, RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import check_layer_types
@@ -42,5 +42,7 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
             f"{spec.name} has {positions}: shorten one of them."
         )
     refuse_norm_kernels(config.norm_kernels, spec.config.model_type)
+    if config.dummy_routing != DEFAULTS["dummy_routing"] and spec.dummy_routing is None:
+        raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
     if config.kv_offload:
         check_layer_types(spec.config)

@@ -43,6 +43,7 @@ def request_of(config: RunConfig, spec: ModelSpec, ranks: Ranks, argv: list[str]
         argv=argv,
         model_type=spec.config.model_type,
         dtype=spec.dtype_name,
+        dummy_routing=spec.dummy_routing,
         world_size=ranks.world_size,
         num_nodes=ranks.num_nodes,
         options=options_asked(config),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.rates import own_work, product_time, restored_gb_per_s
 from zero_inference.models.operators import Operator, Pass
-from zero_inference.models.sizes import experts_of
 from zero_inference.quantization.indexed import pairs_together
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def weights_s_of(
     is multiplied is restored first: written once and read once.
     """
     job, config = plan.job, plan.job.config
-    number, chosen = experts_of(job.spec)
+    number, chosen = job.spec.experts
     of_token = chosen / number if number else 0.0  # of the experts
     fused = config.quantized and tokens <= plan.fused_rows
     together = pairs_together(tokens * chosen, number) if number and fused else max(1, tokens)

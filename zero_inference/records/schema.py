@@ -52,6 +52,10 @@ class Request:
     kv_offload: bool = key("", "KV cache in host memory", required="always")
     norm_kernels: str = key("", "auto, cuda or off", required="always")
     dummy: bool = key("", "random weights and random token ids", required="always")
+    dummy_routing: str | None = key(
+        "",
+        "tokens fed to a dummy mixture of experts: text (drawn, so that experts are used as text uses them) or greedy; null otherwise",
+    )
     pin_kv_cache: bool = key("", "the KV cache in host memory is page-locked")
     async_kv_offload: bool = key("", "the KV cache is copied while the layers compute")
     seed: int = key("", "seed for random weights, token ids and sampling")
