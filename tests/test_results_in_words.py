@@ -53,7 +53,7 @@ def request(**changes) -> Request:
         timestamp="t", argv=[], engine="stream", model="org/m", model_type="opt", dtype="float16", world_size=1, num_nodes=1,
         batch_size=1, prompt_len=8, gen_len=5, quant_bits=4, quant_group_size=64, cpu_offload=True, disk_offload=False,
         kv_offload=False, norm_kernels="auto", dummy=True, pin_kv_cache=False, async_kv_offload=False, seed=0,
-        pin_memory=True, cpu_compute="auto", cpu_threads=None, options={}, weights_place="cpu",
+        pin_memory=True, cpu_compute="auto", cpu_threads=None, dummy_routing=None, options={}, weights_place="cpu",
     )  # fmt: skip
     return Request(**(known | changes))
 
