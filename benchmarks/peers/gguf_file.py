@@ -11,9 +11,12 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from zero_inference.models.dummy import WEIGHT_STD, embedding_std
 
 ALIGNMENT = 32
 BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18
@@ -48,13 +51,18 @@ def write_random_gguf(config: dict[str, Any], path: Path, seed: int = 0) -> int:
     tensors = list(tensors_of(config))
     if odd := next((t for t in tensors if t.type == Q4_0 and t.shape[0] % BLOCK_WEIGHTS), None):
         raise ValueError(f"{odd.name}: rows of {odd.shape[0]} do not divide into blocks of {BLOCK_WEIGHTS}")
-    blocks = memoryview(random_blocks(CHUNK_BLOCKS, seed).reshape(-1))
+    blocks = {
+        std: memoryview(random_blocks(CHUNK_BLOCKS, seed, std).reshape(-1))
+        for std in {WEIGHT_STD, embedding_std_of(config)}
+    }
     header = header_of(metadata_of(config), tensors)
     with path.open("wb") as file, ThreadPoolExecutor(WRITERS) as writers:
         file.write(header)
         file.flush()
         for writing in [
-            writers.submit(write_tensor, file.fileno(), tensor, len(header) + offset, blocks, seed)
+            writers.submit(
+                write_tensor, file.fileno(), tensor, len(header) + offset, blocks[std_of(tensor, config)], seed
+            )
             for tensor, offset in zip(tensors, offsets_of(tensors))
         ]:
             writing.result()
@@ -148,13 +156,29 @@ def offsets_of(tensors: list[Tensor]) -> Iterator[int]:
         offset += tensor.nbytes + -tensor.nbytes % ALIGNMENT
 
 
-def random_blocks(count: int, seed: int) -> np.ndarray:
-    """`count` blocks of Q4_0, as uint8 (count, 18): any four bits, and scales that give weights a deviation of about 0.02."""
+def random_blocks(count: int, seed: int, std: float = WEIGHT_STD) -> np.ndarray:
+    """Return `count` blocks of Q4_0, uint8 [count, 18]: weights of mean 0 and a deviation of about `std`.
+
+    A mean other than 0, as code 0 would give, is a part that all tokens share and that grows from layer to layer.
+    """
     random = np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (count, BLOCK_BYTES), np.uint8)
-    scales = (random.random(count, np.float32) * 0.002 + 0.0034).astype(np.float16)  # 0.02 is 4.6 steps of four bits
+    low, high = random.integers(1, 16, (2, count, BLOCK_BYTES), np.uint8)  # a weight is (code - 8) * scale
+    blocks = low | high << 4
+    # the deviation of the codes is 4.3 steps
+    scales = ((random.random(count, np.float32) * 0.1 + 0.18) * std).astype(np.float16)
     blocks[:, :2] = scales.view(np.uint8).reshape(count, 2)
     return blocks
+
+
+def embedding_std_of(config: dict[str, Any]) -> float:
+    """Return the deviation of the embeddings, for mixtures that of `--dummy-routing text`: equal use of experts on both sides."""
+    if not expert_count(config):
+        return WEIGHT_STD
+    return embedding_std(SimpleNamespace(**config))
+
+
+def std_of(tensor: Tensor, config: dict[str, Any]) -> float:
+    return embedding_std_of(config) if tensor.name == "token_embd.weight" else WEIGHT_STD
 
 
 def norm_or_router(tensor: Tensor, seed: int) -> np.ndarray:

@@ -1,11 +1,15 @@
-"""llama.cpp on the cores alone, with random weights of a preset's dimensions in Q4_0: decoded tokens a second by batch.
+"""llama.cpp with random weights of a preset's dimensions in Q4_0: prefill and decode in tokens a second.
 
     python benchmarks/peers/llama_cpp.py --model llama-2-13b --source FOLDER --work /dev/shm/llama --output llama_cpp.json
+    python benchmarks/peers/llama_cpp.py --model llama-3.1-70b --source FOLDER --work /dev/shm/llama --cuda --prompt-len 512
+        --options "-ngl 44 --no-host 0" --options "-ngl 44 --no-host 1"
 
 FOLDER holds the source package of llama-cpp-python (`llama_cpp_python-VERSION.tar.gz` or `.tar.xz`), which has llama.cpp in it;
 nothing is fetched. llama-bench and llama-batched-bench are built with cmake for the processor it runs on, once a work folder. A step of
-batch 1 is measured by llama-bench behind a prompt of the asked length, larger batches by llama-batched-bench, whose sequences share one
-prompt. Both multiply on the cores alone. The file of weights is removed afterwards, unless `--keep` is given.
+batch 1 is measured by llama-bench after a prompt of the asked length, larger batches by llama-batched-bench, whose sequences share one
+prompt. Without `--cuda` both multiply on the CPU alone. With it they are built for the GPU (or taken from `--programs`), and llama-bench
+measures prefill and decode of one sequence with each of `--options`, its own options for what lies where. The file of weights is
+removed afterwards, unless `--keep` is given.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,6 +53,7 @@ CMAKE_OPTIONS = {
     "LLAMA_OPENSSL": "OFF",  # no network
     "LLAMA_BUILD_COMMIT": "unknown",  # else that of whatever git repository lies around the folder
 }
+CUDA_OPTIONS = {"GGML_CUDA": "ON", "GGML_CUDA_FA": "OFF", "CMAKE_CUDA_ARCHITECTURES": "native"}  # FA: most of the time
 
 
 def main() -> int:
@@ -57,13 +63,13 @@ def main() -> int:
         print(f"error: --model {args.model}: no such preset.", file=sys.stderr)
         return 2
     args.work.mkdir(parents=True, exist_ok=True)
-    programs, version = build(args.source, args.work, args.jobs)
+    programs, version = build(args)
     weights = args.work / f"{args.model.replace('/', '-')}-q4_0.gguf"
     started = time.perf_counter()
     weight_bytes = write_random_gguf(preset.config, weights)
     print(f"{weights}: {weight_bytes / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     try:
-        rows = measure(programs, weights, args)
+        rows = measure_options(programs, weights, args) if args.cuda else measure(programs, weights, args)
     finally:
         if not args.keep:
             weights.unlink()
@@ -98,14 +104,25 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--gen-len", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=3, help="of batch 1; larger batches are run once")
+    parser.add_argument("--cuda", action="store_true", help="build for the GPU of this machine; measures --options")
+    parser.add_argument(
+        "--programs", type=Path, metavar="FOLDER", help="take llama-bench from this build folder instead of building"
+    )
+    parser.add_argument("--options", action="append", help='of llama-bench, such as "-ngl 44 --no-host 1 -t 15"')
+    parser.add_argument(
+        "--prompt-lens",
+        type=lambda text: [int(each) for each in text.split(",")],
+        help="prefills to measure with --cuda (default: --prompt-len)",
+    )
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one of the two programs may take")
     parser.add_argument("--keep", action="store_true", help="leave the file of weights")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
 
-def build(source: Path, work: Path, jobs: int) -> tuple[dict[str, Path], str]:
+def build(args: argparse.Namespace) -> tuple[dict[str, Path], str]:
     """Unpack and compile once; the programs by name, and the version of the package and of llama.cpp in it."""
+    source, work = args.source, args.work
     packages = sorted(source.glob("llama_cpp_python-*.tar.*"))
     if not packages:
         raise SystemExit(f"error: --source {source}: no llama_cpp_python-*.tar.gz or .tar.xz there; "
@@ -115,20 +132,28 @@ def build(source: Path, work: Path, jobs: int) -> tuple[dict[str, Path], str]:
     if not llama_cpp.is_dir():
         with tarfile.open(packages[-1]) as package:
             package.extractall(work, filter="data")
+    if args.programs is not None:
+        return {target: args.programs / folder / target for target, folder in TARGETS.items()}, version_of(
+            name, llama_cpp
+        )
     (work / "CMakeLists.txt").write_text(CMAKE_LISTS)
-    options = [f"-D{key}={value}" for key, value in CMAKE_OPTIONS.items()]
+    options = [f"-D{key}={value}" for key, value in (CMAKE_OPTIONS | (CUDA_OPTIONS if args.cuda else {})).items()]
     started = time.perf_counter()
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     logged(["cmake", *generator, "-S", work, "-B", built, f"-DLLAMA_CPP={llama_cpp.resolve()}", *options], work)
-    logged(["cmake", "--build", built, "--parallel", str(jobs), "--target", *TARGETS], work)
+    logged(["cmake", "--build", built, "--parallel", str(args.jobs), "--target", *TARGETS], work)
     print(f"built {name} in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    return {target: built / folder / target for target, folder in TARGETS.items()}, version_of(name, llama_cpp)
+
+
+def version_of(name: str, llama_cpp: Path) -> str:
+    """The versions of the source package and of llama.cpp in it."""
     numbers = re.findall(
         r"set\(LLAMA_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", (llama_cpp / "CMakeLists.txt").read_text()
     )
-    version = name.replace("llama_cpp_python-", "llama-cpp-python ") + (
+    return name.replace("llama_cpp_python-", "llama-cpp-python ") + (
         f", llama.cpp {'.'.join(numbers)}" if numbers else ""
     )
-    return {target: built / folder / target for target, folder in TARGETS.items()}, version
 
 
 def logged(command: list, work: Path) -> None:
@@ -139,6 +164,30 @@ def logged(command: list, work: Path) -> None:
     if done.returncode:
         end = log.read_text(errors="replace")[-3000:]
         raise SystemExit(f"{end}\nerror: {command[0]} ended with {done.returncode}; all it said is in {log}.")
+
+
+def measure_options(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each of `--options`: prefill of each prompt and decode after the first, of one sequence."""
+    rows = []
+    prompts = args.prompt_lens or [args.prompt_len]
+    prefill = ["-p", ",".join(map(str, prompts)), "-n", "0", "-r", str(args.repetitions)]
+    decode = ["-p", "0", "-n", str(args.gen_len), "-d", str(prompts[0]), "-r", str(args.repetitions)]
+    for options in args.options or ["-ngl 99"]:
+        found: list[dict[str, Any]] = []
+        for each in (prefill, decode):
+            command = [str(programs["llama-bench"]), "-m", str(weights), *each, *shlex.split(options), "-o", "json"]
+            try:
+                found += json.loads(output_of(command, args.timeout))
+            except (subprocess.TimeoutExpired, SystemExit) as error:
+                print(f"{options}: {error}", file=sys.stderr)
+        prefilled = {str(one["n_prompt"]): one["avg_ts"] for one in found if one["n_gen"] == 0}
+        decoded = next((one for one in found if one["n_gen"]), None)
+        rows.append(
+            row(1, decoded["avg_ts"], samples=decoded["samples_ts"]) if decoded else {"batch": 1, "tokens_per_s": None}
+        )
+        rows[-1] |= {"options": options, "prefill_tokens_per_s": prefilled, "by": "llama-bench"}
+        print(f"{options}: prefill {prefilled}, decode {rows[-1]['tokens_per_s']}", file=sys.stderr, flush=True)
+    return rows
 
 
 def measure(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
