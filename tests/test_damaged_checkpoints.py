@@ -189,6 +189,25 @@ def test_layers_that_the_config_does_not_count_are_told(run, folder, caplog):
     assert run()[0] == 0 and "warning: " in caplog.text and "no parameter for model.layers.2." in caplog.text
 
 
+@pytest.mark.parametrize("name", ["layers.3.mlp.up_proj.weight", "mtp.fc.weight"])
+def test_multi_token_prediction_that_the_config_announces_casts_no_doubt(run, folder, expected, caplog, name):
+    """DeepSeek-V3 keeps it after its last layer, Qwen3-Next beside the layers."""
+    save_file({f"model.{name}": torch.zeros(4, 4)} | all_tensors(folder), folder / "model.safetensors")
+    assert run()[0] == 0 and f"no parameter for model.{name}" in caplog.text
+    caplog.clear()
+    (folder.parent / "run.jsonl").unlink()
+    change_config(folder, num_nextn_predict_layers=1)
+    assert run()[::2] == (0, expected) and "warning" not in caplog.text
+
+
+def test_a_config_without_a_limit_of_positions(tmp_path):
+    """XLNet's says -1."""
+    from transformers import XLNetConfig
+
+    XLNetConfig(vocab_size=VOCAB, d_model=64, n_layer=2, n_head=4, d_inner=96).save_pretrained(tmp_path)
+    assert resolve_model(RunConfig(model=str(tmp_path)), "cpu").max_positions is None
+
+
 @pytest.mark.parametrize(
     "changes, word",
     [

@@ -122,6 +122,81 @@ def _meta_parameters(folder):
     return list(model.parameters())
 
 
+TEXT = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
+TOWER = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, image_size=32, patch_size=16)
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+# each with a tower of more layers than the language model has
+WRAPPERS = {
+    "mistral3": dict(
+        text_config=dict(TEXT, model_type="mistral"), vision_config=dict(TOWER, num_hidden_layers=3, head_dim=16)
+    ),
+    "qwen3_vl": dict(
+        text_config=dict(TEXT, rope_parameters=ROPE),
+        vision_config=dict(
+            hidden_size=32, intermediate_size=32, depth=3, num_heads=2, out_hidden_size=64, deepstack_visual_indexes=[0]
+        ),
+    ),
+    "llava": dict(
+        text_config=dict(TEXT, model_type="llama", tie_word_embeddings=True),
+        vision_config=dict(TOWER, num_hidden_layers=3, projection_dim=32),
+        tie_word_embeddings=True,
+    ),
+    "llama4": dict(
+        text_config=dict(TEXT, intermediate_size_mlp=96, num_local_experts=2),
+        vision_config=dict(
+            TOWER, num_hidden_layers=3, vision_output_dim=64, projector_input_dim=32, projector_output_dim=64
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_language_model_of_a_wrapper(name, tmp_path, caplog):
+    """`save_pretrained` writes the names that the hub has, which are not those of the modules."""
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    from zero_inference import load
+    from zero_inference.models.greedy import drop_own_settings, greedy
+
+    fields = WRAPPERS[name]
+    text = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields["text_config"])
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(name, **{**fields, "text_config": text})).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.05 if "embed" in key else 0.2)
+    model.save_pretrained(tmp_path)
+    drop_own_settings(model)
+    ids = random_ids(0, 2, PROMPT, VOCAB)
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))
+    assert len(set(wanted[0, PROMPT:].tolist())) > 3
+    for options in (
+        {"engine": "resident"},
+        {"engine": "stream", "gpu_memory": 0, "cpu_compute": 1},
+        {"engine": "deepspeed", "cpu_offload": True},
+    ):
+        with load(tmp_path, dtype="float32", batch_size=2, max_length=PROMPT + GEN, verbose=0, **options) as loaded:
+            found = loaded.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))
+        assert torch.equal(found, wanted), options
+    assert "warning" not in caplog.text, "config.json announces the vision tower"
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("t5", "an encoder-decoder"), ("blip-2", "a vision-language model"), ("qwen2_5_omni", "a multimodal model")],
+)
+def test_a_model_that_has_no_causal_language_model_is_called_what_it_is(name, kind, tmp_path, capfd):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    assert main(["run_model.py", "--model", str(tmp_path), "--engine", "stream", "--dry-run"]) == 2
+    error = capfd.readouterr().err
+    assert f"{name} is {kind}" in error and "use a causal language model" in error, error
+
+
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
     from zero_inference.config import RunConfig
     from zero_inference.models.prompts import read_prompts, text_ids

@@ -58,7 +58,7 @@ def model_bytes(config: Any, *, parameters: int | None = None) -> int:
 
 
 def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
-    """`dtype_bytes` times the parameters of `AutoModelForCausalLM` built from `config`.
+    """`dtype_bytes` times the parameters of the model that `auto_class` builds from `config`.
 
     Built on the meta device, so nothing is allocated (0.4 s for Llama-3.1-405B, imports apart); `config`
     is left as it was. A tied weight counts once.
@@ -66,16 +66,40 @@ def exact_parameter_bytes(config: Any, dtype_bytes: int = 2) -> int:
     Raises what transformers raises for a config it has no causal language model for.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)  # from_config writes the dtype and attention it chose into it
     # A config class from a downloaded module is there only if its code was trusted before.
     trusted = type(config).__module__.startswith("transformers_modules")
     with _without_zero3(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+        model = auto_class(config).from_config(config, trust_remote_code=trusted)
     model.tie_weights()
     unique = {id(parameter): parameter.numel() for parameter in model.parameters(recurse=True)}
     return dtype_bytes * sum(unique.values())
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' auto class that builds a language model from `config`: of a wrapper of one (vision, audio) that of wrappers.
+
+    Raises:
+        ValueError: neither has one for it, with the kind of model that it is, such as "an encoder-decoder".
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationMixin
+
+    if type(config) in AutoModelForCausalLM._model_mapping or "AutoModelForCausalLM" in getattr(config, "auto_map", ()):
+        return AutoModelForCausalLM
+    if text_config(config).is_encoder_decoder or config.is_encoder_decoder:
+        raise ValueError("an encoder-decoder")
+    sees, hears = (hasattr(config, part) for part in ("vision_config", "audio_config"))
+    wrappers = AutoModelForMultimodalLM._model_mapping
+    kind = "a vision-language model" if sees else "an audio-language model" if hears else "no causal language model"
+    if not sees and not hears and type(config) in wrappers:
+        kind = "a multimodal model"
+    if type(config) not in wrappers:
+        raise ValueError(kind)
+    made = wrappers[type(config)]
+    if getattr(made, "generate", None) is not GenerationMixin.generate:
+        raise ValueError(f"{kind} with a way of its own to generate")
+    return AutoModelForMultimodalLM
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from zero_inference.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 # Causal masks and rotary tables that older versions of transformers stored in each layer.
 OUTDATED_BUFFERS = re.compile(r"\b(attn|attention)\.bias$|\.(masked_bias|causal_mask|inv_freq|cos_cached|sin_cached)$")
+PREDICTS_MORE = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config that announce multi-token prediction
 RETURNED_BYTES = 64 << 20  # of dummy weights, between two returns of freed memory: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
@@ -86,10 +87,13 @@ def _draw_weights(
 
 
 def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> None:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     shards = Shards(spec)
-    _resolve_ties(model, shards)
+    mapping = get_model_conversion_mapping(model)
+    ties = _resolve_ties(model, shards, _keys_of_ties(model, mapping, shards.where))
     left_out: list[str] = []
-    convert = _converter(model, spec.dtype, left_out)
+    convert = _converter(model, mapping, spec.dtype, left_out)
     adopted: set[int] = set()
     unset = set(model.state_dict())
     for keys in shards.layers():
@@ -97,6 +101,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
         with shards.opened(keys) as tensors:
             unset &= convert(tensors, shards.folder)
         del tensors
+        _tie(model, ties)
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and id(parameter) not in adopted:
                 parameter.requires_grad_(False)
@@ -120,7 +125,7 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
             shards.folder,
             few(buffers),
         )
-    if left_out:
+    if left_out := [key for key in left_out if not _announced(key, model, spec)]:
         logger.warning(
             "warning: %s: the model has no parameter for %s, ignored; do config.json and weights belong together?",
             shards.folder,
@@ -128,17 +133,57 @@ def _read_weights(model, spec: ModelSpec, adopt: Adopt, progress: Progress) -> N
         )
 
 
-def _resolve_ties(model, shards: Shards) -> None:
-    """Where a checkpoint holds both sides of a tie: one of two equal tensors is enough, two different ones are not tied."""
+def _announced(key: str, model, spec: ModelSpec) -> bool:
+    """Return whether config.json says of a tensor that the model has no place for that the file holds it.
+
+    That is multi-token prediction (as many layers after the last one as it says, or a module with "mtp" in its name), and all but the
+    language model where the model is built from a wrapper's text configuration.
+    """
+    configs = {id(part): part for part in (spec.config, spec.text_config)}.values()
+    more = [value for part in configs for name, value in vars(part).items() if PREDICTS_MORE.search(name) and value]
+    parts = key.split(".")
+    if more and any("mtp" in part for part in parts):
+        return True
+    layer = _layer_in(key, model)
+    if more and layer is not None:
+        behind = layer[0] - layer[1]
+        return behind < max(value if isinstance(value, int) else behind + 1 for value in more)
+    if model.config is spec.config:
+        return False
+    own = {name for part in (model, model.get_decoder()) for name, _ in part.named_children()}
+    prefixes = {"model", "language_model", "text_model", model.base_model_prefix}
+    return next((part for part in parts if part not in prefixes), "") not in own
+
+
+def _layer_in(key: str, model) -> tuple[int, int] | None:
+    """Return the decoder layer that a checkpoint's key names and the number of layers; None for another key, or without a list of them."""
+    try:
+        prefix, layers = decoder_layers(model)
+    except UsageError:
+        return None
+    prefixes = "|".join(re.escape(name) for name in (prefix, prefix.removeprefix(model.base_model_prefix + ".")))
+    found = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
+    return (int(found.group(1)), len(layers)) if found else None
+
+
+def _resolve_ties(model, shards: Shards, stored_as: dict[str, str]) -> list[list[str]]:
+    """Return the names of each tied parameter, of those whose tie the checkpoint keeps.
+
+    Where the checkpoint holds several names of a parameter, one of equal tensors is enough, and different tensors are not tied.
+
+    Args:
+        stored_as: the checkpoint's key of a name of the model, where it has one.
+    """
+    ties = []
     for names in unique_parameter_names(model).values():
-        # in the order of the model, whose first name is the one that the others are tied to
-        present = [key for name in names for key in shards.where if key == name or name.endswith("." + key)]
-        if len(names) < 2 or len(present) < 2:
+        if len(names) < 2:
             continue
+        # in the order of the model, whose first name is the one that the others are tied to
+        present = [stored_as[name] for name in names if name in stored_as]
         with shards.opened([stored for key in present for stored in shards.with_scale(key)]) as tensors:
-            first, *others = (tensors[key][:] for key in present)
-            equal = all(torch.equal(first, other) for other in others)
+            equal = len(present) < 2 or all(torch.equal(tensors[present[0]][:], tensors[key][:]) for key in present[1:])
         if equal:
+            ties.append(names)
             for key in present[1:]:
                 for stored in shards.with_scale(key):
                     del shards.where[stored]
@@ -149,21 +194,55 @@ def _resolve_ties(model, shards: Shards) -> None:
             module, _, leaf = name.rpartition(".")
             owner = model.get_submodule(module)
             setattr(owner, leaf, nn.Parameter(torch.empty_like(getattr(owner, leaf)), requires_grad=False))
+    return ties
 
 
-def _converter(model, dtype: torch.dtype, left_out: list[str]) -> Callable[[dict[str, Any], Path], set[str]]:
+def _keys_of_ties(model, mapping: list, keys: Iterable[str]) -> dict[str, str]:
+    """Return the checkpoint's key of each name of a tied parameter, by transformers' own renaming."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    tied = {name for names in unique_parameter_names(model).values() if len(names) > 1 for name in names}
+    if not tied:
+        return {}
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+    numbered = any(re.search(r"\.\d+\.", name) for name in tied)
+    found: dict[str, str] = {}
+    for key in keys:
+        if not numbered and re.search(r"\.\d+\.", key):
+            continue  # tens of thousands of experts that no tie can name
+        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:  # as the loader does
+            name, converted = key, None
+        if name in tied and converted is None:
+            found.setdefault(name, key)
+    return found
+
+
+def _tie(model, ties: list[list[str]]) -> None:
+    """Put the side of a tie that was read in the places of the others."""
+    for names in ties:
+        read = next((p for name in names if (p := model.get_parameter(name)).device.type != "meta"), None)
+        if read is not None:
+            for name in names:
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, read)
+
+
+def _converter(
+    model, mapping: list, dtype: torch.dtype, left_out: list[str]
+) -> Callable[[dict[str, Any], Path], set[str]]:
     """What reads a group of tensors into the model, and returns the names of the model's tensors that were not in it.
 
     Names that the family expects to be missing are not among them. `left_out` takes the keys that the model has no place for, but for
     those that the family expects.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    mapping = get_model_conversion_mapping(model)
     buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
 
     def convert(tensors: dict[str, Any], folder: Path) -> set[str]:
@@ -207,14 +286,9 @@ def _refuse_unexpected(model, folder: Path, keys: set[str]) -> None:
 
     Layers behind the model's last one are left out, as in transformers: DeepSeek-V3 keeps its multi-token prediction there.
     """
-    try:
-        prefix, layers = decoder_layers(model)
-    except UsageError:  # a model without such a list
-        return
-    prefixes = "|".join(re.escape(name) for name in (prefix, prefix.removeprefix(model.base_model_prefix + ".")))
     for key in sorted(keys):
-        layer = re.match(rf"(?:{prefixes})\.(\d+)\.", key)
-        if layer and int(layer.group(1)) < len(layers) and not OUTDATED_BUFFERS.search(key):
+        layer = _layer_in(key, model)
+        if layer and layer[0] < layer[1] and not OUTDATED_BUFFERS.search(key):
             raise RunError(
                 f"{folder}: {key} is part of a decoder layer, and {type(model).__name__} has no place for it: the "
                 f"checkpoint is another model's, or quantized in an unsupported format; {INSTEAD}."

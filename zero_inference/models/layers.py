@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from zero_inference.errors import UsageError
+from zero_inference.utils import text_config
 
 T = TypeVar("T")
 
@@ -30,18 +31,45 @@ def remembered(read: Callable[[nn.Module], T]) -> Callable[[nn.Module], T]:
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Name and ModuleList of the decoder layers: the longest ModuleList that is not inside another one.
 
+    Those of the language model, where it is one part of several: a vision tower may have more layers.
+
     Raises:
         UsageError: the model has no ModuleList of layers.
     """
-    found = list(_lists_in(model))
+    name, decoder = _language_model(model)
+    others = _other_configs(model)
+    found = list(_lists_in(decoder, name, others)) or list(_lists_in(model, "", others))
     if not found:
         raise UsageError(f"{type(model).__name__} has no list of decoder layers to offload: use --engine resident.")
     return max(found, key=lambda pair: len(pair[1]))
 
 
-def _lists_in(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+def parameters_of_towers(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a wrapper that text does not use, such as those of its vision tower and projector; none of another model."""
+    if not _other_configs(model):
+        return []
+    head = model.get_output_embeddings()
+    used = {id(p) for part in (_language_model(model)[1], head) if part is not None for p in part.parameters()}
+    return [p for p in model.parameters() if id(p) not in used]
+
+
+def _language_model(model: nn.Module) -> tuple[str, nn.Module]:
+    """Name and module of the part that transformers says decodes; the model itself where it names none."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return next(((name, module) for name, module in model.named_modules() if module is decoder), ("", model))
+
+
+def _other_configs(model: nn.Module) -> set[type]:
+    """Classes of the configurations of a wrapper's other parts, such as its vision tower."""
+    config = getattr(model, "config", None)
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return {type(part) for part in parts} - {type(None), type(config), type(text_config(config))}
+
+
+def _lists_in(module: nn.Module, name: str, others: set[type]) -> Iterator[tuple[str, nn.ModuleList]]:
     if isinstance(module, nn.ModuleList) and len(module):
         yield name, module
         return
     for own_name, child in module.named_children():
-        yield from _lists_in(child, f"{name}.{own_name}" if name else own_name)
+        if type(getattr(child, "config", None)) not in others:
+            yield from _lists_in(child, f"{name}.{own_name}" if name else own_name, others)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zero_inference.models.layers import parameters_of_towers
 from zero_inference.models.meta_pass import run_on_meta
 from zero_inference.models.repeat import NotAlike, OfLayers
 from zero_inference.models.spec import ModelSpec
@@ -33,7 +34,8 @@ class ModelSizes:
     Attributes:
         parameters: elements of all parameters.
         parameter_bytes: their bytes, each in the dtype that it is computed in.
-        idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen.
+        idle_parameters: elements that a token of one sequence does not touch: rows of an embedding, experts not chosen, a wrapper's
+            vision tower.
         idle_bytes: the bytes of those, unquantized.
         idle_expert_bytes: of those, what experts are.
         chooses_experts: whether a token leaves experts out.
@@ -52,7 +54,8 @@ class ModelSizes:
 def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
     """Count a model without weights (see `models.skeleton`). To be called before an engine fills it: it may take parameters apart."""
     idle_experts = _idle_experts(model, spec)
-    idle = _idle_rows(model) + idle_experts
+    towers = parameters_of_towers(model)
+    idle = _idle_rows(model, {id(p) for p in towers}) + idle_experts + [(p.numel(), p.dtype) for p in towers]
     widths = kv_widths_of(model)
     return ModelSizes(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -147,13 +150,15 @@ def _kv_widths_by_config(spec: ModelSpec) -> list[int]:
     return [2 * kv_width(text) for kind in kinds if kind in KEY_VALUE_LAYERS]
 
 
-def _idle_rows(model: Any) -> list[tuple[int, torch.dtype]]:
-    """Elements, with their dtype, of embeddings that are no head."""
+def _idle_rows(model: Any, counted: set[int]) -> list[tuple[int, torch.dtype]]:
+    """Elements, with their dtype, of embeddings that are no head, but for the parameters whose ids are `counted` already."""
     head = model.get_output_embeddings()
     return [
         (module.weight.numel(), module.weight.dtype)
         for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) and (head is None or module.weight is not head.weight)
+        if isinstance(module, torch.nn.Embedding)
+        and id(module.weight) not in counted
+        and (head is None or module.weight is not head.weight)
     ]
 
 

@@ -18,6 +18,7 @@ from zero_inference.models.operators import Pass, trace_pass
 from zero_inference.models.sizes import ModelSizes, estimated_prefill_bytes, logits_bytes, model_sizes
 from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.text import first_line
+from zero_inference.utils import auto_class
 
 Found = TypeVar("Found")
 
@@ -81,13 +82,17 @@ def empty_model(spec: ModelSpec):
     computed for real, because most are in no checkpoint (rotary frequencies, position ids, masks).
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     try:
+        family = auto_class(spec.config)
+    except ValueError as error:
+        raise UsageError(
+            f"--model {spec.name}: {spec.config.model_type} is {error}; use a causal language model, such as llama or "
+            "qwen3, or run this one in transformers."
+        ) from error
+    try:
         with init_empty_weights(include_buffers=False), LazyZeros():
-            model = AutoModelForCausalLM.from_config(
-                spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code
-            )
+            model = family.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
     except Exception as error:  # whatever a config makes transformers and torch stumble over
         raise UsageError(
             f"--model {spec.name}: transformers cannot build it as a causal language model ({first_line(error)})."

@@ -43,6 +43,7 @@ BUILT_FIRST = {
     **dict.fromkeys(("n_layer", "n_layers", "num_layers"), SIZES["num_hidden_layers"]),
     "num_labels": (0, 1 << 16),
 }
+NO_LIMIT = {("max_position_embeddings", -1)}  # what XLNet's config answers: its positions are relative
 TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -218,7 +219,7 @@ def _check_sizes(model: str, parts: list[dict], bounds: Mapping[str, tuple[float
     for part in parts:
         for name, (least, most) in bounds.items():
             for size in _numbers(part.get(name)):
-                if not least <= size <= most:
+                if not least <= size <= most and (name, size) not in NO_LIMIT:
                     raise UsageError(
                         f"--model {model}: {name} in its config.json is {size:.6g}; it must be "
                         + (f"between {least} and {most}." if least > -math.inf else f"at most {most}.")

@@ -49,6 +49,8 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     placed = _Placement(prefix, residency, store, scheme, ranks.device)
     load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
     store.complete()
+    # more than was planned where a checkpoint unties what config.json ties
+    residency.outside_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in placed.where)
     model.to(ranks.device)  # buffers
     if job.on_gpu:
         torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the remainders stay unusable
