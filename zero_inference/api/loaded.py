@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import RunError, UsageError
 from zero_inference.machine.machine import ThisMachine
 from zero_inference.measure.session import loaded_model
+from zero_inference.models.frozen import FrozenParameter, freeze, refusal
 from zero_inference.models.greedy import use_repeatable_attention
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model
 from zero_inference.planning.changes import refuse_hopeless
@@ -31,6 +36,18 @@ from zero_inference.search.choose import choose, hint
 
 MAX_LENGTH = 2048  # tokens of a sequence where none is asked for
 UNLOADED = "this model was unloaded; load it again with zero_inference.load()."
+FORKED = (
+    "this model was loaded before a fork, and its threads and device memory are the parent's: load it in this process, or start "
+    "processes by 'spawn'."
+)
+CANNOT_MOVE = "the engine has placed the weights, and they cannot be moved or cast: load the model again."
+MERGE_FIRST = (
+    "merge the adapter into the plain model (merge_and_unload), save that, and load it, or use engine='resident'"
+)
+SUPPORTED_ADAPTERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Embedding")
+OWN_HOOKS = ("transformers.", "zero_inference.")  # these change nothing that a module computes
+_DEEPSPEED = threading.RLock()  # its stack of modules under way is the process's
+_of_parent: list[_Held] = []  # in a forked child: what it must not release
 
 
 @dataclass
@@ -39,11 +56,33 @@ class _Held:
 
     Attributes:
         releases: closes the engine, then lets go of the process group.
+        lock: held by the thread whose call is under way.
+        pid: the process that loaded the model.
     """
 
     loaded: LoadedModel
     calls: Calls
     releases: ExitStack
+    modules: _AsLoaded
+    lock: Any = field(default_factory=threading.RLock)
+    pid: int = field(default_factory=os.getpid)
+    calling: bool = False  # a call of the model is under way in the thread that holds the lock
+    forward_in: int = 0  # that thread, while the model's own forward is under way in it
+
+    @contextlib.contextmanager
+    def call(self, model: Any) -> Iterator[None]:
+        """One thread at a time, with adapters and hooks that were added since the last call taken into account."""
+        with self.lock:
+            outermost, self.calling = not self.calling, True
+            try:
+                if outermost:
+                    _need(model)  # another thread may have unloaded it meanwhile
+                    self.modules.check()
+                # without the weights, which have left the device by then, no gradient is right
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not self.modules.frozen):
+                    yield
+            finally:
+                self.calling = not outermost
 
 
 def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
@@ -116,13 +155,130 @@ def _made_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
         "__qualname__": kind.__qualname__,
     }  # by which transformers finds what it knows of it
     model.__class__ = type(kind.__name__, (PlacedModel, kind), names)
-    model._held = _Held(loaded, calls, releases)
+    frozen = job.config.engine != "resident"
+    modules = _AsLoaded(model, frozen, loaded.modules_changed)
+    model._held = _Held(loaded, calls, releases, modules)
+    if job.config.engine == "deepspeed":
+        model._held.lock = _DEEPSPEED
+    _redirect_forward(model)
     hook = model.register_forward_pre_hook(
         calls.before, with_kwargs=True, prepend=True
     )  # before an engine's own begins a pass
     releases.callback(hook.remove)
     LOADED.add(model)
     return model
+
+
+def _redirect_forward(model: Any) -> None:
+    """Let `model.forward(...)`, as wrappers of a model call it, be `model(...)`: with hooks, checks and the lock."""
+    own, held = model.forward, model._held
+
+    @functools.wraps(own)  # generate looks at its arguments
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if held.forward_in == threading.get_ident():
+            return own(*args, **kwargs)
+        return model(*args, **kwargs)
+
+    model.forward = forward
+
+
+class _AsLoaded:
+    """The modules of a model as its engine knows them: what was put in their place or hooked to them since.
+
+    Engines compute some blocks without calling the modules inside: CPU workers, products of several modules at once, CUDA graphs.
+
+    Args:
+        frozen: weights may not change.
+        changed: told the modules in which the engine has to call each module from now on.
+    """
+
+    def __init__(self, model: Any, frozen: bool, changed: Callable[[set[torch.nn.Module]], None]):
+        modules = list(model.modules())
+        self.changed, self.known = changed, set(modules)
+        self.model, self.frozen = model, frozen
+        self.children = [(m, m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        self.hooks = [
+            (m, hooks, set(hooks))
+            for m in modules
+            for hooks in (m._forward_pre_hooks, m._forward_hooks)
+            if m is not model
+        ]
+        self.reported: set[torch.nn.Module] = set()
+        self.adapters: list[Any] = []
+        self.parameters: list[tuple[dict[str, Any], str]] = []
+        self.versions: dict[int, int] = {}  # by id; accelerate makes new parameters in each pass
+        if frozen:
+            self.parameters = [
+                (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
+            ]
+            placed = [
+                dict.__getitem__(holder, name) for holder, name in self.parameters
+            ]  # DeepSpeed's [] would fetch it
+            for parameter in placed:
+                freeze(parameter)
+            self.versions = {id(parameter): parameter._version for parameter in placed}
+
+    def check(self) -> None:
+        """Before a call: have the engine know what is new.
+
+        Raises:
+            UsageError: weights were changed or replaced, or an adapter cannot be computed with them.
+        """
+        for holder, name in self.parameters:
+            parameter = dict.get(holder, name)
+            if type(parameter) is not FrozenParameter:
+                raise refusal("a parameter was replaced")
+            if not parameter.is_inference() and parameter._version != self.versions.get(id(parameter), 0):
+                raise refusal("a parameter was changed in place")
+        new = {m for m, children, name, child in self.children if children.get(name) is not child}
+        new |= {m for m, hooks, own in self.hooks if len(hooks) != len(own) and _adds_to(hooks, own)}
+        if self.frozen and not new <= self.reported:
+            self.adapters = [
+                m for m in self.model.modules() if m not in self.known and type(m).__module__.startswith("peft.")
+            ]
+        for adapter in self.adapters:
+            _refuse_other_adapters(adapter)
+        if not new <= self.reported:
+            self.changed(new)
+            self.reported |= new
+
+
+def _adds_to(hooks: dict[int, Any], own: set[int]) -> bool:
+    """Return whether a hook that is not in `own` may change what is computed, or wants to see it."""
+    return any(
+        not (getattr(hook, "__module__", None) or "").startswith(OWN_HOOKS)
+        for key, hook in hooks.items()
+        if key not in own
+    )
+
+
+def _refuse_other_adapters(module: Any) -> None:
+    """Raises UsageError for a module of PEFT that needs more of its base layer than the layer's product."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    if hasattr(module, "base_layer"):
+        variants = getattr(module, "lora_variant", None)
+        if kind not in SUPPORTED_ADAPTERS or variants:
+            what = f"{type(next(iter(variants.values()))).__name__}" if variants else kind.removeprefix("peft.tuners.")
+            raise UsageError(
+                f"adapter {what}: of PEFT, LoRA on linear modules and embeddings works here; {MERGE_FIRST}."
+            )
+        if any(p.is_meta for name, p in module.named_parameters() if not name.startswith("base_layer.")):
+            raise UsageError(
+                f"this adapter's weights were lost on the meta device, where accelerate has the model's: {MERGE_FIRST}."
+            )
+    elif hasattr(module, "original_module"):
+        raise UsageError(
+            f"this adapter replaces whole modules (modules_to_save), and their weights are the engine's: {MERGE_FIRST}."
+        )
+
+
+def _need(model: Any) -> _Held:
+    held = model.__dict__.get("_held")
+    if held is None:
+        raise UsageError(UNLOADED)
+    if held.pid != os.getpid():
+        raise UsageError(FORKED)
+    return held
 
 
 def _generation_settings(spec: ModelSpec) -> Any:
@@ -168,21 +324,35 @@ class PlacedModel:
     @property
     def device(self) -> torch.device:
         """Where inputs go. Parameters may be elsewhere, or empty."""
-        return self._need().loaded.device
+        return _need(self).loaded.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of activations. Parameters may be stored in codes."""
-        return self._need().loaded.dtype
+        return _need(self).loaded.dtype
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' `generate`, for what memory was planned for. Raises UsageError for more."""
-        held, own = self._need(), super().generate  # type: ignore[misc]
-        return own(**held.calls.generation(self, own, *args, **kwargs))
+        held, own = _need(self), super().generate  # type: ignore[misc]
+        with held.call(self):
+            return own(**held.calls.generation(self, own, *args, **kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._need()
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        held = _need(self)
+        with held.call(self):
+            before, held.forward_in = held.forward_in, threading.get_ident()
+            try:
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                held.forward_in = before
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' `load_adapter`. Raises UsageError where the adapter cannot be computed with weights of an engine."""
+        held = _need(self)
+        with held.lock:
+            found = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+            held.modules.check()
+        return found
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: they are tied, and plain parameters in their place would not be the engine's."""
@@ -196,9 +366,7 @@ class PlacedModel:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         here, there = self.device, self.device if device is None else torch.device(device)
         if here.type != there.type or there.index not in (None, here.index) or dtype not in (None, self.dtype):
-            raise UsageError(
-                "the engine has placed the weights, and they cannot be moved or cast: load the model again."
-            )
+            raise UsageError(CANNOT_MOVE)
         return self
 
     def cuda(self, device: Any = None) -> Any:
@@ -207,11 +375,48 @@ class PlacedModel:
     def cpu(self) -> Any:
         return self.to("cpu")
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What `half`, `float` and a wrapper's `to` do to each tensor. Raises UsageError where it moves or casts weights."""
+        here = torch.empty(0, dtype=self.dtype, device=self.device)
+        there, held = fn(here), _need(self)
+        if (there.dtype, there.device) != (here.dtype, here.device):
+            raise UsageError(CANNOT_MOVE)
+        if not held.modules.frozen:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        for module in set(self.modules()) - held.modules.known:  # type: ignore[attr-defined]
+            torch.nn.Module._apply(module, fn, recurse=False)
+        return self
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, for what is not the engine's: adapters. Raises UsageError for its weights."""
+        named = self.named_parameters(remove_duplicate=False)  # type: ignore[attr-defined]
+        if any(name in state_dict for name, parameter in named if isinstance(parameter, FrozenParameter)):
+            raise refusal("load_state_dict()")
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' with engine="resident"; without arguments it changes nothing. Raises UsageError elsewhere."""
+        if _need(self).modules.frozen and (args or kwargs):
+            raise refusal("resize_token_embeddings()")
+        return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         raise UsageError("weights that an engine holds cannot be saved: copy the checkpoint that they came from.")
 
     def unload(self) -> None:
         """Free the memory of weights, keys and values, end the engine's threads, remove its files. Safe to call twice."""
+        held = self.__dict__.get("_held")
+        if held is None:
+            return
+        if held.pid != os.getpid():
+            _of_parent.append(held)
+            return
+        lock = held.lock
+        del held
+        with lock:  # a call in another thread ends first
+            self._release()
+
+    def _release(self) -> None:
         held, self._held = self._held, None
         if held is None:
             return
@@ -236,12 +441,6 @@ class PlacedModel:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.unload()
-
-    def _need(self) -> _Held:
-        held = self.__dict__.get("_held")
-        if held is None:
-            raise UsageError(UNLOADED)
-        return held
 
 
 def unload_all() -> None:

@@ -65,7 +65,8 @@ def load(
 
     What is returned is an instance of the model's own transformers class. `generate` takes what it always takes, a call returns
     logits [batch, tokens, vocabulary], and what scores a transformers model scores this one, such as lm-eval's
-    `HFLM(pretrained=model, tokenizer=model.tokenizer)`. Inputs may be on any device. Weights cannot be moved, trained or saved.
+    `HFLM(pretrained=model, tokenizer=model.tokenizer)`. Inputs may be on any device. Weights cannot be moved,
+    trained, changed or saved; PEFT's LoRA adapters work.
 
     Memory is planned for `batch_size` sequences of `max_length` tokens. A call of more raises UsageError, which says what to load with;
     more sequences are fine while they are shorter, so that there are no more tokens. (With `kv_offload` there may be no more sequences.)

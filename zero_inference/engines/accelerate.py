@@ -14,6 +14,7 @@ from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel,
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights, return_free_memory
+from zero_inference.models.frozen import refusal
 from zero_inference.models.sizes import parameter_bytes
 from zero_inference.runtime.transfers import Transfers
 
@@ -147,3 +148,6 @@ class _CountedWeights(Mapping):
 
     def __getattr__(self, name: str):
         return getattr(self.weights, name)
+
+    def __deepcopy__(self, memo: dict):
+        raise refusal("a module was copied")

@@ -269,6 +269,8 @@ class LoadedModel:
         page_locked: uint8 [bytes] each, the host memory that this rank's device copies weights from, where the engine has it so.
         steps_to_settle: consecutive decode steps until the engine's next choice of how it runs them; 0 when nothing is left to choose.
             The same on all ranks.
+        modules_changed: told modules whose children were wrapped or replaced, or that have hooks of others: from now on the engine calls
+            each module in them, in every pass, and computes no block of them as a whole.
     """
 
     model: Any
@@ -284,6 +286,7 @@ class LoadedModel:
     cores: CoresUse | None = None
     meeting: Meeting | None = None
     steps_to_settle: Callable[[], int] = lambda: 0
+    modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
 
 
 def no_communicator(ranks: Ranks) -> None:

@@ -43,7 +43,7 @@ from zero_inference.engines.deepspeed.quantization import (
     stored_numel,
 )
 from zero_inference.engines.deepspeed.release import Additions
-from zero_inference.engines.deepspeed.store import ParameterStore
+from zero_inference.engines.deepspeed.store import ParameterStore, leave_adapters_alone
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
@@ -191,6 +191,7 @@ def _load(
         job.ranks,
     )
     releases.callback(store.close)
+    leave_adapters_alone()
     load_weights(model, job.spec, job.config.seed, device, store.adopt, progress)
     model.to(device)  # buffers; the parameters are empty shells by now
     set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=lambda kind: kind.__name__))

@@ -101,6 +101,20 @@ class ParameterStore:
             swapper.swap_in = counted_swap_in
 
 
+def leave_adapters_alone() -> None:
+    """Let DeepSpeed fetch and release only what it has partitioned: adapters add parameters of their own to modules later."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+
+    own = coordinator.get_all_parameters
+    if own.__module__ == __name__:  # done before
+        return
+
+    def partitioned(module, recurse=False):
+        return [(name, parameter) for name, parameter in own(module, recurse) if hasattr(parameter, "ds_id")]
+
+    coordinator.get_all_parameters = partitioned
+
+
 def _reserve_before_writing(swapper) -> None:
     """Have the disk's space taken before DeepSpeed writes a partition: it does not look at what its writes return, and a later
     read of a short file aborts the process."""

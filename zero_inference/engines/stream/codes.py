@@ -128,7 +128,8 @@ class Linears:
     """
 
     def __init__(self, block: nn.Module, scheme: GroupQuantization, packed_now: Callable[[str], Packed]):
-        self.block, self.scheme, self.packed_now = block, scheme, packed_now
+        self.linears = {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
+        self.scheme, self.packed_now = scheme, packed_now
         self.same_input = SameInput()
         self.orders: dict[tuple[str, ...], tuple[str, ...]] = {}  # of names, in memory
         self.joined: dict[tuple[tuple[str, ...], int], tuple[torch.Tensor, ...] | None] = {}  # by names and place
@@ -142,7 +143,7 @@ class Linears:
         self.same_input.saw(name, x, self._alike)
 
     def _alike(self, one: str, other: str) -> bool:
-        a, b = self.block.get_submodule(one), self.block.get_submodule(other)
+        a, b = self.linears[one], self.linears[other]
         return a.in_features == b.in_features and (a.bias is None) == (b.bias is None)
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -152,14 +153,14 @@ class Linears:
         if packed is None or flat.shape[0] > FUSED_ROWS or flat.data_ptr() % ALIGNMENT:
             return [self._product(name, x) for name in names]
         codes, scales, minima, bias = packed
-        rows = [self.block.get_submodule(name).out_features for name in in_memory]
+        rows = [self.linears[name].out_features for name in in_memory]
         bits, group_size = self.scheme.bits, self.scheme.group_size
         out = torch.ops.zero_inference.linear_groups(flat, codes, scales, minima, bits, group_size, sum(rows), bias)
         by_name = dict(zip(in_memory, out.view(*x.shape[:-1], -1).split(rows, -1)))
         return [by_name[name].contiguous() for name in names]
 
     def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        module, (codes, scales, minima, *_) = self.block.get_submodule(name), self.packed_now(weight_of(name))
+        module, (codes, scales, minima, *_) = self.linears[name], self.packed_now(weight_of(name))
         bits, group_size = self.scheme.bits, self.scheme.group_size
         return linear_groups(x, codes, scales, minima, bits, group_size, module.out_features, module.bias)
 
@@ -174,7 +175,7 @@ class Linears:
         key = names, self.packed_now(weight_of(names[0]))[0].data_ptr()
         if key not in self.joined:
             parts = [self.packed_now(weight_of(name))[:3] for name in names]
-            biases = [self.block.get_submodule(name).bias for name in names]
+            biases = [self.linears[name].bias for name in names]
             if biases[0] is None:
                 biases = [no_bias(parts[0][1].device, parts[0][1].dtype)]
             joined = [_in_a_row(tensors) for tensors in (*zip(*parts), biases)]

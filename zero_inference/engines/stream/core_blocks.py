@@ -59,6 +59,10 @@ class CoreBlock:
         self.task = self._feed_forward_task(block)
         self.suits = True  # until it is given more rows than the pass has tokens: compressed keys and values of all positions, say
 
+    def call_linears(self) -> None:
+        """Multiply each linear module when it is called, from now on, and never the block as a whole."""
+        self.task = None
+
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """All of the block, for hidden states [..., columns]."""
         (out,) = self.workers.calls(self.task, x.reshape(-1, x.shape[-1]))

@@ -71,6 +71,11 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         of_graph = 0 if graph is None else graph.steps_to_settle()
         return of_graph or feeder.balance.steps_to_settle()
 
+    def modules_changed(modules: set[nn.Module]) -> None:
+        feeder.modules_changed(modules)
+        if graph is not None:
+            graph.modules_changed()
+
     def close() -> None:
         if graph is not None:
             graph.close()
@@ -92,6 +97,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         meeting=meeting,
         page_locked=[store.buffers[block] for block in residency.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
+        modules_changed=modules_changed,
     )
 
 

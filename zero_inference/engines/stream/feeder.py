@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zero_inference.engines.stream.balance import Balance
-from zero_inference.engines.stream.blocks import Block, names_of
+from zero_inference.engines.stream.blocks import names_of
 from zero_inference.engines.stream.codes import BlockCodes, modules_from_codes
 from zero_inference.engines.stream.core_blocks import CoreBlock
 from zero_inference.engines.stream.core_team import CoreTeam
@@ -24,6 +24,7 @@ from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.engines.stream.views import BlockViews, Packed
 from zero_inference.models.alike import kinds_of_layers
+from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.runtime.distributed import Ranks
@@ -80,6 +81,10 @@ class BlockFeeder:
         self.core_blocks: dict[int, CoreBlock | ExpertBlock] = {}  # that the cores multiply, or could
         self.hooks: list[Any] = []
         self.replaced: list[nn.Module] = []  # modules whose forward is not their class's
+        self.modules: list[nn.Module] = []  # by block
+        self.linears: dict[
+            int, dict[str, nn.Module]
+        ] = {}  # by block of the cores, and name in it: before anything wrapped them
         self._install(model, team)
         if self.ring is not None:
             self.ring.prime()
@@ -109,13 +114,15 @@ class BlockFeeder:
         first = kinds_of_layers(model).first
         for index, block in enumerate(self.residency.blocks):
             module = block.of(layers[block.layer])
+            self.modules.append(module)
             own = dict(module.named_parameters())
             self.parameters.append([own[stored.name] for stored in self.layouts[index].parameters])
             self._point(index, self.views.places(index)[0])
             self._use_codes(index, module, block.of(layers[first.get(block.layer, block.layer)]))
             if team is not None and index in team.computable:
                 self.core_blocks[index] = team.block(index, module)
-                self._divert(index, block, module)
+                self.linears[index] = {name: module.get_submodule(name) for name in block.linears}
+                self._divert(index, module)
             self.hooks += [
                 module.register_forward_pre_hook(self._before(index), with_kwargs=True),
                 module.register_forward_hook(self._after(index)),
@@ -140,18 +147,37 @@ class BlockFeeder:
     def _point(self, index: int, slot: int | None) -> None:
         """Point the block's parameters at their values, with the block in `slot`."""
         for parameter, values in zip(self.parameters[index], self.views.plain(index, slot)):
-            parameter.data = values
+            set_data(parameter, values)
 
-    def _divert(self, index: int, block: Block, module: nn.Module) -> None:
+    def modules_changed(self, modules: set[nn.Module]) -> None:
+        """Call every module of the blocks that hold one of `modules`: something was wrapped around one of them, or hooked to it. Their
+        products are made where they were."""
+        for index, core_block in self.core_blocks.items():
+            if modules.isdisjoint(self.modules[index].modules()):
+                continue
+            if isinstance(core_block, ExpertBlock):
+                core_block.suits = False
+            elif core_block.task is not None:
+                core_block.call_linears()
+                self._divert_linears(index, core_block)
+
+    def _divert(self, index: int, module: nn.Module) -> None:
         """Let the cores compute in passes of few tokens: the whole block, or each of its linear modules."""
         core_block = self.core_blocks[index]
-        if isinstance(core_block, ExpertBlock) or core_block.task is not None:
-            self.replaced.append(module)
-            return replace_forward(module, core_block.feed_forward, lambda: self._by_cores(index))
-        for name in block.linears:
-            self.replaced.append(module.get_submodule(name))
+        if isinstance(core_block, CoreBlock) and core_block.task is None:
+            return self._divert_linears(index, core_block)
+        self.replaced.append(module)
+
+        def whole() -> bool:
+            return self._by_cores(index) and (isinstance(core_block, ExpertBlock) or core_block.task is not None)
+
+        replace_forward(module, core_block.feed_forward, whole)
+
+    def _divert_linears(self, index: int, core_block: CoreBlock) -> None:
+        for name, linear in self.linears[index].items():
+            self.replaced.append(linear)
             replace_forward(
-                self.replaced[-1],
+                linear,
                 lambda x, name=name: core_block.linear(name, x),
                 lambda: self._by_cores(index),
                 lambda x, name=name: core_block.saw(name, x),

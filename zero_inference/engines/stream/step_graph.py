@@ -119,6 +119,11 @@ class StepGraph:
         self._forget()
         self.cache, self.given_up = None, True
 
+    def modules_changed(self) -> None:
+        """Launch each step from now on: an adapter may be switched on or off between two, and a hook wants to be called."""
+        if not self.given_up:
+            self._give_up("modules were wrapped, replaced or hooked")
+
     def steps_to_settle(self) -> int:
         """Decode steps behind a prefill until a graph has been tried; 0 once it has, where it will not be, and before the first one."""
         if self.given_up or self.cache is None or (self.tried and self.placed is self.feeder.residency):
