@@ -31,6 +31,7 @@ from zero_inference.planning.timing import PassTime, Times
 from zero_inference.records.read import read_records
 from zero_inference.runtime.child_runs import run_child
 from zero_inference.runtime.distributed import detect_ranks
+from zero_inference.runtime.durations import seconds
 from zero_inference.runtime.environment import describe_environment, versions_of
 from zero_inference.runtime.tables import significant
 from zero_inference.search import candidates, table, verify
@@ -160,6 +161,7 @@ def test_the_table_is_for_people(capfd, tmp_path):
     )
     place = lines.index("1. stream: int4 device, KV device, batch 1:")
     assert lines[place + 1].split()[:4] == ["python", "run_model.py", "--model", "llama-2-13b"]
+    assert lines[place + 1].endswith(f"  # --assume {LINE}")
     assert lines[-1] == f"For the details of one, add --dry-run --assume {LINE}."
     assert "picture: " in err and (tmp_path / "front.svg").stat().st_size > 10_000
 
@@ -171,16 +173,11 @@ def test_the_table_is_for_people(capfd, tmp_path):
             "--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s --engine stream",
             "the smallest machine that could run it has",
         ),
-        ("--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s", "the rate of the disk (disk=) is not known"),
+        (
+            "--assume gpus=1x4GiB,host=8GiB,link=25GB/s,memory=900GB/s --plot front.svg",
+            "the rate of the disk (disk=) is not known",
+        ),
         ("--assume gpus=1x4GiB,hots=8GiB", "hots=8GiB (did you mean host=?)"),
-        (
-            "--assume gpus=1x24GiB,host=999GiB,link=25GB/s --engine stream",
-            "the rate of device memory (memory=) is not known",
-        ),
-        (
-            "--assume gpus=1x80GiB,host=999GiB,link=25GB/s,memory=900GB/s --engine accelerate",
-            "the rate of pageable copies (pageable=) is not known",
-        ),
         ("--max-gpu-memory=-1", "--max-gpu-memory -1: must be more than 0 GiB"),
         (
             "--max-gpu-memory 8 --assume gpus=0,host=64GiB",
@@ -210,6 +207,134 @@ def test_what_cannot_be_planned(options, said, capfd):
     assert console_main(["zero-inference", "plan", "--model", "opt-30b", "--dummy", *options.split()]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
+
+
+@pytest.mark.parametrize(
+    "machine, engine, lacking",
+    [
+        ("gpus=0,host=16GiB,memory=60GB/s,disk_free=500GiB", "deepspeed", "the disk (disk=)"),
+        ("gpus=1x24GiB,host=999GiB,link=25GB/s", "stream", "device memory (memory=)"),
+        ("gpus=1x80GiB,host=999GiB,link=25GB/s,memory=900GB/s", "accelerate", "pageable copies (pageable=)"),
+    ],
+)
+def test_what_fits_is_listed_where_a_rate_is_not_known(machine, engine, lacking, capfd):
+    asked = ["plan", "opt-30b", "--dummy", "--engine", engine, "--batch-size", "1", "2", "--assume", machine]
+    assert console_main(["zero-inference", *asked, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    rows = answer["not_predicted"]["configurations"]
+    assert not answer["configurations"] and answer["not_predicted"]["count"] == len(rows) >= 2
+    assert all(row["tokens_per_s"] is None and row["engine"] == engine for row in rows)
+    assert console_main(["zero-inference", *asked]) == 0
+    out = capfd.readouterr().out
+    first = " ".join(out.partition("\n\n")[0].split())
+    assert first.startswith(f"{len(rows)} configurations of opt-30b fit, but how fast they are is not known: ")
+    assert f"the rate of {lacking} is not known" in first
+    table_rows = [line for line in out.splitlines() if re.match(r" *\d+ +\w+: ", line)]
+    assert len(table_rows) == len(rows) and all(re.search(r" \? +\? +\? .* \?$", line) for line in table_rows)
+    assert f"\n   {rows[0]['command']}  # --assume {machine}\n" in out
+
+
+def test_the_rest_is_listed_with_all_that_is_asked_for(capfd):
+    asked = (
+        "plan llama-2-13b --dummy --engine stream accelerate --quant-bits 16 --batch-size 1 --machine rtx4090".split()
+    )
+    assert console_main(["zero-inference", *asked, "--all"]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"\n 2  accelerate: \S+ host, KV device +1 +\? ", out) and "; --all lists" not in out
+    assert console_main(["zero-inference", *asked]) == 0
+    out = capfd.readouterr().out
+    assert "accelerate: " not in out.partition("\n1. ")[0] and "is not known; --all lists" in " ".join(out.split())
+
+
+def test_times_that_nobody_counts_in_seconds_are_durations(capfd):
+    """122 GiB at 1 MB/s."""
+    where = ["--machine", "rtx4090", "--assume", "host=32GiB,disk=0.001GB/s,disk_free=500GiB"]
+    asked = ["plan", "opt-66b", "--dummy", "--engine", "deepspeed", "--quant-bits", "16", "--batch-size", "1", *where]
+    assert console_main(["zero-inference", *asked, "--json"]) == 0
+    (row,) = json.loads(capfd.readouterr().out)["configurations"]
+    hours = f"{row['step_s'] / 3600:.0f} h" if row["step_s"] % 3600 < 30 else f"{int(row['step_s'] // 3600)} h "
+    assert row["step_s"] > 100_000
+    assert console_main(["zero-inference", *asked]) == 0
+    out = capfd.readouterr().out
+    assert f" ≥{hours}" in out and not re.search(r"≥\d{4}", out)
+    run = ["run_model.py", "opt-66b", "--dummy", "--disk-offload", "--dry-run", *where]
+    assert main(run) == 0
+    assert f"(decode step at least {hours}" in capfd.readouterr().out
+    assert [seconds(each) for each in (0.2949, 59.96, 599, 600, 165_621)] == [
+        "0.295 s",
+        "60 s",
+        "599 s",
+        "10 min",
+        "46 h",
+    ]
+
+
+def test_a_mixture_says_where_its_experts_are_copied_whole(capfd):
+    """Those of Qwen3 the CPU multiplies, where its rate is known."""
+    where = ["--quant-bits", "16", "--batch-size", "1", "--dummy", "--machine", "rtx4090", "--assume"]
+
+    def said(model: str, machine: str, engine: str = "stream") -> str:
+        assert console_main(["zero-inference", "plan", model, "--engine", engine, *where, machine]) == 0
+        return " ".join(capfd.readouterr().out.split())
+
+    assert "experts of a layer" not in said("qwen3-30b-a3b", "cores=60GB/s")
+    unused = "stream copies all 128 experts of a layer in each step, a token uses 8: the CPU computes nothing"
+    assert f"{unused}: the rate of the host's cores is not known" in said("qwen3-30b-a3b", "host=64GiB")
+    assert "deepspeed copies all 128 experts of a layer in each step" in said(
+        "qwen3-30b-a3b", "host=64GiB", "deepspeed"
+    )
+    assert "experts of a layer" not in said("llama-4-scout", "host=512GiB"), "a token goes through all of them"
+    dry = ["run_model.py", "gpt-oss-120b", "--engine", "stream", "--dry-run", *where[4:], "host=512GiB,cores=60GB/s"]
+    assert main(dry) == 0
+    out = capfd.readouterr().out
+    assert main([*dry, "--json"]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    whole = answer["moved_per_step"]["host_to_device_bytes_per_step"] > answer["sizes"]["weight_bytes"] / 2
+    why = "stream copies all 128 experts of a layer in each step, a token uses 4: the CPU does not multiply experts of this form"
+    assert (f"  experts        {why}" in out) is whole
+
+
+def test_a_first_token_that_takes_less_than_a_step_says_why(capfd):
+    asked = "plan qwen3-30b-a3b --dummy --engine stream --quant-bits 16 --batch-size 1 --machine rtx4090".split()
+    assert console_main(["zero-inference", *asked, "--json"]) == 0
+    (row,) = json.loads(capfd.readouterr().out)["configurations"]
+    assert row["prefill_s"] < row["step_s"]
+    why = "the first token takes less than a step where the generation before has left its first layers on the device"
+    assert console_main(["zero-inference", *asked]) == 0
+    assert why in " ".join(capfd.readouterr().out.split())
+    fewer = [*asked, "--quant-bits", "4"]
+    assert console_main(["zero-inference", *fewer]) == 0
+    assert "first token takes less" not in capfd.readouterr().out, "all is on the device, and a prompt takes longer"
+
+
+def test_a_preset_whose_published_checkpoint_is_refused_says_so(capfd):
+    """gpt-oss is published in MXFP4. With random weights it runs, and so does a preset published in fp8 with block scales."""
+    where = "--engine stream --quant-bits 4 --batch-size 1 --machine h200-sxm --assume host=999GiB".split()
+    refused = "its weights are quantized (mxfp4), and of quantized checkpoints only fp8 with block scales is read"
+
+    def said(*model: str) -> str:
+        assert console_main(["zero-inference", "plan", *model, *where]) == 0
+        return " ".join(capfd.readouterr().out.split())
+
+    out = said("gpt-oss-120b")
+    assert refused in out and "--dummy plans and runs random weights" in out
+    assert "quantized" not in said("gpt-oss-120b", "--dummy") and "quantized" not in said("deepseek-v3")
+
+
+def test_one_sequence_on_two_gpus_says_what_uses_both(capfd):
+    asked = "plan llama-2-13b --dummy --engine stream --quant-bits 16 --kv-offload off --batch-size 1 2".split()
+    assert console_main(["zero-inference", *asked, "--machine", "2xrtx4090"]) == 0
+    out = capfd.readouterr().out
+    why = "batch 1 runs on one of the 2 GPUs, because they divide the batch: --batch-size 2 uses both"
+    assert why in " ".join(out.split())
+    head = next(line for line in out.splitlines() if "engine: weights" in line)
+    end = head.index("GPUs") + len("GPUs")
+    rows = [line for line in out.splitlines() if re.match(r"[* ]*\d+ +stream: ", line)]
+    assert sorted(line[:end].split()[-1] for line in rows) == ["1", "1", "2"] and max(map(len, rows)) <= 100
+    assert console_main(["zero-inference", *asked, "--machine", "2xrtx4090", "--num-gpus", "1"]) == 0
+    assert "batch 1 runs on one" not in capfd.readouterr().out
+    assert console_main(["zero-inference", *asked, "--machine", "rtx4090"]) == 0
+    assert "GPUs" not in capfd.readouterr().out
 
 
 def test_a_model_is_needed(capfd):

@@ -20,6 +20,7 @@ from zero_inference.errors import UsageError
 from zero_inference.options import Parser
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime import garbage
+from zero_inference.runtime.durations import LONG_S, duration
 from zero_inference.search import arguments, command
 from zero_inference.utils import GB
 
@@ -224,6 +225,7 @@ class _Words(Parser):
 
 
 def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
+    from zero_inference.models.spec import why_checkpoint_is_refused
     from zero_inference.search.ranking import ranked
     from zero_inference.search.verify import verified
     from zero_inference.search.words import headline, notes, what_does_not_fit, why_none, why_not_predicted
@@ -240,6 +242,8 @@ def _plans_of(args: argparse.Namespace, job: Job, found: Found) -> Plans:
     description = job.machine.described()
     if description is not None and (caveat := description.caveat()):
         remarks.append(caveat)
+    if refused := why_checkpoint_is_refused(args.model, args.dummy):
+        remarks.append(refused)
     verdict = headline(best, args.goal) if found.candidates else why_none(found, args.model)
     return Plans(rows, verdict, None if description is None else description.in_words(), remarks)
 
@@ -284,4 +288,6 @@ def _in_words(name: str, value: Any) -> str:
         return RATE_WORDS.get(value, str(value))
     if name in ("device_gib", "host_gib"):
         return f"{value:.1f}"
+    if name in ("step_s", "first_token_s") and value >= LONG_S:
+        return duration(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -24,6 +24,11 @@ class UseOfMachine:
         return False
 
     @property
+    def why_whole_layers(self) -> str:
+        """Why a step of a mixture copies experts that no token chose, in a few words."""
+        return "it fetches whole layers"
+
+    @property
     def lacks_cores(self) -> bool:
         """Whether the host's cores would take part in a run, and this plan does not know how."""
         return False

@@ -19,12 +19,20 @@ PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 
 @dataclass(frozen=True)
 class Preset:
-    """A model's hub name, its short names, where the numbers come from, and the arguments of its config."""
+    """A model of the hub.
+
+    Attributes:
+        name, aliases: its hub name, and short names.
+        source: where the numbers come from.
+        config: the arguments of its config.
+        quantization: `quant_method` of the published weights; empty where they are not quantized.
+    """
 
     name: str
     aliases: tuple[str, ...]
     source: str
     config: dict[str, Any]
+    quantization: str = ""
 
     def to_config(self) -> Any:
         """A new transformers config, of the class its `model_type` names; imports transformers."""

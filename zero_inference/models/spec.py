@@ -179,6 +179,18 @@ def resolve_shape(config: RunConfig, device_type: str) -> ModelSpec:
     return resolve_model(replace(config, dummy=True) if known else config, device_type)
 
 
+def why_checkpoint_is_refused(model: str, dummy: bool) -> str | None:
+    """Return why the published weights of a preset cannot be read, a sentence; None where they can, or where none are asked for."""
+    preset = None if dummy or os.path.isdir(os.path.expanduser(model)) else find_preset(model)
+    if preset is None or not preset.quantization:
+        return None
+    try:
+        block_scales(preset.name, {"quant_method": preset.quantization})
+    except UsageError as error:
+        return f"{error} --dummy plans and runs random weights of its shape."
+    return None
+
+
 def load_tokenizer(spec: ModelSpec):
     """The checkpoint's tokenizer, or None where there is none. Fetches no weights."""
     if spec.dummy:

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.machine import DescribedMachine
+from zero_inference.models.sizes import experts_of
 from zero_inference.planning.copies_time import peers_s
 from zero_inference.planning.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
 from zero_inference.records.limit import RATE_WORDS, Rates
+from zero_inference.runtime.durations import seconds
 from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
+    from zero_inference.planning.timing import Times
 
 
 def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> str | None:
@@ -33,7 +36,30 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
     most = plan.job.config.batch_size / step_s
     bound = "about" if plan.expects_choices else "at most"  # tokens may choose other experts than are expected
     counted = "; the host's cores are not counted" if plan.lacks_cores else ""
-    return f"{bound} {significant(most)} token/s ({significant(step_s)} s a step) by the rate of {RATE_WORDS[bound_by]} alone{counted}"
+    return f"{bound} {significant(most)} token/s ({seconds(step_s)} a step) by the rate of {RATE_WORDS[bound_by]} alone{counted}"
+
+
+def experts_in_words(plan: EnginePlan) -> str | None:
+    """Return a line about experts that a decode step copies though no token chose them; None where it copies none of these."""
+    sizes, (number, chosen) = plan.job.sizes, experts_of(plan.job.spec)
+    idle = sizes.idle_expert_bytes / max(1, sizes.parameter_bytes)
+    if not idle or plan.fetched_bytes <= plan.weight_bytes * (1 - idle):
+        return None
+    engine = plan.job.config.engine
+    return (
+        f"{engine} copies all {number} experts of a layer in each step, a token uses {chosen}: {plan.why_whole_layers}"
+    )
+
+
+def first_token_in_words(plan: EnginePlan, times: Times) -> str | None:
+    """Return why the first token is predicted to take less than a step; None where it is not."""
+    if times.prefill.seconds >= times.step.seconds:
+        return None
+    if plan.prefill_fetched_bytes < plan.fetched_bytes:
+        return (
+            "the first token takes less than a step where the generation before has left its first layers on the device"
+        )
+    return "the first token takes less than a step, which also copies the KV cache" if plan.carried_kv_bytes else None
 
 
 def missing_rates(plan: EnginePlan, description: Description) -> list[str]:

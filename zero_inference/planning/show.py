@@ -16,7 +16,7 @@ from zero_inference.errors import DoesNotFit
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.planning.log_sizes import log_sizes
 from zero_inference.planning.memory import HOST_MEMORY, PAGE_LOCKED, Need, shown
-from zero_inference.planning.outlook import limit_in_words
+from zero_inference.planning.outlook import experts_in_words, first_token_in_words, limit_in_words
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.plan_json import plan_in_json
 from zero_inference.planning.verdict import Faster, Verdict, faster_in_words, verdict_of
@@ -66,6 +66,10 @@ def _limit_rows(plan: Plan) -> list[Row]:
     rows, times = [], plan.times
     if line := limit_in_words(plan.weights, times.step.seconds if times else None):
         rows.append(("limit", line))
+    if line := experts_in_words(plan.weights):
+        rows.append(("experts", line))
+    if times and (line := first_token_in_words(plan.weights, times)):
+        rows.append(("first token", line))
     if times and times.at_least:
         rows.append(("bounds", f"times are lower bounds: {'; '.join(times.bounds_because)}"))
     if times and (left_out := times.left_out()):

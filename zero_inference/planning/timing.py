@@ -14,6 +14,7 @@ from zero_inference.planning.copies_time import copies_of_prefill, copies_of_ste
 from zero_inference.planning.host_time import HostWork, host_work_s, piece_s
 from zero_inference.planning.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
+from zero_inference.runtime.durations import seconds
 from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class Times:
         """On one line, without what `left_out` says."""
         least, most = ("at least ", "at most ") if self.at_least else ("", "")
         return (
-            f"{most}{significant(self.tokens_per_s(batch_size))} token/s (decode step {least}{significant(self.step.seconds)} s, "
-            f"bound by {RATE_WORDS[self.step.bound_by]}), first token {least}{significant(self.prefill.seconds)} s"
+            f"{most}{significant(self.tokens_per_s(batch_size))} token/s (decode step {least}{seconds(self.step.seconds)}, "
+            f"bound by {RATE_WORDS[self.step.bound_by]}), first token {least}{seconds(self.prefill.seconds)}"
         )
 
     def left_out(self) -> list[str]:

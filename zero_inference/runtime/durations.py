@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from zero_inference.runtime.tables import significant
+
+LONG_S = 600  # from here on seconds are no unit that people read
+
 
 def duration(seconds: float) -> str:
     """Such as "45 s", "2 min 10 s" or "1 h 5 min"."""
@@ -11,6 +15,11 @@ def duration(seconds: float) -> str:
     large, small = ((60, "min"), (1, "s")) if whole < 3600 else ((3600, "h"), (60, "min"))
     rest = whole % large[0] // small[0]
     return f"{whole // large[0]} {large[1]}" + (f" {rest} {small[1]}" if rest else "")
+
+
+def seconds(value: float) -> str:
+    """Return such as "0.295 s" or "45.2 s", and from ten minutes on as `duration` has it: "46 h"."""
+    return f"{significant(value)} s" if value < LONG_S else duration(value)
 
 
 def to_go(seconds: float | None) -> str:

@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
+from zero_inference.models.spec import why_checkpoint_is_refused
 from zero_inference.runtime.tables import PIPED_WIDTH
 from zero_inference.search.arguments import SHOWN
 from zero_inference.search.candidates import Candidate, Found
 from zero_inference.search.choose import what_is_faster
 from zero_inference.search.picture import draw
 from zero_inference.search.ranking import ranked
-from zero_inference.search.table import in_json, rows_of, table
+from zero_inference.search.table import in_json, rows_of, rows_without_times, table, without_times_in_json
 from zero_inference.search.verify import verified
 from zero_inference.search.words import (
     commands,
+    gpus_in_words,
     headline,
     notes,
     ranked_behind,
@@ -33,8 +35,8 @@ COMMANDS = 3
 
 
 def answer(args: argparse.Namespace, job: Job, found: Found, say: Callable[[str], None]) -> None:
-    """Prints it. Raises UsageError where nothing fits, or nothing can be predicted."""
-    if not found.candidates:
+    """Prints it. Raises UsageError where nothing fits, or where nothing is predicted and that was to be drawn or tried."""
+    if not found.candidates and (not found.unknown or args.verify or args.plot):
         raise UsageError(why_none(found, args.model))
     best = ranked(found.candidates, args.goal)
     if args.verify:
@@ -46,16 +48,23 @@ def answer(args: argparse.Namespace, job: Job, found: Found, say: Callable[[str]
         print(_in_json(args, job, found, best))
         return
     width = shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
-    shown = best if args.all else best[:SHOWN]
-    for line in (headline(best, args.goal), _about(args, job)):
+    most = None if args.all else SHOWN
+    shown, unknown = best[:most], [] if best and not args.all else found.unknown[:most]
+    for line in (_first_line(args, found, best), _about(args, job)):
         print(textwrap.fill(line, width, break_on_hyphens=False, break_long_words=False))
     print()
-    print(table(rows_of(shown, best), shown, args.all), end="")
-    for line in _below(found, best, shown, args.goal):
+    rows = [*rows_of(shown, best), *rows_without_times(unknown, len(shown) + 1)]
+    print(table(rows, shown, args.all, unknown), end="")
+    for line in _below(args, found, best, len(shown), len(unknown)):
         print(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
     print()
-    print("\n".join(commands(shown, COMMANDS)))
-    print(f"For the details of one, add {_more(args)}.", flush=True)
+    good = [(place, each.plan) for place, each in enumerate(shown, 1) if not each.failed] or list(enumerate(unknown, 1))
+    print("\n".join(commands(good[:COMMANDS], _where(args))))
+    print(f"For the details of one, add {' '.join(filter(None, ('--dry-run', _where(args))))}.", flush=True)
+
+
+def _first_line(args: argparse.Namespace, found: Found, best: Sequence[Candidate]) -> str:
+    return headline(best, args.goal) if best else why_none(found, args.model)
 
 
 def _about(args: argparse.Namespace, job: Job) -> str:
@@ -70,21 +79,31 @@ def _about(args: argparse.Namespace, job: Job) -> str:
     return f"{line}{f'; {caveat}' if caveat else ''}."
 
 
-def _below(found: Found, best: Sequence[Candidate], shown: Sequence[Candidate], goal: str) -> list[str]:
-    more = [f"{len(best) - len(shown)} more configurations fit: --all shows them"] if len(best) > len(shown) else []
-    lines = [*more, "*: no other has both a shorter step and more token/s", *notes(shown), *ranked_behind(best, goal)]
-    lines += [line] if (line := what_is_faster(best, goal)) else []
+def _below(args: argparse.Namespace, found: Found, best: Sequence[Candidate], shown: int, unknown: int) -> list[str]:
+    """What stands below a table of the `shown` best and of so many configurations whose speed is `unknown`."""
+    hidden = len(best) - shown if best else len(found.unknown) - unknown
+    lines = [f"{hidden} more configurations fit: --all shows them"] if hidden else []
+    if best:
+        lines += [
+            "*: no other has both a shorter step and more token/s",
+            *notes(best[:shown]),
+            *ranked_behind(best, args.goal),
+        ]
+        lines += filter(None, (what_is_faster(best, args.goal), None if args.num_gpus else gpus_in_words(best)))
+    lines += filter(None, [why_checkpoint_is_refused(args.model, args.dummy)])
     if found.too_large:
         lines += ["Does not fit:", *(f"  {line}" for line in what_does_not_fit(found.too_large))]
-    if found.unknown:
-        lines.append(f"{len(found.unknown)} more fit, but are not predicted: {why_not_predicted(found.unknown)}")
+    if found.unknown and best:
+        where = "" if unknown else "; --all lists them"
+        lines.append(f"{len(found.unknown)} more fit, but are not predicted: {why_not_predicted(found.unknown)}{where}")
     return lines
 
 
-def _more(args: argparse.Namespace) -> str:
-    """What to add to a command to have its plan for the same machine."""
-    where = [f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))]
-    return " ".join(["--dry-run", *where])
+def _where(args: argparse.Namespace) -> str:
+    """The options that name the machine."""
+    return " ".join(
+        f"--{name} {shlex.quote(value)}" for name in ("machine", "assume") if (value := getattr(args, name))
+    )
 
 
 def _in_json(args: argparse.Namespace, job: Job, found: Found, best: Sequence[Candidate]) -> str:
@@ -93,12 +112,17 @@ def _in_json(args: argparse.Namespace, job: Job, found: Found, best: Sequence[Ca
     return json.dumps(
         {name: getattr(args, name) for name in names}
         | {
-            "verdict": headline(best, args.goal),
+            "verdict": _first_line(args, found, best),
             "machine": None if description is None else description.in_words(),
             "machine_source": None if description is None else description.source,
             "configurations": in_json(rows_of(best, best), best),
             "too_large": what_does_not_fit(found.too_large),
-            "not_predicted": {"count": len(found.unknown), "because": why_not_predicted(found.unknown) or None},
+            "not_predicted": {
+                "count": len(found.unknown),
+                "because": why_not_predicted(found.unknown) or None,
+                "configurations": without_times_in_json(found.unknown, len(best) + 1),
+            },
+            "checkpoint_refused": why_checkpoint_is_refused(args.model, args.dummy),
         },
         indent=1,
     )

@@ -10,11 +10,12 @@ from typing import Any
 from zero_inference.planning.memory import HOST_MEMORY
 from zero_inference.planning.plan import Plan
 from zero_inference.runtime.amounts import in_gib
+from zero_inference.runtime.durations import LONG_S, seconds
 from zero_inference.runtime.tables import PIPED_WIDTH, Column, significant, terminal_table, texts_of
-from zero_inference.search.candidates import Candidate
+from zero_inference.search.candidates import Candidate, command_of
 from zero_inference.search.ranking import pareto_front
 
-NARROW = 96  # columns of a terminal below which the table's own stand closer together
+GAP = 2  # characters between columns, 1 where the table would not fit
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 # By key of `RATE_WORDS`, short enough for a column.
 BOUND_BY = {
@@ -32,6 +33,7 @@ BOUND_BY = {
 COLUMNS = (
     Column("place", ""),
     Column("configuration", "engine: weights, KV cache", dtype="string"),
+    Column("gpus", "GPUs"),
     Column("batch_size", "batch"),
     Column("tokens_per_s", "token/s"),
     Column("measured", "measured\ntoken/s"),
@@ -43,36 +45,52 @@ COLUMNS = (
     Column("cores", "on the\ncores"),
     Column("bound_by", "bound by", dtype="string"),
 )
+UNKNOWN = "?"
 ONLY_WITH_ALL = ("total_s", "cores")
 
 
 def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> list[dict[str, Any]]:
     """A row of `candidates` each; those on the Pareto front of `everyone` are marked."""
     front = {id(each) for each in pareto_front(everyone)}
-    return [_row(place, each, id(each) in front) for place, each in enumerate(candidates, 1)]
+    return [
+        _row(place, each.plan)
+        | {
+            "prefill_s": each.times.prefill.seconds,
+            "step_s": each.times.step.seconds,
+            "tokens_per_s": each.tokens_per_s,
+            "at_most": each.times.at_least,
+            "total_s": each.total_s,
+            "measured_tokens_per_s": each.measured_tokens_per_s,
+            "bound_by": each.times.step.bound_by,
+            "tried": "failed" if each.failed else None,
+            "front": id(each) in front,
+        }
+        for place, each in enumerate(candidates, 1)
+    ]
 
 
-def _row(place: int, candidate: Candidate, on_front: bool) -> dict[str, Any]:
-    plan, config, times = candidate.plan, candidate.config, candidate.times
+def rows_without_times(plans: Sequence[Plan], first: int) -> list[dict[str, Any]]:
+    """The same of configurations that fit and are not predicted, whose places begin with `first`."""
+    unknown = ("prefill_s", "step_s", "tokens_per_s", "total_s", "measured_tokens_per_s", "bound_by", "tried")
+    return [
+        _row(place, plan) | dict.fromkeys(unknown) | {"at_most": False, "front": False}
+        for place, plan in enumerate(plans, first)
+    ]
+
+
+def _row(place: int, plan: Plan) -> dict[str, Any]:
+    """What holds whatever is predicted."""
+    config = plan.job.config
     return {
         "place": place,
         "engine": config.engine,
         "quant_bits": config.quant_bits,
-        "gpus": candidate.world_size if plan.job.on_gpu else 0,
+        "gpus": plan.job.ranks.world_size if plan.job.on_gpu else 0,
         "weights": weights_in_words(plan),
         "keys_and_values": "host" if config.kv_offload or not plan.job.on_gpu else "device",
         "batch_size": config.batch_size,
-        "prefill_s": times.prefill.seconds,
-        "step_s": times.step.seconds,
-        "tokens_per_s": candidate.tokens_per_s,
-        "at_most": times.at_least,
-        "total_s": candidate.total_s,
-        "measured_tokens_per_s": candidate.measured_tokens_per_s,
         "device_bytes": plan.weights.device_peak_bytes if plan.job.on_gpu else None,
         "host_bytes": next(need.needed for need in plan.needs if need.place == HOST_MEMORY),
-        "bound_by": times.step.bound_by,
-        "tried": "failed" if candidate.failed else None,
-        "front": on_front,
     }
 
 
@@ -105,12 +123,11 @@ def kind_of_weights(plan: Plan) -> str:
     return f"int{config.quant_bits}" if config.quantized else SHORT_DTYPES[plan.job.spec.dtype_name]
 
 
-def configuration_in_words(candidate: Candidate) -> str:
-    """Without the batch: `stream: int4 85% host, KV device`."""
-    plan, config = candidate.plan, candidate.config
+def configuration_in_words(plan: Plan) -> str:
+    """Without batch and GPUs: `stream: int4 85% host, KV device`."""
+    config = plan.job.config
     keys = "host" if config.kv_offload or not plan.job.on_gpu else "device"
-    gpus = f", {candidate.world_size} GPUs" if candidate.world_size > 1 else ""
-    return f"{config.engine}: {kind_of_weights(plan)} {place_of_weights(plan)}, KV {keys}{gpus}"
+    return f"{config.engine}: {kind_of_weights(plan)} {place_of_weights(plan)}, KV {keys}"
 
 
 def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -128,35 +145,54 @@ def in_json(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate]) -> 
     ]
 
 
-def table(rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate], every_column: bool) -> str:
-    """For the terminal, or `PIPED_WIDTH` wide; with every column as wide as that takes where it is no terminal."""
+def without_times_in_json(plans: Sequence[Plan], first: int) -> list[dict[str, Any]]:
+    """The rows of configurations that are not predicted, with their commands."""
+    return [
+        row | {"command": command_of(plan.job.config, plan.job.ranks.world_size)}
+        for row, plan in zip(rows_without_times(plans, first), plans)
+    ]
+
+
+def table(
+    rows: Sequence[dict[str, Any]], candidates: Sequence[Candidate], every_column: bool, unknown: Sequence[Plan] = ()
+) -> str:
+    """For the terminal, or `PIPED_WIDTH` wide; with every column as wide as that takes where it is no terminal.
+
+    Args:
+        rows: of `candidates`, and below them of `unknown`.
+    """
     terminal = sys.stdout.isatty()
     width = None if every_column and not terminal else shutil.get_terminal_size((PIPED_WIDTH, 24)).columns
-    texts = [_texts(row, each) for row, each in zip(rows, candidates)]
+    texts = [_texts(row, each) for row, each in zip(rows, [*(each.plan for each in candidates), *unknown])]
     columns = [
         column
         for column in COLUMNS
         if (every_column or column.name not in ONLY_WITH_ALL) and any(row[column.name] for row in texts)
     ]
-    gap = 1 if width is not None and width < NARROW else 2
-    return terminal_table(columns, texts_of(texts, columns), terminal, width, gap)
+    cells = texts_of(texts, columns)
+    lines = terminal_table(columns, cells, False, None, GAP).splitlines()
+    gap = GAP if width is None or max(map(len, lines)) <= width else 1
+    return terminal_table(columns, cells, terminal, width, gap)
 
 
-def _texts(row: dict[str, Any], candidate: Candidate) -> dict[str, str | None]:
+def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
     most, least = ("≤", "≥") if row["at_most"] else ("", "")
     measured = row["measured_tokens_per_s"]
-    cores = max(candidate.plan.weights.share_on_cores())
+    cores = max(plan.weights.share_on_cores())
     return {
         "place": f"{'*' if row['front'] else ''}{row['place']}",
-        "configuration": configuration_in_words(candidate),
+        "configuration": configuration_in_words(plan),
+        "gpus": str(row["gpus"]) if plan.job.machine.gpus() > 1 else None,
         "batch_size": str(row["batch_size"]),
-        "tokens_per_s": most + significant(row["tokens_per_s"]),
+        "tokens_per_s": UNKNOWN if row["tokens_per_s"] is None else most + significant(row["tokens_per_s"]),
         "measured": row["tried"] if measured is None else significant(measured),
-        "step_s": least + significant(row["step_s"]),
-        "prefill_s": least + significant(row["prefill_s"]),
-        "total_s": least + significant(row["total_s"]),
         "device": None if row["device_bytes"] is None else in_gib(row["device_bytes"]),
         "host": in_gib(row["host_bytes"]),
-        "cores": "?" if candidate.plan.weights.lacks_cores else f"{cores:.0%}" if cores else None,
-        "bound_by": BOUND_BY[row["bound_by"]],
-    }
+        "cores": UNKNOWN if plan.weights.lacks_cores else f"{cores:.0%}" if cores else None,
+        "bound_by": UNKNOWN if row["bound_by"] is None else BOUND_BY[row["bound_by"]],
+    } | {name: _seconds(row[name], least) for name in ("step_s", "prefill_s", "total_s")}
+
+
+def _seconds(value: float | None, bound: str) -> str:
+    """The number alone, or a duration where that is easier to read."""
+    return UNKNOWN if value is None else bound + seconds(value).removesuffix(" s" if value < LONG_S else "")

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from zero_inference.planning.changes import changes_that_fit
 from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
+from zero_inference.planning.outlook import experts_in_words, first_token_in_words
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.timing import why_unknown
 from zero_inference.planning.verdict import NOT_MEASURED
 from zero_inference.runtime.amounts import amount, compared
+from zero_inference.runtime.durations import seconds
 from zero_inference.runtime.tables import significant
-from zero_inference.search.candidates import Candidate, Found
+from zero_inference.search.candidates import Candidate, Found, command_of
 from zero_inference.search.ranking import ranked
 from zero_inference.search.smallest import least_machine
 from zero_inference.search.table import configuration_in_words, kind_of_weights
@@ -53,7 +55,7 @@ def speed(candidate: Candidate, goal: str) -> str:
         return f"{significant(candidate.measured_tokens_per_s)} token/s measured, {most}{predicted} predicted."
     parts = [f"{most}{predicted} token/s"]
     if goal == "latency":
-        parts.insert(0, f"{least}{significant(candidate.times.step.seconds)} s a step")
+        parts.insert(0, f"{least}{seconds(candidate.times.step.seconds)} a step")
     if goal == "memory":
         parts.insert(0, f"{amount(candidate.memory_bytes)} of device and host memory")
     return f"{', '.join(parts)} predicted."
@@ -68,7 +70,21 @@ def notes(candidates: Sequence[Candidate]) -> list[str]:
     left_out = dict.fromkeys(what for each in candidates for what in each.times.left_out())
     if left_out:
         lines.append(f"not counted: {'; '.join(left_out)}")
-    return lines
+    others = [
+        line
+        for each in candidates
+        for line in (first_token_in_words(each.plan.weights, each.times), experts_in_words(each.plan.weights))
+    ]
+    return [*lines, *dict.fromkeys(filter(None, others))]
+
+
+def gpus_in_words(candidates: Sequence[Candidate]) -> str | None:
+    """Return what a batch of 1 leaves unused of several GPUs, and what would use them; None where nothing is to be said."""
+    gpus = max((each.plan.job.machine.gpus() for each in candidates), default=0)
+    if gpus < 2 or all(each.config.batch_size > 1 for each in candidates):
+        return None
+    every = "both" if gpus == 2 else f"all {gpus}"
+    return f"batch 1 runs on one of the {gpus} GPUs, because they divide the batch: --batch-size {gpus} uses {every}"
 
 
 def ranked_behind(best: Sequence[Candidate], goal: str) -> list[str]:
@@ -144,14 +160,16 @@ def why_not_predicted(plans: Sequence[Plan]) -> str:
     return "; ".join(dict.fromkeys(reasons))
 
 
-def commands(candidates: Sequence[Candidate], how_many: int) -> list[str]:
-    """How to run the first ones, each command on a line of its own to be copied."""
-    good = [(place, each) for place, each in enumerate(candidates, 1) if not each.failed]
-    return [
-        line
-        for place, each in good[:how_many]
-        for line in (
-            f"{place}. {configuration_in_words(each)}, batch {each.config.batch_size}:",
-            f"   {each.command()}",
-        )
-    ]
+def commands(plans: Sequence[tuple[int, Plan]], where: str) -> list[str]:
+    """Return how to run `plans`, each with its place in the table, the command on a line of its own to be copied.
+
+    Args:
+        where: the options that name the machine, which a run does not take; they follow as a comment.
+    """
+    lines = []
+    for place, plan in plans:
+        config, gpus = plan.job.config, plan.job.ranks.world_size
+        several = f", {gpus} GPUs" if gpus > 1 else ""
+        lines.append(f"{place}. {configuration_in_words(plan)}{several}, batch {config.batch_size}:")
+        lines.append(f"   {command_of(config, gpus)}{f'  # {where}' if where else ''}")
+    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
 from zero_inference.engines.base import EnginePlan, Footprint, Job
@@ -83,6 +84,18 @@ class StreamPlan(EnginePlan):
         if found.cores:
             return replace(found, no_attention=SLOWER_ATTENTION)
         return replace(found, cores_stay_out=SLOWER_ATTENTION)
+
+    @property
+    def why_whole_layers(self) -> str:
+        """See `EnginePlan`."""
+        blocks, _, _ = _laid_out(self.job, self.scheme, divided=True)
+        if not any(block.experts is not None and block.computable for block in blocks or ()):
+            return "the CPU does not multiply experts of this form"
+        return (
+            "the CPU multiplies only a part of them"
+            if self.cores
+            else f"the CPU computes nothing: {self.cores_stay_out}"
+        )
 
     def least_cores_s(self) -> float:
         """See `EnginePlan`."""
@@ -283,11 +296,17 @@ def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | 
     return found if placed.fetched else placed
 
 
-def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
-    config, ranks = job.config, job.ranks.world_size
-    blocks, layouts, outside = job.skeleton.once(
+def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
+    """Return what `lay_out_blocks` does; it is asked once."""
+    ranks = job.ranks.world_size
+    return job.skeleton.once(
         ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
     )
+
+
+def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
+    config, ranks = job.config, job.ranks.world_size
+    blocks, layouts, outside = _laid_out(job, scheme, divided)
     budget, others = None, ""
     if job.free_device_bytes is not None:
         activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
