@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from zero_inference.engines.base import EnginePlan
 from zero_inference.machine.machine import DescribedMachine
-from zero_inference.models.sizes import experts_of
 from zero_inference.planning.copies_time import peers_s
 from zero_inference.planning.limits import least_step, least_work
 from zero_inference.records.key import as_mapping
@@ -41,7 +40,7 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
 
 def experts_in_words(plan: EnginePlan) -> str | None:
     """Return a line about experts that a decode step copies though no token chose them; None where it copies none of these."""
-    sizes, (number, chosen) = plan.job.sizes, experts_of(plan.job.spec)
+    sizes, (number, chosen) = plan.job.sizes, plan.job.spec.experts
     idle = sizes.idle_expert_bytes / max(1, sizes.parameter_bytes)
     if not idle or plan.fetched_bytes <= plan.weight_bytes * (1 - idle):
         return None
