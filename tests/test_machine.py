@@ -159,6 +159,7 @@ def test_what_is_assumed():
                 pytest.approx(25),
                 0,
             )
+    assert assumed("gpus=1x24,host=128") == assumed("gpus=1x24GiB,host=128GiB")
     assert assumed("gpus=0,host=1GiB").gpus == ()
     two = "gpus=2x24GiB,host=1GiB,peers"
     assert (assumed(f"{two}=300GB/s").peers_gb_per_s, assumed(f"{two}=link").peers_gb_per_s) == (300.0, "link")
@@ -214,7 +215,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
         ("", "--assume has nothing between two commas, or after the last one: use gpus, host"),
         ("gpu=1x24GiB", "--assume gpu=1x24GiB (did you mean gpus=?): use gpus, host"),
         ("gpus=24GiB,host=1GiB", "gpus=24GiB: give their number and memory, as in 1x24GiB"),
-        ("gpus=1x24,host=1GiB", "gpus=1x24: the unit is one of KiB"),
+        ("gpus=1x24XB,host=1GiB", "gpus=1x24XB: the unit is one of KiB"),
         ("gpus=0x24GiB,host=1GiB", "give their number"),
         ("gpus=1x10MiB,host=1GiB", "a GPU has 1 GiB or more"),
         ("gpus=1x24GiB", "host missing; write it as in gpus="),

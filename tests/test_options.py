@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from zero_inference.cli import console_main, console_parser, main, run_parser
 from zero_inference.config import DEFAULTS, RunConfig
+from zero_inference.config.spellings import OTHER_OPTIONS
 from zero_inference.errors import UsageError
 from zero_inference.options import commands_of, config_of, examples_of, option_rows, run_config
 from zero_inference.runtime.sizes import gib_of
@@ -126,6 +129,21 @@ def test_rows_are_those_of_the_help():
         ("run_model.py --gpu-memory 10XB", "--gpu-memory 10XB: not a size of memory; write 10 (GiB), 10GiB"),
         ("run_model.py opt-125m opt-350m", "error: unexpected argument opt-350m"),
         ("run_model.py opt-125m --model opt-350m", "two models were given, opt-125m and --model opt-350m"),
+        ("run_model.py --max_new_tokens 5", "there is no option --max-new-tokens; use --gen-len G"),
+        ("run_model.py -n 5", "there is no option -n; use --gen-len G"),
+        ("run_model.py -ngl 20", "use --gpu-memory GIB with --engine stream"),
+        ("run_model.py --offload cpu", "there is no option --offload; use --cpu-offload"),
+        ("run_model.py --offload=nvme", "there is no option --offload; use --disk-offload"),
+        ("run_model.py opt-125m --temperature 0.7", "there is no option --temperature; runs decode greedily"),
+        ("run_model.py opt-125m --gpu-memory 4", "add --engine stream, or drop --gpu-memory"),
+        ("run_model.py opt-125m --engine resident --cpu-compute 0.5", "use that, or drop --cpu-compute"),
+        ("run_model.py llama-2-7b.Q4_K_M.gguf", "--model llama-2-7b.Q4_K_M.gguf: GGUF is not read"),
+        ("run_model.py model.safetensors", "--model model.safetensors is a file; give the folder"),
+        ("zero-inference plan opt-13b -ngl 3", "there is no option -ngl; use --max-gpu-memory GIB"),
+        ("zero-inference plan opt-13b --gpu rtx4090", "there is no option --gpu; use --machine NAME"),
+        ("zero-inference generate", "there is no command generate; use run"),
+        ("zero-inference plan x --machine nosuch", "--machine nosuch: no such file"),
+        ("zero-inference plan x --assume gpus=1x24,host=lots", "--assume host=lots: no number with a unit"),
         ("zero-inference reprot", "error: there is no command reprot; did you mean report?"),
         ("zero-inference xyzzy", "error: there is no command xyzzy; choose one of run, plan, report"),
         ("zero-inference report --fromat csv", "error: there is no option --fromat; did you mean --format?"),
@@ -138,7 +156,24 @@ def test_rows_are_those_of_the_help():
 )
 def test_what_is_mistyped_is_told_with_what_was_meant(command, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     assert said in refused(capsys, command)
+
+
+def test_what_other_tools_call_an_option_leads_to_one_that_there_is():
+    there = {name for parser in PARSERS.values() for name in parser.option_names()}
+    for name, advice in OTHER_OPTIONS.items():
+        assert all(each.partition(" ")[0].rstrip(",") in there for each in advice), name
+    assert not {f"--{name}" for name in OTHER_OPTIONS} & set(PARSERS["run_model.py"].option_names())
+
+
+def test_a_machine_that_cannot_be_meant_is_refused_before_torch_is_imported():
+    code = (
+        "import sys\nfrom zero_inference.cli import console_main\n"
+        "print(console_main(['zero-inference', 'plan', 'opt-13b', '--assume', 'gpus=x']), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "2 False\n", done.stderr
 
 
 @pytest.mark.parametrize(

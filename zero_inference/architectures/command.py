@@ -28,7 +28,7 @@ Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of e
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zero-inference compare`; what follows `--` is run_model.py's, for every arm."""
     parser.epilog = examples(
-        "zero-inference compare --model opt-125m --model opt-350m -- --dummy --engine resident",
+        "zero-inference compare --model opt-125m --model opt-1.3b -- --dummy --engine resident",
         'zero-inference compare --arm "fp16=opt-13b" --arm "int4=opt-13b --quant-bits 4" -- --dummy --engine stream',
     )
     parser.usage = (

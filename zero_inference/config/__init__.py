@@ -55,6 +55,7 @@ class RunConfig(Choices):
         """Return the configuration with what it implies, or raise UsageError: what was asked, found, and has to change."""
         asked = self._spelled()
         checks.check_paths(asked)
+        checks.check_model(asked)
         checks.check_values(asked)
         checks.check_engine(asked)
         checks.check_offload(asked)

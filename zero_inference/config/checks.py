@@ -51,6 +51,15 @@ def check_paths(choices: Choices) -> None:
             )
 
 
+def check_model(choices: Choices) -> None:
+    """Refuse a file where a folder, a name on the hub or a preset is meant."""
+    name = choices.model
+    if name.lower().endswith(".gguf"):
+        raise UsageError(f"--model {name}: GGUF is not read; give the repository or folder in transformers' format.")
+    if os.path.isfile(os.path.expanduser(name)):
+        raise UsageError(f"--model {name} is a file; give the folder that holds config.json and the weights.")
+
+
 def check_values(choices: Choices) -> None:
     for name, allowed in (
         ("engine", ENGINES),
@@ -105,7 +114,10 @@ def check_engine(choices: Choices) -> None:
         )
     for name in STREAM_OPTIONS:
         if getattr(choices, name) != DEFAULTS[name] and choices.engine != "stream":
-            raise UsageError(f"{_flag(name)} belongs to --engine stream, not to --engine {choices.engine}: drop it.")
+            change = "add --engine stream" if choices.engine == DEFAULTS["engine"] else "use that"
+            raise UsageError(
+                f"{_flag(name)} belongs to --engine stream, not to --engine {choices.engine}: {change}, or drop {_flag(name)}."
+            )
     if choices.ds_config is not None and choices.engine != "deepspeed":
         raise UsageError(f"--ds-config configures DeepSpeed, but --engine is {choices.engine}: drop one of the two.")
     if choices.engine == "stream" and choices.disk_offload:

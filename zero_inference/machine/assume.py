@@ -129,6 +129,7 @@ def _gpus(name: str, text: str) -> tuple[Gpu, ...]:
 
 def _size(name: str, text: str) -> int:
     number, unit = _split(name, text, "128GiB")
+    unit = unit or "gib"  # as in --gpu-memory 10
     if unit not in BYTES_OF:
         raise UsageError(f"--assume {_said(name, text)}: the unit is one of {', '.join(UNITS)}, as in 128GiB.")
     return int(_in_range(name, text, number * BYTES_OF[unit], least=0))

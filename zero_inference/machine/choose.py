@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_inference.errors import UsageError
-from zero_inference.machine.machine import DescribedMachine, Machine, ThisMachine
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
+    from zero_inference.machine.machine import Machine
 
 
 def machine_of(name: str | None, assume: str | None) -> Machine:
-    """
+    """Return this machine, or the one that `description_of` describes. Raises as that."""
+    from zero_inference.machine.machine import DescribedMachine, ThisMachine
+
+    found = description_of(name, assume)
+    return ThisMachine() if found is None else DescribedMachine(found)
+
+
+def description_of(name: str | None, assume: str | None) -> Description | None:
+    """Return the machine that was named or assumed, or None for this one. Imports no torch, so a bad line is refused at once.
+
     Args:
         name: of a file with a description, or of a typical machine, as `--machine` names it.
         assume: what is said of a machine, see `assume.assumed`.
@@ -23,14 +32,11 @@ def machine_of(name: str | None, assume: str | None) -> Machine:
         UsageError: there is no such machine, or the file or the line says something that cannot be.
     """
     if name is None and assume is None:
-        return ThisMachine()
+        return None
     from zero_inference.machine.assume import assumed
 
     found = None if name is None else _named(name)
-    if assume is not None:
-        found = assumed(assume, found)
-    assert found is not None, "one of the two was given"
-    return DescribedMachine(found)
+    return found if assume is None else assumed(assume, found)
 
 
 def _named(name: str) -> Description:

@@ -119,7 +119,8 @@ def open_snapshot(asked: str, name: str) -> Snapshot:
             )  # for one file too: it does not retry a dead network
             if not (folder / "config.json").is_file():
                 _need_listing(name, folder.name)
-                raise UsageError(f"--model {asked}: {name} has no config.json on the hub; {ANOTHER}.")
+                gguf = " (GGUF is not read)" if "gguf" in name.lower() else ""
+                raise UsageError(f"--model {asked}: {name} has no config.json on the hub{gguf}; {ANOTHER}.")
     return Snapshot(asked, name, folder, unreachable)
 
 

@@ -129,7 +129,7 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
     path = Path(os.path.expanduser(config.model))
     folder: Path | None = None
     snapshot: Snapshot | None = None
-    if config.model == SMOLLM2:
+    if config.model == SMOLLM2 or (config.model.lower() == SMOLLM2 and not path.is_dir()):
         from zero_inference.models.smollm2 import smollm2_checkpoint
 
         folder = smollm2_checkpoint()
@@ -140,8 +140,9 @@ def resolve_model(config: RunConfig, device_type: str) -> ModelSpec:
                 "merge it into its base model and use the merged folder."
             )
         if not (path / "config.json").is_file():
+            found = " (only GGUF, which is not read)" if any(path.glob("*.gguf")) else ""
             raise UsageError(
-                f"--model {config.model}: the folder has no config.json; give a Hugging Face checkpoint folder."
+                f"--model {config.model}: the folder has no config.json{found}; give a Hugging Face checkpoint folder."
             )
         folder = path.absolute()
     elif (preset := find_preset(config.model)) is not None and config.dummy:

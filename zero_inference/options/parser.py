@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from zero_inference.config.spellings import not_among
+from zero_inference.config.spellings import OTHER_COMMANDS, not_among, other_option
 from zero_inference.runtime.near import did_you_mean
 from zero_inference.runtime.text import printable
 
@@ -19,7 +19,7 @@ _IN_PLAIN_WORDS = (
     (re.compile(r"argument (?:-\w/)?(\S+): ignored explicit argument .*"), r"\1 takes no value"),
     (re.compile(r"argument (\S+): "), r"\1: "),
 )
-_ANSWERED = re.compile(r"did you mean|choose one of|use --")  # these need no pointer to --help
+_ANSWERED = re.compile(r"did you mean|choose one of|use --|no option \S+; ")  # these need no pointer to --help
 
 
 class Formatter(argparse.HelpFormatter):
@@ -62,10 +62,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Knows them all: what is left over is refused here, by the parser of the command whose option it would have been."""
-        args = sys.argv[1:] if args is None else args
-        found, unknown = super().parse_known_args([_hyphenated(arg) for arg in args], namespace)
+        args = [_hyphenated(arg) for arg in (sys.argv[1:] if args is None else args)]
+        self._refuse_abbreviated(args)
+        found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(self._about_unknown(unknown))
+            self.error(self._about_unknown(unknown, args))
         return found, []
 
     def error(self, message: str) -> NoReturn:
@@ -81,21 +82,36 @@ class Parser(argparse.ArgumentParser):
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         return [name for action in shown for name in action.option_strings if name.startswith("--")]
 
-    def _about_unknown(self, words: Sequence[str]) -> str:
-        option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
-        if option is None:
+    def _about_unknown(self, words: Sequence[str], args: Sequence[str]) -> str:
+        word = next((word for word in words if word.startswith("-")), None)
+        if word is None:
             return f"unexpected argument {words[0]}"
+        option, equals, value = word.partition("=")
+        if not equals:  # its value may have been taken for the model
+            value = "".join(args[args.index(word) + 1 :][:1])
+        if other := other_option(option.lstrip("-"), value, self.option_names()):
+            return f"there is no option {option}; {other}"
         bare = {name[2:]: name for name in self.option_names()}  # dashes alike in both would count as likeness
         near = did_you_mean(option.lstrip("-"), bare)
         return f"there is no option {option}" + (
             f"; {near.replace('did you mean ', 'did you mean --')}" if near else ""
         )
 
+    def _refuse_abbreviated(self, words: Sequence[str]) -> None:
+        """Refuse an option of another tool that argparse would take for the beginning of one of ours."""
+        for word in words if self.allow_abbrev else ():
+            name, _, value = word.partition("=")
+            begins = any(own.startswith(name) for own in self._option_string_actions)
+            if name.startswith("--") and begins and name not in self._option_string_actions:
+                if other := other_option(name[2:], value, self.option_names()):
+                    self.error(f"there is no option {name}; {other}")
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         if isinstance(action, argparse._SubParsersAction):
-            near = did_you_mean(str(value), action.choices)
+            near = OTHER_COMMANDS.get(str(value), "")
+            near = f"use {near}" if near in action.choices else did_you_mean(str(value), action.choices)
             known = f"choose one of {', '.join(action.choices)}"
             raise Refused(action, f"there is no command {value}; {near or known}")
         words = not_among(_name(action), value, tuple(action.choices)).removesuffix(".")

@@ -176,8 +176,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--assume",
         metavar="gpus=1x24GiB,host=128GiB,...",
-        help="--dry-run for a machine described here, or for that of --machine with other figures: gpus, host (memory), link, "
-        "pageable (the link from memory that is not page-locked), peers (between GPUs), cores, memory (rates in GB/s), matmul "
+        help="--dry-run for a machine described here, or for that of --machine with other figures: gpus, host "
+        "(memory; GiB without a unit), link, pageable (the link from memory that is not page-locked), peers (between GPUs), cores, "
+        "memory (rates in GB/s), matmul "
         "(TFLOP/s), disk, disk_free",
     )
     plan.add_argument(

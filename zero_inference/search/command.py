@@ -10,6 +10,7 @@ from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.config.choices import MOST_GIB
 from zero_inference.errors import UsageError
+from zero_inference.machine.choose import description_of
 from zero_inference.options import model_of
 from zero_inference.runtime import garbage
 from zero_inference.runtime.amounts import amount
@@ -26,6 +27,9 @@ def main(args: argparse.Namespace) -> int:
     args.model = model_of(args)
     if args.machines:
         return _list_machines(args)
+    if args.model is None:
+        raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
+    description_of(args.machine, args.assume)  # what cannot be meant is refused before torch is imported
     with garbage.postponed(), reporting(Progress(args.verbose > 0)):
         with importing("torch and transformers", args.verbose > 0):
             from zero_inference.search.answer import answer
@@ -37,8 +41,6 @@ def main(args: argparse.Namespace) -> int:
 
 def search(args: argparse.Namespace) -> tuple[Job, Found]:
     """What the options of `add_arguments` leave open, planned. Raises UsageError: they cannot be meant, or the model cannot be planned."""
-    if args.model is None:
-        raise UsageError("name a model first: zero-inference plan MODEL, a hub name, a local folder or a preset.")
     config = RunConfig(
         model=args.model,
         dummy=args.dummy,
