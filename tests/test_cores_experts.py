@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from zero_inference.cores import library
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import Cores
 from zero_inference.cores.crossing import HostCalls
-from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD, Expert, add_experts, elsewhere
+from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD, Between, Expert, add_experts, elsewhere
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
@@ -42,6 +42,23 @@ class Mixture:
     experts: list[Expert]
     expert_bytes: int
     kept: list
+    matrices: list[Matrix]
+    biases: tuple[torch.Tensor, ...] = ()  # [experts, rows] of first and last
+    between: Between | None = None
+
+    @classmethod
+    def biased(cls, dtype: torch.dtype, bits: int, between: Between) -> Mixture:
+        """With biases, and what lies between the products as in gpt-oss."""
+        mixture = cls.random(dtype, bits)
+        biases = tuple(torch.randn(EXPERTS, rows).to(dtype) for rows in (2 * INNER, HIDDEN))
+        made = []
+        for number, (expert, first, last) in enumerate(zip(mixture.experts, *biases)):
+            if between.interleaved:
+                first_matrix = mixture.matrices[0].part(2 * number * INNER, 2 * INNER)
+                made.append(Expert(first_matrix, None, expert.down, first, None, last))
+            else:
+                made.append(Expert(expert.gate, expert.up, expert.down, first[:INNER], first[INNER:], last))
+        return replace(mixture, experts=made, biases=biases, between=between)
 
     @classmethod
     def random(cls, dtype: torch.dtype, bits: int, gated: bool = True) -> Mixture:
@@ -69,7 +86,7 @@ class Mixture:
             )
             for e in range(EXPERTS)
         ]
-        return cls(*restored, experts, nbytes, kept)
+        return cls(*restored, experts, nbytes, kept, matrices)
 
     def expected(self, x: torch.Tensor, choice: Choice, activation: str = "silu") -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float64)
@@ -77,9 +94,17 @@ class Mixture:
             for number, weight in zip(numbers, weights):
                 if not 0 <= number < EXPERTS:
                     continue
-                gate, *up = (self.first[number] @ x[row].double()).split(INNER)
-                hidden = ACTIVATIONS[activation](gate)
-                out[row] += weight * (self.last[number] @ (hidden * up[0] if up else hidden))
+                product = self.first[number] @ x[row].double()
+                if self.between is None:
+                    gate, *up = product.split(INNER)
+                    hidden = ACTIVATIONS[activation](gate)
+                    out[row] += weight * (self.last[number] @ (hidden * up[0] if up else hidden))
+                    continue
+                product += self.biases[0][number]
+                gate, up = product.view(-1, 2).unbind(1) if self.between.interleaved else product.split(INNER)
+                gate, up = gate.clamp(max=self.between.limit), up.clamp(-self.between.limit, self.between.limit)
+                hidden = ACTIVATIONS[self.between.activation](gate) * (up + self.between.up_offset)
+                out[row] += weight * (self.last[number] @ hidden + self.biases[1][number])
         return out
 
 
@@ -92,7 +117,7 @@ def a_choice(rows: int, k: int, dtype: torch.dtype = torch.float32) -> Choice:
 def check(mixture, dtype, x, choice, instructions="auto", threads=2, activation="silu") -> torch.Tensor:
     transfers = Transfers()
     calls = HostCalls(Cores([-1] * threads, 0, instructions=instructions), transfers)
-    task = add_experts(calls.cores, mixture.experts, activation, dtype)
+    task = add_experts(calls.cores, mixture.experts, mixture.between or Between(activation), dtype)
     calls.cores.reserve(task, len(x), choice.experts.shape[1])
     try:
         (out,) = calls(task, x, choice)
@@ -119,6 +144,17 @@ def test_any_rows_and_experts_agree_with_float64(dtype, bits, instructions):
             check(mixture, dtype, torch.randn(rows, HIDDEN).to(dtype), a_choice(rows, k, weights), instructions)
 
 
+@pytest.mark.parametrize(("dtype", "bits"), FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "between", [Between("gelu_sigmoid", True, 0.7, 1.0), Between("silu", False, 0.4), Between("silu")], ids=str
+)
+def test_biases_and_limits_and_rows_of_gate_and_up_in_turn(between, dtype, bits):
+    mixture = Mixture.biased(dtype, bits, between)
+    for rows in (1, 4, 9):
+        for instructions in ("auto", "portable"):
+            check(mixture, dtype, torch.randn(rows, HIDDEN).to(dtype), a_choice(rows, 3), instructions)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 9, 40])
 def test_all_rows_may_choose_one_expert_or_none(rows):
     mixture, x = Mixture.random(torch.bfloat16, 4), torch.randn(rows, HIDDEN).bfloat16()
@@ -142,7 +178,7 @@ def test_threads_change_nothing_and_calls_follow_each_other():
     cases = [(torch.randn(rows, HIDDEN), a_choice(rows, 3)) for rows in (7, 1, 9, 2)]
     alone = [check(mixture, torch.float32, *case, threads=1) for case in cases]
     calls = HostCalls(Cores([-1] * 3, 0), Transfers())
-    task = add_experts(calls.cores, mixture.experts, "silu", torch.float32)
+    task = add_experts(calls.cores, mixture.experts, Between("silu"), torch.float32)
     for _ in range(3):
         for case, expected in zip(cases, alone):
             assert torch.equal(calls(task, *case)[0], expected)
@@ -154,16 +190,16 @@ def test_experts_that_do_not_fit_each_other_are_refused():
     mixture, cores = Mixture.random(torch.float32, 0), Cores([-1], 0)
     one = mixture.experts[0]
     with pytest.raises(ValueError, match="of one form"):
-        add_experts(cores, [one, Expert(one.gate, None, one.down)], "silu", torch.float32)
+        add_experts(cores, [one, Expert(one.gate, None, one.down)], Between("silu"), torch.float32)
     with pytest.raises(ValueError, match="down's columns"):
-        add_experts(cores, [Expert(one.gate, one.up, one.gate)], "silu", torch.float32)
+        add_experts(cores, [Expert(one.gate, one.up, one.gate)], Between("silu"), torch.float32)
     cores.close()
 
 
 def test_what_is_computed_elsewhere_is_counted_and_not_read():
     mixture, use = Mixture.random(torch.bfloat16, 4), torch.zeros(FIRST_USE + EXPERTS, dtype=torch.int64)
     calls = HostCalls(Cores([-1] * 2, 0), Transfers())
-    task = add_experts(calls.cores, mixture.experts, "silu", torch.bfloat16, use)
+    task = add_experts(calls.cores, mixture.experts, Between("silu"), torch.bfloat16, use)
     calls.cores.reserve(task, 5, 3)
     expected, steps = torch.zeros_like(use), []
     for rows in (1, 5, 2):

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
 from zero_inference.cores.crossing import Crossing, HostSide
-from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Expert, add_experts, elsewhere
+from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Between, Expert, add_experts, elsewhere
 from zero_inference.cores.meeting_place import Agreement, MeetingPlace, own_place
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.attended import AttendedCache
@@ -147,7 +147,7 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
     """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
     mixture, use = Mixture.random(torch.float32, 8), torch.zeros(FIRST_USE + EXPERTS, dtype=torch.int64)
     calls, _ = meet(1 << 14, 1 << 14)
-    task = add_experts(calls.cores, mixture.experts, "silu", torch.float32, use)
+    task = add_experts(calls.cores, mixture.experts, Between("silu"), torch.float32, use)
     calls.cores.reserve(task, 5, 3)
     for rows in (1, 5):
         x, choice = torch.randn(rows, HIDDEN), a_choice(rows, 3)
@@ -265,7 +265,7 @@ def test_ranks_make_one_call_of_their_rows_and_each_takes_its_own(first_number):
         single.append(cores.add_block([Stage([plain(weights[0])])], torch.float32))
         several.append(cores.add_block([Stage([plain(weight) for weight in weights])], torch.float32))
         experts = [Expert(plain(gate).matrix, None, plain(down).matrix) for gate, down in zip(gates, downs)]
-        mixture.append(add_experts(cores, experts, "relu", torch.float32))
+        mixture.append(add_experts(cores, experts, Between("relu"), torch.float32))
         cores.reserve(mixture[-1], 4, 2)
     for flag in {*range(2 + RANKS)} - {STOP}:
         word(host.place.flags.data_ptr() + flag * FLAG_BYTES).value = first_number

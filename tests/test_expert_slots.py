@@ -15,7 +15,25 @@ from zero_inference.quantization.groups import GroupQuantization, dequantize_ref
 
 NUMBER, HIDDEN, INNER, SLOTS = 7, 64, 96, 3
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-FORMS = [(False, False, "relu_squared"), (True, False, "silu"), (True, True, "gelu")]
+FORMS = [
+    FusedExperts("first", "last", "relu_squared", NUMBER, False, chosen=2),
+    FusedExperts("first", "last", "silu", NUMBER, True, chosen=2),
+    FusedExperts("first", "last", "gelu", NUMBER, True, gate_is_second=True, chosen=2),
+    FusedExperts(
+        "first",
+        "last",
+        "gelu_sigmoid",
+        NUMBER,
+        True,
+        chosen=2,
+        transposed=True,
+        interleaved=True,
+        first_bias="first_bias",
+        last_bias="last_bias",
+        limit=0.5,
+        up_offset=1.0,
+    ),
+]
 
 
 def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
@@ -26,13 +44,19 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
         form.first: (torch.randn(NUMBER, (1 + form.gated) * INNER, HIDDEN) / 8).to(dtype),
         form.last: (torch.randn(NUMBER, HIDDEN, INNER) / 8).to(dtype),
     }
-    layout = lay_out(weights.items(), scheme, 1)
+    weights |= {
+        name: torch.randn(NUMBER, weight.shape[1]).to(dtype)
+        for name, weight in zip((form.first_bias, form.last_bias), list(weights.values()))
+        if name
+    }
+    layout = lay_out(weights.items(), scheme, 1, exact=form.biases)
     buffer, exact = torch.zeros(layout.nbytes, dtype=torch.uint8), {}
     for name, weight in weights.items():
-        parts = quantize(weight, scheme) if scheme else (weight,)
+        packed = scheme and name not in form.biases
+        parts = quantize(weight, scheme) if packed else (weight,)
         for piece, part in zip(layout[name].pieces, parts):
             piece.of(buffer).copy_(part)
-        if scheme:
+        if packed:
             dequantize_reference(*parts, bits, 32, weight)
         exact[name] = weight.double()
     rows = (
@@ -50,19 +74,24 @@ def expected(form: FusedExperts, exact, kept: set[int], x, numbers, weights) -> 
     for row in range(len(x)):
         for number, weight in zip(numbers[row].tolist(), weights[row].tolist()):
             if number in kept:
-                halves = (exact[form.first][number] @ x[row].double()).split(INNER)
+                product = exact[form.first][number] @ x[row].double()
+                if form.biases:
+                    product += exact[form.first_bias][number]
+                halves = product.view(-1, 2).unbind(1) if form.interleaved else product.split(INNER)
                 gate, *up = halves[::-1] if form.gate_is_second else halves
+                if form.biases:
+                    gate, up = gate.clamp(max=0.5), [up[0].clamp(-0.5, 0.5) + 1]
                 hidden = ACTIVATIONS[form.activation](gate) * (up[0] if up else 1)
-                out[row] += weight * (exact[form.last][number] @ hidden)
+                result = exact[form.last][number] @ hidden
+                out[row] += weight * (result + exact[form.last_bias][number] if form.biases else result)
     return out
 
 
-@pytest.mark.parametrize(("gated", "gate_is_second", "activation"), FORMS)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.activation)
 @pytest.mark.parametrize(
     ("dtype", "bits"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 8), (torch.float32, 4)]
 )
-def test_experts_in_slots_and_no_others_are_computed(dtype, bits, gated, gate_is_second, activation):
-    form = FusedExperts("first", "last", activation, NUMBER, gated, gate_is_second, chosen=2)
+def test_experts_in_slots_and_no_others_are_computed(dtype, bits, form):
     slots, buffer, exact = stored(form, dtype, bits)
     slots.take(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
     kept = {expert for expert in range(NUMBER) if slots.table[expert] >= 0}

@@ -8,7 +8,15 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zero_inference.models.feed_forward import ACTIVATIONS, FeedForward, name_activation, read_feed_forward
+from zero_inference.models.feed_forward import (
+    ACTIVATIONS,
+    COLUMNS,
+    ROWS,
+    FeedForward,
+    linear_form,
+    name_activation,
+    read_feed_forward,
+)
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
 
@@ -33,6 +41,31 @@ def block_of(model_type: str, name: str) -> nn.Module:
 )
 def test_families(model_type, name, expected):
     assert read_feed_forward(block_of(model_type, name)) == expected
+
+
+def test_linear_modules_are_found_by_what_they_compute():
+    from transformers.models.falcon.modeling_falcon import FalconLinear
+    from transformers.pytorch_utils import Conv1D
+
+    class Rounding(nn.Linear):
+        def forward(self, x):
+            return functional.linear(x.round(), self.weight, self.bias)
+
+    class InFloat32(nn.Linear):
+        def forward(self, x):
+            return functional.linear(x.float(), self.weight.float())
+
+    with torch.device("meta"):
+        for rows, columns in ((40, 72), (64, 64)):
+            assert linear_form(nn.Linear(columns, rows)) == linear_form(FalconLinear(columns, rows)) == ROWS
+            assert linear_form(FalconLinear(columns, rows, bias=False)) == ROWS
+            assert linear_form(Conv1D(rows, columns)) == COLUMNS
+        for other in (Rounding(72, 40), InFloat32(72, 40, bias=False), nn.Embedding(72, 40), nn.Bilinear(8, 8, 8)):
+            assert linear_form(other) is None
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", n_embd=64, n_layer=1, n_head=4, vocab_size=99)
+    )
+    assert read_feed_forward(model.transformer.h[0].mlp) == FeedForward(("c_fc",), "gelu_tanh", "c_proj")
 
 
 class Odd(nn.Module):

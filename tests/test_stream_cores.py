@@ -190,13 +190,20 @@ def test_resident_fetched_and_computed_blocks_side_by_side(kept, checkpoints, ex
     loaded.close()
 
 
-def test_a_layer_without_linear_modules_cannot_be_asked_for(checkpoints):
-    config = AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4, vocab_size=VOCAB)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert [(block.layer, block.module, block.linears) for block in find_blocks(model, set(), divided=True)] == [
-        (0, "", ()),
-        (1, "", ()),
+def test_a_layer_without_linear_modules_is_one_block_and_conv1d_is_linear():
+    def parts(model_type: str, **fields) -> list:
+        with torch.device("meta"):
+            config = AutoConfig.for_model(model_type, vocab_size=VOCAB, **fields)
+            model = AutoModelForCausalLM.from_config(config)
+        blocks = find_blocks(model, set(), divided=True)
+        return [(block.layer, block.module, block.linears, block.transposed) for block in blocks]
+
+    jetmoe = parts("jetmoe", hidden_size=64, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16)
+    assert jetmoe == [(0, "", (), ()), (1, "", (), ())]
+    weights = ("c_attn.weight", "c_proj.weight"), ("c_fc.weight", "c_proj.weight")
+    assert parts("gpt2", n_embd=64, n_layer=1, n_head=4) == [
+        (0, "attn", ("c_attn", "c_proj"), weights[0]),
+        (0, "mlp", ("c_fc", "c_proj"), weights[1]),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,15 @@ MIXTURES = {
     ),
 }
 del MIXTURES["deepseek_v3"]["num_experts"]
+# biases, rows of gate and up in turn, weights as [in, out], a limit
+MIXTURES["gpt_oss"] = dict(
+    {name: value for name, value in SMALL.items() if name != "num_experts"},
+    model_type="gpt_oss",
+    head_dim=16,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    swiglu_limit=0.6,
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +171,7 @@ def test_products_of_all_positions_are_not_left_to_the_cores(mixtures):
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("family", [family for family in MIXTURES if family != "deepseek_v3"])
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family not in ("deepseek_v3", "gpt_oss")])
 def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits, mixtures):
     folder, _ = mixtures(family)
     options = {} if bits == 16 else {"quant_bits": bits, "quant_group_size": 32}
@@ -225,7 +235,8 @@ def test_a_mixture_is_divided_into_experts_and_a_shared_expert_and_keeps_its_rou
         ("mixtral", "gelu_tanh", {"hidden_act": "gelu_pytorch_tanh"}),
         ("mixtral", "gelu", {"hidden_act": "gelu"}),
         ("nemotron_h", "relu_squared", {"layers_block_type": ["moe", "attention", "moe"], "n_routed_experts": 6}),
-        ("gpt_oss", None, {}),
+        ("gpt_oss", "gelu_sigmoid", {}),
+        ("deepseek_v4", "silu", {"n_routed_experts": 6}),
         ("llama4_text", None, {"intermediate_size_mlp": 96, "interleave_moe_layer_step": 1}),
     ],
     ids=str,
@@ -235,6 +246,11 @@ def test_what_experts_compute_is_read_from_them(family, activation, fields):
     experts = [read_experts(m) for m in model.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
     assert any(each is not None for each in experts) == (activation is not None)
     assert {each.activation for each in experts if each is not None} == ({activation} if activation else set())
+    limits = {"gpt_oss": 7.0, "deepseek_v4": 10.0}
+    for each in filter(None, experts):
+        is_gpt_oss = family == "gpt_oss"
+        assert (each.transposed, each.interleaved, bool(each.biases), each.up_offset == 1) == (is_gpt_oss,) * 4
+        assert each.limit == limits.get(family, math.inf)
 
 
 @pytest.mark.parametrize("share", ["off", "0.5"])

@@ -179,7 +179,7 @@ void Block::multiply_combined(const Stage& stage, const Call& call, Pool& pool, 
       multiply_part(stage, i, call, first, last, results[i], scratch);
     }
     activate(stage.activation, results[0], call.count * width);
-    if (stage.combine == Combine::gated) multiply(results[0], results[1], call.count * width);
+    if (stage.combine == Combine::gated) multiply(results[0], results[1], 0.0f, call.count * width);
     for (int64_t m = 0; m < call.count; ++m) {
       std::copy_n(results[0] + m * width, width, hidden_ + m * rows + first);
     }

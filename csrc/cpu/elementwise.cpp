@@ -122,8 +122,22 @@ ZI_FOR_EACH_CPU void activate(Activation activation, float* values, int64_t coun
   }
 }
 
-ZI_FOR_EACH_CPU void multiply(float* values, const float* factors, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) values[i] *= factors[i];
+ZI_FOR_EACH_CPU void multiply(float* values, const float* factors, float offset, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] *= factors[i] + offset;
+}
+
+ZI_FOR_EACH_CPU void limit_values(float* values, float least, float most, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = values[i] < least ? least : values[i];
+    values[i] = value > most ? most : value;
+  }
+}
+
+ZI_FOR_EACH_CPU void part_pairs(float* pairs, float* firsts, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    firsts[i] = pairs[2 * i];
+    pairs[i] = pairs[2 * i + 1];
+  }
 }
 
 ZI_FOR_EACH_CPU void add_bias(float* values, const void* bias, Dtype dtype, int64_t count) {
@@ -161,7 +175,13 @@ ZI_FOR_EACH_CPU void store(const float* values, void* out, Dtype dtype, int64_t 
 
 void activate(Activation activation, float* values, int64_t count) { each_cpu::activate(activation, values, count); }
 
-void multiply(float* values, const float* factors, int64_t count) { each_cpu::multiply(values, factors, count); }
+void multiply(float* values, const float* factors, float offset, int64_t count) {
+  each_cpu::multiply(values, factors, offset, count);
+}
+
+void limit_values(float* values, float least, float most, int64_t count) { each_cpu::limit_values(values, least, most, count); }
+
+void part_pairs(float* pairs, float* firsts, int64_t count) { each_cpu::part_pairs(pairs, firsts, count); }
 
 void add_bias(float* values, const void* bias, Dtype dtype, int64_t count) { each_cpu::add_bias(values, bias, dtype, count); }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "elementwise.h"
 
@@ -17,6 +18,7 @@ constexpr int64_t kMostRows = 256;
 constexpr int64_t kLeastBytes = 32 << 10;
 // Of the next product, asked for before this one: with it those of 64 rows reached 8 GB/s, and of 256 10.
 constexpr int64_t kBytesAhead = 4096;
+constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -60,8 +62,13 @@ void share_columns(int64_t items, int64_t columns, int64_t step, int threads, in
 
 }  // namespace
 
-Experts::Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions, int64_t* use)
-    : experts_(std::move(experts)), activation_(activation), dtype_(dtype), instructions_(instructions), use_(use) {}
+Experts::Experts(std::vector<Expert> experts, Between between, Dtype dtype, Instructions instructions, int64_t* use)
+    : experts_(std::move(experts)),
+      between_(between),
+      inner_(experts_[0].down.columns),
+      dtype_(dtype),
+      instructions_(instructions),
+      use_(use) {}
 
 void Experts::prepare(const Call& call, Pool& pool, Workspace& workspace) {
   group(call);
@@ -82,8 +89,8 @@ void Experts::prepare(const Call& call, Pool& pool, Workspace& workspace) {
     chosen_bytes_ += bytes_of(expert.gate) + bytes_of(expert.up) + bytes_of(expert.down);
   }
   const int products = experts_[0].up.values == nullptr ? 1 : 2;
-  divide(first, products * bytes_of(first) / first.rows, pool.threads(), &first_parts_);
-  divide(last, bytes_of(last) / last.rows, pool.threads(), &last_parts_);
+  divide(inner_, products * bytes_of(first) / inner_, pool.threads(), &first_parts_);
+  divide(last.rows, bytes_of(last) / last.rows, pool.threads(), &last_parts_);
   take(std::max(inputs, hidden), static_cast<int64_t>(rows_.size()), most_rows, call.count, pool, workspace);
 }
 
@@ -115,14 +122,14 @@ void Experts::take(size_t input, int64_t pairs, int64_t most_rows, int64_t count
       scratch_bytes_ = std::max(scratch_bytes_, aligned(scratch_bytes(*matrix, of, instructions_)));
     }
   }
-  const size_t factors = aligned(rows * kMostRows * sizeof(float)),
+  const size_t factors = aligned(rows * kMostRows * (between_.interleaved ? 2 : 1) * sizeof(float)),
                sums = aligned(count * columns_to_add(pool) * sizeof(float));
   of_thread_bytes_ = std::max(scratch_bytes_ + factors, sums);
   prepared_ = static_cast<char*>(workspace.input.reserve(input + aligned(pairs * one.gate.columns * size_of(dtype_))));
   gathered_ = prepared_ + input;
-  const int64_t floats = std::max<int64_t>(1, pairs * (one.gate.rows + one.down.rows));
+  const int64_t floats = std::max<int64_t>(1, pairs * (inner_ + one.down.rows));
   hidden_ = static_cast<float*>(workspace.hidden.reserve(floats * sizeof(float)));
-  results_ = hidden_ + pairs * one.gate.rows;
+  results_ = hidden_ + pairs * inner_;
   of_threads_ = static_cast<char*>(workspace.threads.reserve(of_thread_bytes_ * pool.threads()));
 }
 
@@ -188,14 +195,14 @@ void Experts::count(const Call& call) {
 }
 
 // Rows of all chosen experts as one list of parts, which shrink towards its end: each is half of what a thread has left.
-void Experts::divide(const Matrix& matrix, int64_t row_bytes, int threads, std::vector<Part>* parts) {
+void Experts::divide(int64_t rows, int64_t row_bytes, int threads, std::vector<Part>* parts) {
   const int64_t least = std::max(kLeastRows, kLeastBytes / row_bytes / kLeastRows * kLeastRows);
-  int64_t left = static_cast<int64_t>(chosen_.size()) * matrix.rows;
+  int64_t left = static_cast<int64_t>(chosen_.size()) * rows;
   parts->clear();
   for (int64_t chosen = 0; chosen < static_cast<int64_t>(chosen_.size()); ++chosen) {
-    for (int64_t first = 0; first < matrix.rows;) {
+    for (int64_t first = 0; first < rows;) {
       const int64_t wanted = std::max(least, left / (2 * threads) / kLeastRows * kLeastRows);
-      const int64_t last = std::min(first + std::min(wanted, kMostRows), matrix.rows);
+      const int64_t last = std::min(first + std::min(wanted, kMostRows), rows);
       parts->push_back({chosen, first, last});
       left -= last - first;
       first = last;
@@ -254,7 +261,7 @@ void Experts::gather(const Call& call, const Input& input, int64_t first, int64_
 
 // A part is the same rows of gate and up of one expert, which become as many columns of the input of down.
 void Experts::multiply_first(Pool& pool, int thread) {
-  const int64_t rows = experts_[0].gate.rows;
+  const int64_t each = between_.interleaved ? 2 : 1;  // rows of `gate` for one of the input of down
   char* const scratch = of_threads_ + thread * of_thread_bytes_;
   float* const factors = reinterpret_cast<float*>(scratch + scratch_bytes_);
   take_parts(first_parts_, pool, [&](const Part& part, const Part* next) {
@@ -262,17 +269,41 @@ void Experts::multiply_first(Pool& pool, int thread) {
     const Expert& expert = experts_[chosen.expert];
     const char* const input = prepared_ + inputs_[chosen.input].offset;
     const int64_t width = part.last - part.first;
-    float* const results = hidden_ + chosen.first * rows + part.first;
-    const bool gated = expert.up.values != nullptr;
-    if (gated) ask_for(expert.up, part.first);
-    product(expert.gate, chosen.count, instructions_, input, part.first, part.last, results, rows, scratch);
-    if (next != nullptr) ask_for(experts_[chosen_[next->chosen].expert].gate, next->first);
-    if (gated) product(expert.up, chosen.count, instructions_, input, part.first, part.last, factors, width, scratch);
+    float* const results = hidden_ + chosen.first * inner_ + part.first;
+    const bool two = expert.up.values != nullptr;
+    if (two) ask_for(expert.up, part.first);
+    float* const firsts = between_.interleaved ? factors : results;
+    const int64_t stride = between_.interleaved ? 2 * width : inner_;
+    product(expert.gate, chosen.count, instructions_, input, each * part.first, each * part.last, firsts, stride, scratch);
+    add_bias_to_rows(expert.gate_bias, each * part.first, firsts, chosen.count, each * width, stride);
+    if (next != nullptr) ask_for(experts_[chosen_[next->chosen].expert].gate, each * next->first);
+    if (two) {
+      product(expert.up, chosen.count, instructions_, input, part.first, part.last, factors, width, scratch);
+      add_bias_to_rows(expert.up_bias, part.first, factors, chosen.count, width, width);
+    }
     for (int64_t m = 0; m < chosen.count; ++m) {
-      activate(activation_, results + m * rows, width);
-      if (gated) multiply(results + m * rows, factors + m * width, width);
+      float *const gate = results + m * inner_, *const up = factors + m * each * width;
+      if (between_.interleaved) part_pairs(up, gate, width);
+      if (!two && !between_.interleaved) {
+        activate(between_.activation, gate, width);
+        continue;
+      }
+      if (between_.limit < kNoLimit) {
+        limit_values(gate, -kNoLimit, between_.limit, width);
+        limit_values(up, -between_.limit, between_.limit, width);
+      }
+      activate(between_.activation, gate, width);
+      multiply(gate, up, between_.up_offset, width);
     }
   });
+}
+
+// Rows of `results`, `stride` apart, get the bias of the weight's rows from `first` on.
+void Experts::add_bias_to_rows(const void* bias, int64_t first, float* rows, int64_t count, int64_t width,
+                               int64_t stride) const {
+  if (bias == nullptr) return;
+  const char* const own = static_cast<const char*>(bias) + first * size_of(between_.bias_dtype);
+  for (int64_t m = 0; m < count; ++m) add_bias(rows + m * stride, own, between_.bias_dtype, width);
 }
 
 void Experts::prepare_hidden(Pool& pool, int thread) {
@@ -296,6 +327,7 @@ void Experts::multiply_last(Pool& pool, int thread) {
     float* const results = results_ + chosen.first * rows + part.first;
     product(experts_[chosen.expert].down, chosen.count, instructions_, prepared_ + chosen.hidden_offset, part.first, part.last,
             results, rows, scratch);
+    add_bias_to_rows(experts_[chosen.expert].down_bias, part.first, results, chosen.count, part.last - part.first, rows);
   });
 }
 

@@ -11,6 +11,15 @@ namespace zero_inference::cpu {
 // down(f(gate(x)) * up(x)), or down(f(gate(x))) where `up.values` is null. Filled by Python. Experts of a task are of one form.
 struct Expert {
   Matrix gate, up, down;
+  const void *gate_bias, *up_bias, *down_bias;  // [rows] of `Between::bias_dtype`, or null
+};
+
+// What is made of the first products: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset). Filled by Python.
+struct Between {
+  Activation activation;
+  Dtype bias_dtype;
+  int32_t interleaved;  // whether rows of gate and up alternate in `Expert::gate`, gate's first
+  float limit, up_offset;
 };
 
 // The input of a call is x [count, columns]. Its `extra` says what each row chose:
@@ -26,7 +35,7 @@ struct Expert {
 class Experts : public Task {
  public:
   // `dtype`: of input and output. `use` may be null; whoever gives it keeps its memory.
-  Experts(std::vector<Expert> experts, Activation activation, Dtype dtype, Instructions instructions, int64_t* use);
+  Experts(std::vector<Expert> experts, Between between, Dtype dtype, Instructions instructions, int64_t* use);
 
   void prepare(const Call& call, Pool& pool, Workspace& workspace) override;
   // For any choice of `extra[0]` experts a row.
@@ -46,7 +55,7 @@ class Experts : public Task {
     int64_t input;                 // index in `inputs_` of what gate and up multiply
     size_t hidden_offset;          // in bytes, of the prepared input of down
   };
-  // Rows [first, last) of gate and up, or of down, of an expert.
+  // Rows [first, last) of gate and up, which are as many columns of down, or rows of down, of an expert.
   struct Part {
     int64_t chosen, first, last;  // `chosen` is its index in `chosen_`
   };
@@ -55,18 +64,20 @@ class Experts : public Task {
   void group(const Call& call);
   void count(const Call& call);
   void gather(const Call& call, const Input& input, int64_t first, int64_t last);
-  void divide(const Matrix& matrix, int64_t row_bytes, int threads, std::vector<Part>* parts);
+  void divide(int64_t rows, int64_t row_bytes, int threads, std::vector<Part>* parts);
   template <typename Work>
   void take_parts(const std::vector<Part>& parts, Pool& pool, const Work& work);
   void prepare_inputs(const Call& call, Pool& pool, int thread);
   void multiply_first(Pool& pool, int thread);
   void prepare_hidden(Pool& pool, int thread);
   void multiply_last(Pool& pool, int thread);
+  void add_bias_to_rows(const void* bias, int64_t first, float* rows, int64_t count, int64_t width, int64_t stride) const;
   void add_up(const Call& call, Pool& pool, int thread);
   int64_t columns_to_add(Pool& pool) const;
 
   const std::vector<Expert> experts_;
-  const Activation activation_;
+  const Between between_;
+  const int64_t inner_;  // columns of down
   const Dtype dtype_;
   const Instructions instructions_;
   int64_t* const use_;
@@ -82,7 +93,7 @@ class Experts : public Task {
   int64_t chosen_bytes_ = 0;
   char* prepared_ = nullptr;  // inputs of gate and up, and then those of down
   char* gathered_ = nullptr;  // rows of x of inputs with several
-  float* hidden_ = nullptr;   // [pairs, rows of gate]
+  float* hidden_ = nullptr;   // [pairs, columns of down]
   float* results_ = nullptr;  // [pairs, rows of down]
   char* of_threads_ = nullptr;
   size_t of_thread_bytes_ = 0, scratch_bytes_ = 0;

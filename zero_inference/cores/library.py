@@ -179,7 +179,7 @@ def declared(path: Path) -> ctypes.CDLL:
         ("cores_new", pointer, pointer, int64, int64, pointer, int64),
         ("cores_delete", None, pointer),
         ("cores_add_block", int64, pointer, pointer, int64, int32, int32),
-        ("cores_add_experts", int64, pointer, pointer, int64, int32, int32, int32, pointer),
+        ("cores_add_experts", int64, pointer, pointer, int64, pointer, int32, int32, pointer),
         ("cores_reserve", int32, pointer, pointer),
         ("cores_run", int32, pointer, pointer),
         ("cores_submit", None, pointer, pointer, ctypes.c_uint32),

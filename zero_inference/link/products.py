@@ -8,7 +8,7 @@ import torch
 
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import Cores, Stage, Task, Weight
-from zero_inference.cores.experts import Expert, add_experts
+from zero_inference.cores.experts import Between, Expert, add_experts
 from zero_inference.cores.matrix import Matrix
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.copies import RANDOM_BYTES, random_bytes
@@ -85,7 +85,9 @@ class Products:
         every = self._feed_forwards(EXPERT_WIDTH, EXPERT_COLUMNS)
         experts = [Expert(*(weight.matrix for weight in each)) for each in every]
         whole = range(0, len(experts) - EXPERTS + 1, EXPERTS)
-        return [add_experts(self.cores, experts[first : first + EXPERTS], "silu", self.dtype) for first in whole]
+        return [
+            add_experts(self.cores, experts[first : first + EXPERTS], Between("silu"), self.dtype) for first in whole
+        ]
 
     def _feed_forwards(self, width: int, columns: int) -> Iterator[tuple[Weight, Weight, Weight]]:
         """Gate, up and down, one behind the other in `kept`."""

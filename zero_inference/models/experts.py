@@ -1,16 +1,18 @@
 """Reading what a module computes, where that is the experts of a mixture: found by trying it, not listed by family.
 
-transformers keeps the weights of all experts of a layer in two fused parameters, in a module that is called with hidden states and
-what the router chose. A small copy of such a module is called with random weights, and its result compared with what the cores
-would compute of them. Interleaved, transposed, biased or clamped experts come out as something else.
+transformers keeps the weights of all experts of a layer in two fused parameters, and their biases in two more, in a module that is
+called with hidden states and what the router chose. A small copy of such a module is called with random weights, and its result
+compared with what the cores would compute of them, in each of the forms that they know.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +33,9 @@ CHOSEN = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """Experts of the form `last(f(gate(x)) * up(x))`, or `last(f(first(x)))`, in fused parameters.
+    """Experts of the form `last(f(gate(x)) * up(x))`, or `last(f(first(x)))`, in fused parameters. Each product may have a bias.
+
+    With a limit, as gpt-oss has it: `last(f(min(gate(x), limit)) * (clamp(up(x), -limit, limit) + up_offset))`.
 
     Attributes:
         first: name of the parameter [number, 2 x inner or inner, hidden]: of each expert the rows of gate and then those of up, or
@@ -42,6 +46,11 @@ class FusedExperts:
         gated: whether there are gate and up.
         gate_is_second: up's rows come first.
         chosen: how many a token chooses; `number` where nothing says it.
+        transposed: the model has both parameters as [number, in, out].
+        interleaved: rows of gate and up alternate, gate's first.
+        first_bias, last_bias: names of the parameters [number, rows]; empty without biases.
+        limit: of gate and up before anything is made of them.
+        up_offset: is added to up.
     """
 
     first: str
@@ -51,6 +60,32 @@ class FusedExperts:
     gated: bool
     gate_is_second: bool = False
     chosen: int = 0
+    transposed: bool = False
+    interleaved: bool = False
+    first_bias: str = ""
+    last_bias: str = ""
+    limit: float = math.inf
+    up_offset: float = 0.0
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.first_bias, self.last_bias)))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all that an expert has a part of."""
+        return self.first, self.last, *self.biases
+
+    def combined(self, product: torch.Tensor) -> torch.Tensor:
+        """Return what `last` multiplies, [..., inner], made of the first product [..., 2 x inner or inner] with its bias."""
+        if not self.gated:
+            return ACTIVATIONS[self.activation](product)
+        gate, up = (product[..., ::2], product[..., 1::2]) if self.interleaved else product.chunk(2, -1)
+        if self.gate_is_second:
+            gate, up = up, gate
+        if self.limit < math.inf:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ACTIVATIONS[self.activation](gate) * (up + self.up_offset if self.up_offset else up)
 
     def share_read(self, tokens: int) -> float:
         """Of the experts, what a pass of `tokens` tokens is expected to read if each chooses uniformly and for itself."""
@@ -60,18 +95,37 @@ class FusedExperts:
 @remembered
 def read_experts(module: nn.Module) -> FusedExperts | None:
     """What `module`, which may be on the meta device, computes; None where it is something else. `chosen` is not known yet."""
-    named = list(module.named_parameters())
-    if len(named) != 2 or any(parameter.dim() != 3 or "." in name for name, parameter in named):
+    named = dict(module.named_parameters())
+    weights = [name for name, parameter in named.items() if parameter.dim() == 3]
+    biases = [name for name, parameter in named.items() if parameter.dim() == 2]
+    if (
+        len(weights) != 2
+        or len(biases) not in (0, 2)
+        or len(named) != 2 + len(biases)
+        or any("." in name for name in named)
+    ):
         return None
-    for (first, of_first), (last, of_last) in (named, named[::-1]):
-        number, hidden, inner = of_last.shape
-        for gated in (True, False):
-            if tuple(of_first.shape) == (number, (1 + gated) * inner, hidden):
-                try:
-                    return _tried(module, first, last, gated)
-                except Exception:  # it runs the module's own code, which may do with its input whatever it likes
-                    return None
+    for form in _forms(named, weights, biases):
+        try:
+            if (found := _tried(module, form)) is not None:
+                return found
+        except Exception:  # it runs the module's own code, which may do with its input whatever it likes
+            return None
     return None
+
+
+def _forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]) -> Iterator[FusedExperts]:
+    """Those that the shapes allow, with nothing said of what lies between the products."""
+    for (first, last), transposed, gated in itertools.product((weights, weights[::-1]), (False, True), (True, False)):
+        one, other = ((named[name].mT if transposed else named[name]).shape for name in (first, last))
+        number, hidden, inner = other
+        if tuple(one) != (number, (1 + gated) * inner, hidden):
+            continue
+        form = FusedExperts(first, last, "identity", number, gated, transposed=transposed)
+        for first_bias, last_bias in (biases, biases[::-1]) if biases else [("", "")]:
+            shapes = [tuple(named[name].shape) for name in filter(None, (first_bias, last_bias))]
+            if shapes in ([], [(number, (1 + gated) * inner), (number, hidden)]):
+                yield replace(form, first_bias=first_bias, last_bias=last_bias)
 
 
 def chosen_of(module: nn.Module, config: Any, number: int) -> int:
@@ -84,60 +138,80 @@ def chosen_of(module: nn.Module, config: Any, number: int) -> int:
     return number
 
 
-def _tried(module: nn.Module, first: str, last: str, gated: bool) -> FusedExperts | None:
+def _tried(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
+    """Return `form` with activation, order and limits as the module has them; None where no such form agrees with it."""
     forward = inspect.unwrap(type(module).forward)  # what the class says, without the kernels that may stand in for it
+    numbers_of_its_own = {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        small = _small_copy(module, first, last, gated)
+        small = _small_copy(module, form)
         numbers = torch.tensor(NUMBERS)
         weights = torch.rand(numbers.shape, dtype=torch.float64)
-        inputs = [scale * torch.randn(len(NUMBERS), small[1].shape[1], dtype=torch.float64) for scale in SCALES]
-        found = [forward(small[0], x, numbers, weights) for x in inputs]
-        for activation in ACTIVATIONS:
-            for gate_is_second in (False, True)[: 1 + gated]:
-                experts = FusedExperts(first, last, activation, getattr(module, last).shape[0], gated, gate_is_second)
-                computed = [_computed(experts, small[0], x, numbers, weights) for x in inputs]
-                if all(_agree(one, other) for one, other in zip(found, computed)):
+        hidden = getattr(small, form.last).shape[2 if form.transposed else 1]
+        inputs = [scale * torch.randn(len(NUMBERS), hidden, dtype=torch.float64) for scale in SCALES]
+        found = [forward(small, x, numbers, weights) for x in inputs]
+        orders = ((False, False), (True, False), (False, True)) if form.gated else ((False, False),)
+        limits = (math.inf, *sorted(numbers_of_its_own)) if form.gated else (math.inf,)
+        for limit, up_offset, activation in itertools.product(limits, (0.0, 1.0)[: 1 + form.gated], ACTIVATIONS):
+            for gate_is_second, interleaved in orders:
+                experts = replace(
+                    form,
+                    activation=activation,
+                    gate_is_second=gate_is_second,
+                    interleaved=interleaved,
+                    limit=limit,
+                    up_offset=up_offset,
+                )
+                if all(_agree(one, _computed(experts, small, x, numbers, weights)) for one, x in zip(found, inputs)):
                     return experts
     return None
 
 
-def _small_copy(module: nn.Module, first: str, last: str, gated: bool) -> tuple[nn.Module, torch.Tensor]:
-    """A copy of `module` with few and small experts, with random weights in float64, and those of `last`.
+def _small_copy(module: nn.Module, form: FusedExperts) -> nn.Module:
+    """A copy of `module` with few and small experts, with random parameters in float64.
 
     Its whole numbers that are a dimension of the weights become the small one; dimensions that are equal stay so.
     """
-    number, hidden, inner = getattr(module, last).shape
+    last = getattr(module, form.last)
+    number, hidden, inner = (last.mT if form.transposed else last).shape
     small_hidden = {inner: SMALL_INNER, 2 * inner: 2 * SMALL_INNER}.get(hidden, SMALL_HIDDEN)
     sizes = {number: SMALL_EXPERTS, 2 * inner: 2 * SMALL_INNER, inner: SMALL_INNER, hidden: small_hidden}
-    weights = {
-        first: torch.randn(sizes[number], (1 + gated) * SMALL_INNER, small_hidden, dtype=torch.float64),
-        last: torch.randn(sizes[number], small_hidden, SMALL_INNER, dtype=torch.float64),
+    rows = (1 + form.gated) * SMALL_INNER
+    shapes = {
+        form.first: (sizes[number], rows, small_hidden),
+        form.last: (sizes[number], small_hidden, SMALL_INNER),
+        form.first_bias: (sizes[number], rows),
+        form.last_bias: (sizes[number], small_hidden),
     }
     small = copy.copy(module)
     for name, value in list(vars(small).items()):
         if type(value) is int:
             vars(small)[name] = sizes.get(value, value)
-    vars(small)["_parameters"] = {
-        name: nn.Parameter(weights[name] / weights[name].shape[-1] ** 0.5, requires_grad=False)
-        for name in module._parameters
-        if name in weights
-    }
-    return small, getattr(small, last)
+    parameters = {}
+    for name in module._parameters:
+        values = torch.randn(shapes[name], dtype=torch.float64) / shapes[name][-1] ** 0.5
+        values = values.mT.contiguous() if form.transposed and values.dim() == 3 else values
+        parameters[name] = nn.Parameter(values, requires_grad=False)
+    vars(small)["_parameters"] = parameters
+    return small
 
 
 def _computed(
     experts: FusedExperts, module: nn.Module, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """What the cores compute of `x` [rows, hidden] with the weights of `module`."""
+    first, last = (getattr(module, name) for name in (experts.first, experts.last))
+    if experts.transposed:
+        first, last = first.mT, last.mT
+    first_bias, last_bias = (
+        getattr(module, name) if name else None for name in (experts.first_bias, experts.last_bias)
+    )
     out = torch.zeros_like(x)
     for row, place, number in _pairs(numbers):
-        hidden = getattr(module, experts.first)[number] @ x[row]
-        gate, up = hidden, torch.ones_like(hidden)
-        if experts.gated:
-            gate, up = hidden.chunk(2)[:: -1 if experts.gate_is_second else 1]
-        hidden = ACTIVATIONS[experts.activation](gate) * up
-        out[row] += weights[row, place] * (getattr(module, experts.last)[number] @ hidden)
+        product = first[number] @ x[row]
+        hidden = experts.combined(product if first_bias is None else product + first_bias[number])
+        product = last[number] @ hidden
+        out[row] += weights[row, place] * (product if last_bias is None else product + last_bias[number])
     return out
 
 

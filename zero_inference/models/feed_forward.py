@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +25,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": lambda x: x,
 }
 DROPOUTS = (nn.Dropout, nn.Identity)
+ROWS, COLUMNS = "rows", "columns"  # how a linear module stores its weight: [out, in] or [in, out]
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """`last(f(first(x)))`, or gated: `last(f(gate(x)) * up(x))`. Names are of `nn.Linear` modules, relative to the module.
+    """`last(f(first(x)))`, or gated: `last(f(gate(x)) * up(x))`. Names are of linear modules, relative to the module.
 
     Attributes:
         first: one name; or, gated, those of gate and up. One name twice: its rows are those of gate and then those of up.
@@ -48,14 +51,61 @@ class FeedForward:
 @remembered
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
     """What `module`, which may be on the meta device, computes of one tensor; None where it is something else."""
+    linears = {
+        part for part in module.modules() if linear_form(part) is not None
+    }  # before tracing: they are called for it
     try:
-        graph = _Tracer().trace(module)
+        graph = _Tracer(linears).trace(module)
         if sum(node.op == "placeholder" for node in graph.nodes) != 1:
             return None
         output = next(node for node in graph.nodes if node.op == "output").args[0]
         return _Reader(module).feed_forward(output)
     except Exception:  # symbolic tracing runs the module's own code, which may do with its input whatever it likes
         return None
+
+
+@remembered
+def linear_form(module: nn.Module) -> str | None:
+    """Return how a module that adds one product with its `weight` and its `bias` stores that weight: `ROWS` as `nn.Linear`, `COLUMNS` as
+    transformers' Conv1D; None for a module that computes anything else. Found by calling a small copy, in float64."""
+    if type(module) is nn.Linear:
+        return ROWS
+    own = {name: parameter.dim() for name, parameter in module.named_parameters()}
+    if own not in ({"weight": 2}, {"weight": 2, "bias": 1}) or any(True for _ in module.buffers()):
+        return None
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            return _tried_form(module)
+    except Exception:  # it runs the module's own code, which may do with its input whatever it likes
+        return None
+
+
+def _tried_form(module: nn.Module) -> str | None:
+    rows, columns = module.weight.shape
+    sizes = {rows: 24, columns: 24 if rows == columns else 8}
+    small = copy.copy(module)
+    for name, value in list(vars(small).items()):
+        if type(value) is int:
+            vars(small)[name] = sizes.get(value, value)
+    vars(small)["_parameters"] = {
+        name: p
+        if p is None
+        else nn.Parameter(torch.randn([sizes[size] for size in p.shape], dtype=torch.float64), False)
+        for name, p in module._parameters.items()
+    }
+    for form, weight in ((ROWS, small.weight), (COLUMNS, small.weight.T)):
+        x = torch.randn(3, weight.shape[1], dtype=torch.float64)
+        try:
+            found = inspect.unwrap(type(module).forward)(small, x)
+        except (RuntimeError, ValueError):  # the widths of the other form
+            continue
+        if torch.is_tensor(found) and found.dtype == x.dtype and found.shape == (3, len(weight)):
+            if torch.allclose(
+                found, functional.linear(x, weight, getattr(small, "bias", None)), rtol=1e-10, atol=1e-10
+            ):
+                return form
+    return None
 
 
 def name_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
@@ -69,8 +119,12 @@ def name_activation(function: Callable[[torch.Tensor], torch.Tensor]) -> str | N
 
 
 class _Tracer(fx.Tracer):
+    def __init__(self, linears: set[nn.Module]):
+        super().__init__()
+        self.linears = linears
+
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not any(isinstance(part, nn.Linear) for part in module.modules()) or isinstance(module, nn.Linear)
+        return module in self.linears or self.linears.isdisjoint(module.modules())
 
 
 class _NotThis(Exception):
@@ -135,7 +189,7 @@ class _Reader:
         raise _NotThis
 
     def _linear(self, node: fx.Node) -> str | None:
-        if node.op == "call_module" and type(self._module(node)) is nn.Linear:
+        if node.op == "call_module" and linear_form(self._module(node)) is not None:
             return str(node.target)
         return None
 

@@ -1,7 +1,7 @@
 """The blocks that decoder layers are divided into: what has one home, and is fetched or multiplied by the cores as a whole.
 
 Found by what a module holds and not by family: a block is a child of the layer with matrices in it, or of a mixture, whose experts
-are one block. The cores can multiply one whose matrices are all weights of `nn.Linear`, and experts of the usual form. A layer in
+are one block. The cores can multiply one whose matrices are all weights of linear modules, and experts of the usual forms. A layer in
 which no child can be multiplied by them is one block.
 """
 
@@ -17,7 +17,7 @@ from zero_inference.engines.group_size import group_size_refusal
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
-from zero_inference.models.feed_forward import FeedForward, read_feed_forward
+from zero_inference.models.feed_forward import COLUMNS, FeedForward, linear_form, read_feed_forward
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.quantization.groups import GroupQuantization
@@ -32,10 +32,11 @@ class Block:
         layer: index of the decoder layer.
         module: the block's module, relative to the layer; empty for the layer itself.
         parameters: names relative to the module, of those that live and move with the block.
-        linears: names relative to the module, of the `nn.Linear`s whose products the cores can make; none if they cannot.
+        linears: names relative to the module, of the linear modules whose products the cores can make; none if they cannot.
         feed_forward: what the module computes with them, if that is known; then the cores make all of it at once.
         experts: what the module computes if it is the experts of a mixture, of which the cores read those that are chosen.
-        exact: names among `parameters` of matrices that are not quantized: routers, a thousandth of a mixture.
+        exact: names among `parameters` of matrices that are not quantized: routers, a thousandth of a mixture, and experts' biases.
+        transposed: names among `parameters` of matrices [in, out], which are stored as [out, in].
     """
 
     layer: int
@@ -45,6 +46,7 @@ class Block:
     feed_forward: FeedForward | None = None
     experts: FusedExperts | None = None
     exact: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
 
     @property
     def computable(self) -> bool:
@@ -101,7 +103,7 @@ def lay_out_blocks(
         held |= {id(parameter) for _, parameter in parameters}
         key = first.get(block.layer, block.layer), block.module
         if key not in known:
-            known[key] = lay_out(parameters, scheme, ranks, block.exact)
+            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed)
         layouts.append(known[key])
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
     return blocks, layouts, outside
@@ -135,9 +137,15 @@ def is_wide(parameter: nn.Parameter) -> bool:
 def check_groups(model: nn.Module, scheme: GroupQuantization) -> None:
     """Raises UsageError where the group size does not divide the last dimension of a decoder layer's matrix."""
     prefix, layers = decoder_layers(model)
+    first = kinds_of_layers(model).first
     for index, layer in enumerate(layers):
+        if first.get(index, index) != index:
+            continue
+        experts = dict(_experts_in(layer, None, {}))
+        transposed, biases = transposed_in(layer, experts), biases_of(experts)
         for name, parameter in layer.named_parameters():
-            wide = is_wide(parameter)  # others may stay as they are
+            parameter = parameter.mT if name in transposed else parameter
+            wide = is_wide(parameter) and name not in biases  # others may stay as they are
             if wide and scheme.is_for(parameter) and not scheme.can_quantize(parameter):
                 raise group_size_refusal(scheme.group_size, f"{prefix}.{index}.{name}", tuple(parameter.shape))
 
@@ -156,6 +164,18 @@ def _experts_in(layer: nn.Module, config: object, known: dict) -> Iterator[tuple
                 yield name, replace(experts, chosen=chosen_of(mixture, config, experts.number))
 
 
+def transposed_in(layer: nn.Module, experts: dict[str, FusedExperts]) -> set[str]:
+    """Names of the matrices in `layer` that are stored as [out, in], where the model has [in, out]; `experts` as of `_experts_in`."""
+    linears = [f"{name}.weight" for name, module in layer.named_modules() if name and linear_form(module) == COLUMNS]
+    found = [f"{name}.{own}" for name, each in experts.items() if each.transposed for own in (each.first, each.last)]
+    return {*linears, *found}
+
+
+def biases_of(experts: dict[str, FusedExperts]) -> set[str]:
+    """Names in the layer of the biases of its experts: matrices [number, rows] that take no part in a product."""
+    return {f"{name}.{own}" for name, each in experts.items() for own in each.biases}
+
+
 class _Layer:
     """
     Args:
@@ -164,11 +184,12 @@ class _Layer:
 
     def __init__(self, index: int, layer: nn.Module, shared: set[int], experts: dict[str, FusedExperts]):
         self.index, self.layer, self.shared, self.experts = index, layer, shared, experts
+        self.transposed, self.biases = transposed_in(layer, experts), biases_of(experts)
 
     def whole(self) -> Block:
         """The layer as one block."""
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.shared)
-        return Block(self.index, "", owned, exact=self._exact(owned))
+        return Block(self.index, "", owned, exact=self._exact(owned), transposed=self._among(self.transposed, owned))
 
     def divided(self, prefix: str = "") -> Iterator[Block]:
         """A block for each child of the module `prefix` that holds matrices, where a mixture is divided likewise and its routers
@@ -198,14 +219,20 @@ class _Layer:
         return any(is_wide(p) for p in own) or any(is_wide(p) for child in lists for p in child.parameters())
 
     def _exact(self, names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
-        """Those of `names`, relative to the module `prefix`, that are parameters of routers."""
+        """Those of `names`, relative to the module `prefix`, that are parameters of routers or biases of experts."""
         routers = [
             f"{name}."[len(prefix) + 1 if prefix else 0 :]
             for beside in dict.fromkeys(name.rpartition(".")[0] for name in self.experts)
             for name, child in self._children(beside)
             if self._is_router(beside, child)
         ]
-        return tuple(name for name in names if any(name.startswith(router) for router in routers))
+        biases = self._among(self.biases, names, prefix)
+        return tuple(name for name in names if name in biases or any(name.startswith(router) for router in routers))
+
+    @staticmethod
+    def _among(found: set[str], names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
+        """Those of `names`, relative to the module `prefix`, that are in `found`, relative to the layer."""
+        return tuple(name for name in names if (f"{prefix}.{name}" if prefix else name) in found)
 
     def _is_router(self, prefix: str, child: nn.Module) -> bool:
         """Whether `child` of `prefix`, beside experts, decides about them: no feed-forward, and of at most a row for each."""
@@ -222,16 +249,21 @@ class _Layer:
         owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.shared]
         names = tuple(own_name for own_name, _ in owned)
         whole = len(owned) == len(list(module.named_parameters()))
+        transposed = self._among(self.transposed, names, name)
         if name in self.experts:
-            return Block(self.index, name, names, experts=self.experts[name] if whole else None)
-        linears = {part: child for part, child in module.named_modules() if type(child) is nn.Linear}
+            experts = self.experts[name] if whole else None
+            biases = self._among(self.biases, names, name)
+            return Block(self.index, name, names, experts=experts, exact=biases, transposed=transposed)
+        linears = {part: child for part, child in module.named_modules() if linear_form(child) is not None}
         in_linears = {id(p) for child in linears.values() for p in child.parameters()}
         if not whole or any(is_wide(p) and id(p) not in in_linears for _, p in owned):
-            return Block(self.index, name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
+            exact = self._exact(names, name) if self._holds_experts(name) else ()
+            return Block(self.index, name, names, exact=exact, transposed=transposed)
         return Block(
             self.index,
             name,
             tuple(own_name for own_name, p in owned if id(p) in in_linears),
             tuple(linears),
             read_feed_forward(module),
+            transposed=transposed,
         )

@@ -13,7 +13,6 @@ from torch import nn
 from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.engines.stream.views import Packed
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
-from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.indexed import linear_groups_indexed
 from zero_inference.quantization.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
@@ -72,12 +71,15 @@ def modules_from_codes(
             first, last = (getattr(module, own) for own in (experts.first, experts.last))
             most = FUSED_ROWS
             if not _can_fuse(
-                first, weights, places, scheme
+                first.mT if experts.transposed else first, weights, places, scheme
             ):  # without the kernel each pair of token and expert is dequantized
                 mixture = block.get_submodule(name.rpartition(".")[0])
                 most = min(most, experts.number // chosen_of(mixture, config.get_text_config(), experts.number))
+            biases = (partial(getattr, module, own) if own else None for own in (experts.first_bias, experts.last_bias))
+            shapes = ((each.mT if experts.transposed else each).shape for each in (first, last))
             times = [
-                partial(_times, like, scheme, partial(packed_now, own)) for like, own in zip((first, last), weights)
+                partial(_times, tuple(shape), scheme, partial(packed_now, own), bias)
+                for shape, own, bias in zip(shapes, weights, biases)
             ]
             found.append(FromCodes(module, weights, most, experts_forward(experts, times[0], times[1])))
     return BlockCodes(found, linears.same_input)
@@ -213,7 +215,7 @@ def weighted_sum(
     """The sum of each token's experts, float32 [tokens, hidden], added in the order of the choices.
 
     Args:
-        first, last: rows times the weights in slots; zeros for a slot of -1.
+        first, last: rows times the weights in slots, with their bias; zeros for a slot of -1.
         x: [tokens, hidden].
         slots: int64 [tokens, k], where the experts that each token chose are; -1 for those that do not count.
         weights: of them, [tokens, k].
@@ -221,21 +223,29 @@ def weighted_sum(
     tokens, k = slots.shape
     slot = slots.reshape(-1)
     pairs = x.unsqueeze(1).expand(-1, k, -1).reshape(tokens * k, -1)
-    gate, *up = first(pairs, slot).float().chunk(1 + experts.gated, -1)
-    if experts.gate_is_second:
-        gate, up = up[0], [gate]
-    hidden = ACTIVATIONS[experts.activation](gate)
-    out = last(hidden * up[0] if up else hidden, slot)
+    out = last(experts.combined(first(pairs, slot).float()), slot)
     return (out.view(tokens, k, -1) * weights.float().unsqueeze(-1)).sum(1)  # products in float32
 
 
+def biased(product: torch.Tensor, bias: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Return `product` [pairs, rows] plus the row of `bias` [slots, rows] that each pair's slot names; a slot of -1 adds nothing."""
+    return product + torch.where((slot >= 0).unsqueeze(-1), bias[slot.clamp(min=0)], 0)
+
+
 def _times(
-    weight: torch.Tensor, scheme: GroupQuantization, packed: Callable[[], Packed], x: torch.Tensor, slot: torch.Tensor
+    shape: tuple[int, int, int],
+    scheme: GroupQuantization,
+    packed: Callable[[], Packed],
+    bias: Callable[[], torch.Tensor] | None,
+    x: torch.Tensor,
+    slot: torch.Tensor,
 ) -> torch.Tensor:
-    """Rows times the experts of a fused parameter `weight` [experts, rows, columns], whose shape and dtype alone are looked at."""
-    number, rows, _ = weight.shape
+    """Rows times the experts of a fused parameter that is stored as `shape` [experts, rows, columns]."""
+    number, rows, _ = shape
     codes, scales, minima = (part.view(number, -1) for part in packed()[:3])
-    return linear_groups_indexed(x.to(weight.dtype), codes, scales, minima, scheme.bits, scheme.group_size, rows, slot)
+    x = x.to(scales.dtype)
+    product = linear_groups_indexed(x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot)
+    return product if bias is None else biased(product, bias(), slot)
 
 
 def _can_fuse(

@@ -6,13 +6,14 @@ import torch
 
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES
-from zero_inference.cores.experts import Expert, add_experts, elsewhere
-from zero_inference.cores.matrix import DTYPES, Matrix
+from zero_inference.cores.experts import Between, Expert, add_experts, elsewhere
+from zero_inference.cores.matrix import DTYPES
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.core_blocks import Workers, stored_matrix
 from zero_inference.engines.stream.expert_cache import ExpertSlots
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.models.experts import FusedExperts
+from zero_inference.quantization.groups import GroupQuantization
 
 
 class ExpertBlock:
@@ -37,13 +38,10 @@ class ExpertBlock:
     ):
         assert block.experts is not None
         self.calls, self.dtype, self.slots = workers.calls, dtype, slots
-        first, last = (
-            stored_matrix(layout[name], buffer, workers.scheme) for name in (block.experts.first, block.experts.last)
-        )
         use = None if slots is None else slots.use
-        self.task = add_experts(
-            workers.cores, _experts(block.experts, first, last), block.experts.activation, dtype, use
-        )
+        form = block.experts
+        between = Between(form.activation, form.interleaved, form.limit, form.up_offset)
+        self.task = add_experts(workers.cores, _experts(form, layout, buffer, workers.scheme), between, dtype, use)
         workers.cores.reserve(self.task, workers.rows, block.experts.chosen)
 
     def feed_forward(
@@ -79,12 +77,28 @@ def choice_bytes(experts: FusedExperts, rows: int) -> int:
     return rows * experts.chosen * (torch.int64.itemsize + torch.float32.itemsize) + 3 * FLAG_BYTES
 
 
-def _experts(experts: FusedExperts, first: Matrix, last: Matrix) -> list[Expert]:
+def _experts(
+    experts: FusedExperts, layout: BlockLayout, buffer: torch.Tensor, scheme: GroupQuantization | None
+) -> list[Expert]:
+    first, last = (stored_matrix(layout[name], buffer, scheme) for name in (experts.first, experts.last))
+    first_bias, last_bias = (
+        layout[name].plain.of(buffer) if name else [None] * experts.number
+        for name in (experts.first_bias, experts.last_bias)
+    )
     inner, hidden = last.columns, last.rows // experts.number
+    together = experts.interleaved or not experts.gated  # of one product
+    width = (1 + experts.interleaved) * inner
     made = []
     for number in range(experts.number):
-        begin = number * (1 + experts.gated) * inner
-        products = [first.part(begin + half * inner, inner) for half in range(1 + experts.gated)]
-        gate, *up = products[::-1] if experts.gate_is_second else products
-        made.append(Expert(gate, up[0] if up else None, last.part(number * hidden, hidden)))
+        begin, bias = number * (1 + experts.gated) * inner, first_bias[number]
+        down, down_bias = last.part(number * hidden, hidden), last_bias[number]
+        if together:
+            made.append(Expert(first.part(begin, width), None, down, bias, None, down_bias))
+            continue
+        products = [
+            (first.part(begin + half * inner, inner), None if bias is None else bias[half * inner :][:inner])
+            for half in range(2)
+        ]
+        (gate, gate_bias), (up, up_bias) = products[::-1] if experts.gate_is_second else products
+        made.append(Expert(gate, up, down, gate_bias, up_bias, down_bias))
     return made

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD
-from zero_inference.engines.stream.codes import weighted_sum
+from zero_inference.engines.stream.codes import biased, weighted_sum
 from zero_inference.engines.stream.expert_policy import (
     LONG_PASS_KEEPS,
     PERIOD_PASSES,
@@ -34,18 +34,28 @@ from zero_inference.runtime.transfers import ExpertCounts, Transfers
 
 
 class _Weights:
-    """One of the two weights of some experts, as it is stored.
+    """One of the two weights of some experts, as it is stored, and its bias if `bias` names one.
 
     Attributes:
-        kept: of the experts in the slots, by piece: the weight, or codes, scales and minima; [slots, elements].
+        kept: of the experts in the slots, by piece: the weight, or codes, scales and minima, and then the bias; [slots, elements].
         waiting: of all experts in host memory, likewise.
     """
 
     def __init__(
-        self, layout: BlockLayout, name: str, number: int, slots: int, buffer: torch.Tensor, device: torch.device
+        self,
+        layout: BlockLayout,
+        name: str,
+        bias: str,
+        number: int,
+        slots: int,
+        buffer: torch.Tensor,
+        device: torch.device,
     ):
         stored = layout[name]
-        self.pieces, self.number = stored.pieces, number
+        self.pieces, self.number, self.quantized = stored.pieces, number, stored.packed is not None
+        self.biased = bool(bias)
+        if bias:
+            self.pieces += layout[bias].pieces
         self.dtype, (_, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
         self.waiting = [self._by_expert(piece, buffer) for piece in self.pieces]
         self.kept = _in_one(slots, self.waiting, device)
@@ -65,10 +75,12 @@ class _Weights:
     def times(self, x: torch.Tensor, slot: torch.Tensor, scheme: GroupQuantization | None) -> torch.Tensor:
         """Each row of x [pairs, columns] with the weight in its slot: [pairs, rows], zeros for a slot of -1."""
         x = x.to(self.dtype)
-        if len(self.kept) == 1 or scheme is None:
-            return linear_indexed(x, self.kept[0].view(-1, self.rows, self.columns), slot)
-        codes, scale, minimum = self.kept
-        return linear_groups_indexed(x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot)
+        if not self.quantized or scheme is None:
+            product = linear_indexed(x, self.kept[0].view(-1, self.rows, self.columns), slot)
+        else:
+            codes, scale, minimum = self.kept[:3]
+            product = linear_groups_indexed(x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot)
+        return biased(product, self.kept[-1], slot) if self.biased else product
 
 
 def _in_one(slots: int, like: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -109,8 +121,8 @@ class ExpertSlots:
         self.experts, self.scheme = experts, scheme
         self.table, self.uses, self.use = table, uses, use
         self.first, self.last = (
-            _Weights(layout, name, experts.number, count, buffer, table.device)
-            for name in (experts.first, experts.last)
+            _Weights(layout, name, bias, experts.number, count, buffer, table.device)
+            for name, bias in ((experts.first, experts.first_bias), (experts.last, experts.last_bias))
         )
         self.numbers = torch.arange(count, device=table.device)
 

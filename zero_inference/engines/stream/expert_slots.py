@@ -11,9 +11,7 @@ from zero_inference.models.experts import FusedExperts
 
 def expert_bytes(layout: BlockLayout, experts: FusedExperts) -> int:
     """Bytes of one expert as it is stored, scales and minima included."""
-    return (
-        sum(piece.nbytes for name in (experts.first, experts.last) for piece in layout[name].pieces) // experts.number
-    )
+    return sum(piece.nbytes for name in experts.parameters for piece in layout[name].pieces) // experts.number
 
 
 def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:

@@ -40,11 +40,18 @@ class StoredParameter:
     Attributes:
         plain: where the model finds its values: in the block's buffer, or in the workspace if the block is quantized.
         packed: codes (uint8), scales and minima in the block's buffer; None if this parameter is not quantized.
+        transposed: the values are stored as [..., out, in], where the model has [..., in, out].
     """
 
     name: str
     plain: Piece
     packed: tuple[Piece, Piece, Piece] | None = None
+    transposed: bool = False
+
+    def values(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the parameter as the model reads it, a view of the buffer or workspace `memory`."""
+        plain = self.plain.of(memory)
+        return plain.mT if self.transposed else plain
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -82,6 +89,7 @@ def lay_out(
     scheme: GroupQuantization | None,
     ranks: int,
     exact: Collection[str] = (),
+    transposed: Collection[str] = (),
 ) -> BlockLayout:
     """Lay out `parameters`, which may be on the meta device, by name.
 
@@ -89,9 +97,10 @@ def lay_out(
         scheme: how matrices are quantized; None keeps every parameter as it is.
         ranks: the buffer is padded so that it divides by them.
         exact: names of matrices that are kept as they are.
+        transposed: names of matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
     """
     layout = BlockLayout()
-    own = list(parameters)
+    own = [(name, parameter.mT if name in transposed else parameter) for name, parameter in parameters]
     packed = [(name, p) for name, p in own if scheme is not None and scheme.can_quantize(p) and name not in exact]
     end = 0  # of what lies in the buffer so far
     for name, parameter in own:
@@ -99,7 +108,7 @@ def lay_out(
             end = end if parameter.dim() == 1 else _aligned(end)  # biases that follow each other are one
             piece = Piece(end, tuple(parameter.shape), parameter.dtype)
             end += -(-piece.nbytes // VECTOR) * VECTOR
-            layout.parameters.append(StoredParameter(name, piece))
+            layout.parameters.append(StoredParameter(name, piece, transposed=name in transposed))
     layout.plain_bytes = workspace = end = _aligned(end)
     kinds: list[list[Piece]] = [[], [], []]
     for kind, pieces in enumerate(kinds):
@@ -111,7 +120,7 @@ def lay_out(
     for (name, parameter), of_codes, of_scales, of_minima in zip(packed, *kinds):
         plain = Piece(workspace, tuple(parameter.shape), parameter.dtype)
         workspace += _aligned(plain.nbytes)
-        layout.parameters.append(StoredParameter(name, plain, (of_codes, of_scales, of_minima)))
+        layout.parameters.append(StoredParameter(name, plain, (of_codes, of_scales, of_minima), name in transposed))
     layout.nbytes = -(-end // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     layout.stored_bytes = sum(piece.nbytes for stored in layout.parameters for piece in stored.pieces)
     layout.workspace_bytes = workspace if packed else 0

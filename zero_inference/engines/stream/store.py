@@ -59,6 +59,8 @@ class BlockStore:
             RunError: host memory is exhausted or may not be page-locked, or `values` do not fill the place laid out for them.
         """
         stored = self.layouts[block][name]
+        if stored.transposed:
+            values = values.mT
         found, expected = (tuple(values.shape), values.dtype), (stored.plain.shape, stored.plain.dtype)
         if found != expected:
             raise RunError(

@@ -11,7 +11,9 @@ from zero_inference.engines.stream.ring import BlockRing
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.quantization.products import ALIGNMENT
 
-Packed = tuple[torch.Tensor, ...]  # codes, scales and minima of a weight, and its place in the workspace
+Packed = tuple[
+    torch.Tensor, ...
+]  # codes, scales and minima of a weight, and its place in the workspace, as they are stored
 
 
 class BlockViews:
@@ -55,7 +57,7 @@ class BlockViews:
         if key not in self.found_plain:
             with torch.inference_mode(False):  # a view of inference mode could not be used outside it
                 memory = self.workspace if layout.workspace_bytes else self.buffer(block, slot)
-                self.found_plain[key] = [stored.plain.of(memory) for stored in layout.parameters]
+                self.found_plain[key] = [stored.values(memory) for stored in layout.parameters]
         return self.found_plain[key]
 
     def packed(self, block: int, slot: int | None) -> dict[str, Packed]:
@@ -65,7 +67,10 @@ class BlockViews:
             with torch.inference_mode(False):
                 buffer = self.buffer(block, slot)
                 self.found_packed[key] = {
-                    stored.name: (*(piece.of(buffer) for piece in stored.packed), values)
+                    stored.name: (
+                        *(piece.of(buffer) for piece in stored.packed),
+                        values.mT if stored.transposed else values,
+                    )
                     for stored, values in zip(self.layouts[block].parameters, self.plain(block, slot))
                     if stored.packed is not None
                 }
