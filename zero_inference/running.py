@@ -180,6 +180,10 @@ def _measured(
     refuse_other_requests(config, spec, ranks, questions)
     plan = plan_run(config, spec, ranks)
     files.request = replace(files.request, pin_memory=plan.weights.pinned)
+    if (
+        config.disk_offload and not plan.weights.footprint.disk
+    ):  # all are below the least that the engine writes to disk
+        files.move(log_path(config, ranks, "cpu"), replace(files.request, weights_place="cpu"))
     refuse_hopeless(plan)
     ids, tokenizer, note = prompt_ids(config, spec)
     if not spec.dummy:

@@ -65,10 +65,6 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
                 f"{', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
             )
-        if job.config.disk_offload and not plan.weights.footprint.disk:
-            progress.say(
-                "warning: --disk-offload: no weight of this model is large enough to be kept on disk; all stay in host memory"
-            )
         yield loaded, load_s
     finally:
         loaded.close()

@@ -56,11 +56,15 @@ def weights_place(config: RunConfig, ranks: Ranks) -> str:
     return "cpu" if config.offload == "gpu" and ranks.device.type == "cpu" else config.offload
 
 
-def log_path(config: RunConfig, ranks: Ranks) -> Path:
-    """Where the run logs: --log-file, or a name made of the options in --log-dir."""
+def log_path(config: RunConfig, ranks: Ranks, place: str | None = None) -> Path:
+    """Where the run logs: --log-file, or a name made of the options in --log-dir.
+
+    Args:
+        place: where the weights are found to be, if it is not what the options say.
+    """
     if config.log_file:
         return Path(config.log_file)
-    place = weights_place(config, ranks)
+    place = place or weights_place(config, ranks)
     name = get_filename(
         config.model,
         config.batch_size,

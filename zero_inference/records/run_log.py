@@ -41,12 +41,20 @@ class RunLog:
         Raises:
             UsageError: the log has the record's name.
         """
+        return cls(log, cls._beside(log), request, result or Result())
+
+    def move(self, log: Path, request: Request) -> None:
+        """Write to `log`, and to the record beside it, before anything is written. Raises as `at` and `check`."""
+        self.log, self.record, self.request = log, self._beside(log), request
+        self.check()
+
+    @staticmethod
+    def _beside(log: Path) -> Path:
         if not log.name:
             raise UsageError(f"--log-file {log} is a folder; name a file, or use --log-dir.")
         if log.suffix == ".jsonl":
             raise UsageError(f"--log-file {log}: the record beside the log ends in .jsonl; end the log's name in .log.")
-        record = log.with_suffix(".jsonl") if log.suffix == ".log" else log.with_name(log.name + ".jsonl")
-        return cls(log, record, request, result or Result())
+        return log.with_suffix(".jsonl") if log.suffix == ".log" else log.with_name(log.name + ".jsonl")
 
     def check(self) -> None:
         """Raises UsageError where one of the two cannot be written: better now than after the measurement."""

@@ -47,8 +47,8 @@ class Request:
     gen_len: int = key("token", "G, tokens generated for each sequence", required="always")
     quant_bits: int = key("bit", "bits per stored weight: 16 (not quantized), 8 or 4", required="always")
     quant_group_size: int = key("elements", "number of weights that share a scale and a minimum", required="always")
-    cpu_offload: bool = key("", "weights in host memory", required="always")
-    disk_offload: bool = key("", "weights on disk", required="always")
+    cpu_offload: bool = key("", "weights in host memory, as asked", required="always")
+    disk_offload: bool = key("", "weights on disk, as asked; see weights_place", required="always")
     kv_offload: bool = key("", "KV cache in host memory", required="always")
     norm_kernels: str = key("", "auto, cuda or off", required="always")
     dummy: bool = key("", "random weights and random token ids", required="always")
@@ -70,7 +70,8 @@ class Request:
     )
     weights_place: str = key(
         "",
-        "where the weights are kept: cpu (host memory), disk or gpu; cpu also without offload on a machine without a GPU. "
+        "where the weights are kept: cpu (host memory), disk or gpu; cpu also without offload on a machine without a GPU, and with "
+        "--disk-offload where no weight is large enough for the disk. "
         "The log's file name has the same word",
     )
     chosen: Chosen | None = key("", "what the plan chose for options given as auto; null if none", default=None)

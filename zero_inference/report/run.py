@@ -92,7 +92,9 @@ class Run:
         if self.record.get("cpu_offload"):
             resident, streamed = self.amount("stream.resident_layers"), self.amount("stream.streamed_layers")
             return "device" if resident and streamed == 0 else "device+host" if resident and streamed else "host"
-        return "disk" if self.record.get("disk_offload") else "device"
+        if self.record.get("disk_offload"):
+            return "host" if self.record.get("weights_place") == "cpu" else "disk"
+        return "device"
 
     @property
     def pageable(self) -> bool:

@@ -48,6 +48,7 @@ from zero_inference.engines.offload_folder import OffloadWorkspace, check_offloa
 from zero_inference.errors import UsageError
 from zero_inference.models.checkpoint import load_weights
 from zero_inference.models.layers import decoder_layers
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.progress import SLOW_IMPORT_S, current
 
@@ -94,6 +95,17 @@ class DeepSpeedPlan(EnginePlan):
     def quantizes_all(self) -> bool:
         """See `EnginePlan`."""
         return self.quantization is not None
+
+    def in_words(self) -> list[str]:
+        """See `EnginePlan`."""
+        lines = super().in_words()
+        if self.job.config.disk_offload and not self.footprint.disk:
+            least = Places.of(self.ds_config, self.job.spec.dtype, self.job.ranks.world_size).least_disk_bytes
+            lines.append(
+                f"warning: --disk-offload: no weight of a layer has {amount(least)} a rank, the least that DeepSpeed writes "
+                f"to disk: all stay {self.places_in_words()}"
+            )
+        return lines
 
     def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
         """See `EnginePlan`."""
