@@ -30,10 +30,12 @@ setup: $(STAMP)
 # --num_gpus 1 starts exactly one rank on every machine. Without it deepspeed starts one
 # rank per GPU or, where there is none, one per NUMA node; --num_accelerators is the same
 # option. No hostfile is read (/job/hostfile would spread the demo over a cluster).
+# Where no GPU can be found, deepspeed is told so, and does not warn of it.
+NO_GPU := $(if $(wildcard /dev/nvidiactl /dev/dxg /dev/kfd),,DS_ACCELERATOR=cpu)
 demo: $(STAMP)
-	@echo "demo: smollm2-135m, weights in host memory, 2 prompts of 64 tokens, 32 new tokens each"
-	@$(IN_VENV) $(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 --log_level error run_model.py --model smollm2-135m \
-		--cpu-offload --prompt-len 64 --gen-len 32 --batch-size 2
+	@echo "demo: smollm2-135m, weights in host memory, one prompt, 20 new tokens"
+	@$(IN_VENV) $(NO_GPU) $(VENV)/bin/deepspeed --hostfile /dev/null --num_gpus 1 --log_level error run_model.py --model smollm2-135m \
+		--cpu-offload --prompt "A year has twelve months: January, February," --gen-len 20
 
 # All that is wrong is shown at once.
 CUDA := $(shell find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h') $(wildcard benchmarks/*.cu)

@@ -15,7 +15,7 @@ from zero_inference.config import RunConfig
 from zero_inference.config.choices import OWN_LENGTH
 from zero_inference.errors import UsageError
 from zero_inference.models import prompts
-from zero_inference.models.prompts import TEXT, end_ids, prompt_ids, prompt_parts, with_prompt_length
+from zero_inference.models.prompts import TEXT, end_ids, in_short, prompt_ids, prompt_parts, with_prompt_length
 from zero_inference.models.spec import load_tokenizer, resolve_model
 from zero_inference.options import run_config
 from zero_inference.records.fingerprint import output_ids_sha256
@@ -166,6 +166,20 @@ def test_the_tokenizer_is_loaded_early_for_a_prompt_alone(folder, monkeypatch):
     config = RunConfig(model=str(folder))
     assert with_prompt_length(config, resolve_model(config, "cpu")) is config
     assert RunConfig(prompt="x", prompt_len=OWN_LENGTH).validate().prompt == ("x",)
+
+
+def test_a_text_is_shown_behind_the_last_line_of_its_prompt(folder, capsys):
+    spec = resolve_model(RunConfig(model=str(folder)), "cpu")
+    tokenizer = load_tokenizer(spec)
+    said = tokenizer("salt and", add_special_tokens=False)["input_ids"]
+    short = in_short(RunConfig(model=str(folder)), torch.tensor([said]), tokenizer)
+    assert short == ["salt and"] and in_short(RunConfig(), torch.tensor([said]), None) == []
+    print_texts(torch.tensor([said]), tokenizer, prompts=short)
+    assert capsys.readouterr().out.splitlines()[0] == "[0] salt and -> salt and"
+    (cut,) = in_short(RunConfig(model=str(folder)), torch.tensor([said * 20]), tokenizer, most=20)
+    assert cut.startswith("...") and cut.endswith("salt and") and len(cut) <= 23
+    chat = RunConfig(model=str(folder), prompt=("One.\nTwo?", "Three?"), chat=True, batch_size=3)
+    assert in_short(chat, torch.tensor([said] * 3), tokenizer) == ["Two?", "Three?", "Two?"]
 
 
 def test_a_shown_text_ends_where_the_model_ends_it(folder, tmp_path, capsys):

@@ -129,6 +129,39 @@ def test_advice_is_given_where_the_record_shows_what_helps():
     assert advice(request(), on_cpu) == []
 
 
+def test_a_step_far_from_its_limit_says_what_took_the_rest(capsys):
+    """On a CPU a share of the limit of matrix products says little: what they take of a step, and what else does, says more."""
+
+    def printed(bound: str, device: str, engine: str = "deepspeed") -> list[str]:
+        of = measured(None)
+        floors = replace(of.limit.floor_step_s, matmul=0.005, device_memory=0.005)
+        limit = replace(of.limit, bound_by=bound, fraction_of_limit=0.2, floor_step_s=floors)
+        made = result(None)
+        made.measured = replace(of, limit=limit, device=device)
+        print_results(request(engine=engine), made)
+        return " ".join(capsys.readouterr().out.split("\nGiB: ")[1].split())
+
+    products = "matrix products take 5.00 of the 25.0 ms of a step; the rest is starting operators"
+    assert f"{products}, and fetching weights module by module, which a larger --batch-size shares" in printed(
+        "matmul", "cpu"
+    )
+    assert f"{products}, which a larger" in printed("matmul", "cpu", "stream")
+    assert "of the limit" not in printed("matmul", "cpu") and "of the limit" not in printed("device_memory", "cpu")
+    on_gpu = printed("device_memory", "cuda")
+    assert (
+        "20.0% of the limit of device memory" in on_gpu
+        and "reading weights and KV cache takes 5.00 of the 25.0 ms" in on_gpu
+    )
+
+
+def test_small_sizes_are_in_units_of_their_own(capsys):
+    made = result(None)
+    made.measured = replace(made.measured, model_bytes=263 << 20, weight_bytes=263 << 20, cache_bytes=3 << 20)
+    print_results(request(), made)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model ")]
+    assert line.startswith("model 0.257 GiB at 16 bits, stored 0.257 GiB (97.5% int4), KV cache 3 MiB, peak GPU 1 GiB")
+
+
 def test_the_record_of_a_gpu_has_the_keys_of_schema_1(tmp_path):
     files = RunLog.at(tmp_path / "run.log", request(), result())
     files.write()

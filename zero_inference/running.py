@@ -18,7 +18,7 @@ from zero_inference.measure import steadiness
 from zero_inference.measure.result import measured_of
 from zero_inference.measure.session import Session, loaded_model, measure_run, write_trace
 from zero_inference.models.preset_table import find_preset
-from zero_inference.models.prompts import end_ids, prompt_ids, with_prompt_length
+from zero_inference.models.prompts import end_ids, in_short, prompt_ids, with_prompt_length
 from zero_inference.models.spec import ModelSpec, load_tokenizer, resolve_model, resolve_shape
 from zero_inference.options import options_asked
 from zero_inference.options.file import save_options
@@ -111,13 +111,13 @@ def _run(
     )
     files.check()
     with leaving_a_record(config, ranks, files, release=close_all) as watch:
-        output_ids, tokenizer = _measured(config, spec, ranks, files, progress, questions)
+        output_ids, tokenizer, prompts = _measured(config, spec, ranks, files, progress, questions)
         progress.clear()
         ranks.barrier()
     ends = end_ids(spec, tokenizer)
     try:
         if ranks.is_first:
-            publish(files, output_ids, tokenizer, before=watch.stop, ends=ends)
+            publish(files, output_ids, tokenizer, before=watch.stop, ends=ends, prompts=prompts)
         watch.stop()
     except BaseException:
         leave_process_group(ranks)
@@ -174,8 +174,8 @@ def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine,
 
 def _measured(
     config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, progress: Progress, questions: Questions
-) -> tuple[Any, Any]:
-    """All that may fail on the way: (generated ids int64 [batch, gen_len], tokenizer). Fills `files`."""
+) -> tuple[Any, Any, list[str]]:
+    """All that may fail on the way: (generated ids int64 [batch, gen_len], tokenizer, prompts in short). Fills `files`."""
     start_process_group(ranks)
     refuse_other_requests(config, spec, ranks, questions)
     plan = plan_run(config, spec, ranks)
@@ -206,7 +206,7 @@ def _measured(
             score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(None)
         )
         files.result.add_facts(loaded.facts)
-        return session.measurement.output_ids, tokenizer
+        return session.measurement.output_ids, tokenizer, in_short(config, ids, tokenizer)
 
 
 def _note_results(session: Session, load_s: float, files: RunLog, progress: Progress) -> None:

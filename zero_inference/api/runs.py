@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,7 +208,7 @@ def _memory_freed() -> Iterator[None]:
         free_memory()
 
 
-def _write(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], ends: Collection[int] = ()) -> None:
+def _write(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
     before()
     with signals.held():
         files.write()
@@ -216,7 +216,7 @@ def _write(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], Non
         raise RunError("; ".join(files.unwritten) + ".")
 
 
-def _keep(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], ends: Collection[int] = ()) -> None:
+def _keep(files: Any, output_ids: Any, tokenizer: Any, before: Callable[[], None], **_shown: Any) -> None:
     before()
 
 

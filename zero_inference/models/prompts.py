@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from zero_inference.errors import UsageError
 from zero_inference.models.spec import ModelSpec, load_tokenizer
 from zero_inference.runtime.text import first_line
 
+SHORT = 60  # characters of a prompt that are shown beside what was generated
 INSTEAD = "replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
@@ -97,6 +98,23 @@ def prompt_ids(config: RunConfig, spec: ModelSpec) -> tuple[torch.Tensor, Any, s
         raise _no_tokenizer(config, spec)
     note = None if spec.dummy else f"{spec.name} has no tokenizer: running on random token ids (seed {config.seed})"
     return random_ids(config.seed, config.batch_size, config.prompt_len, vocab_size), None, note
+
+
+def in_short(config: RunConfig, ids: torch.Tensor, tokenizer: Any, most: int = SHORT) -> list[str]:
+    """Return the last line of each prompt (int64 [batch, prompt_len]), its end where it is longer than `most`, and with --chat that of
+    the message alone. Empty without a tokenizer."""
+    if tokenizer is None:
+        return []
+    texts: Sequence[str] = [tokenizer.decode(row, skip_special_tokens=True) for row in ids.tolist()]
+    if config.chat:
+        asked = config.prompt or read_prompts(config.prompts, config.batch_size)
+        texts = [asked[number % len(asked)] for number in range(config.batch_size)]
+    return [_end_of(text, most) for text in texts]
+
+
+def _end_of(text: str, most: int) -> str:
+    line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    return line if len(line) <= most else f"...{line[-most:].partition(' ')[2] or line[-most:]}"
 
 
 def end_ids(spec: ModelSpec, tokenizer: Any) -> frozenset[int]:

@@ -23,8 +23,6 @@ def advice(request: Request, measured: Measured) -> list[str]:
     share, bound = limit.fraction_of_limit, limit.bound_by
     if share is None or bound not in BUSY:
         return []
-    if bound == "device_memory" and share < FAR_FROM_THE_LIMIT:
-        return _what_else_takes_time(request, measured)
     if not on_gpu:
         return []
     lines = []
@@ -44,19 +42,31 @@ def advice(request: Request, measured: Measured) -> list[str]:
     return lines
 
 
-def _what_else_takes_time(request: Request, measured: Measured) -> list[str]:
-    """Of a step that takes much longer than to read weights and KV cache."""
-    if request.batch_size > 1 and measured.decode_weights_gb_per_s is None:
+def what_else_takes_time(request: Request, measured: Measured) -> list[str]:
+    """Return a line about a step that takes much longer than to read weights and KV cache, or to multiply; none of any other step."""
+    limit, last = measured.limit, measured.loops[-1]
+    share = limit.fraction_of_limit
+    floors = {
+        "device_memory": ("reading weights and KV cache takes", limit.floor_step_s.device_memory),
+        "matmul": ("matrix products take", limit.floor_step_s.matmul),
+    }
+    if share is None or share >= FAR_FROM_THE_LIMIT or limit.bound_by not in floors:
+        return []
+    if request.batch_size > 1 and limit.bound_by == "device_memory" and measured.decode_weights_gb_per_s is None:
         return [
             f"the limit counts the experts of one token; {request.batch_size} tokens choose more, which are read as well"
         ]
-    limit, last = measured.limit, measured.loops[-1]
-    if not last.step_s or limit.floor_step_s.device_memory is None:
+    what, floor_s = floors[limit.bound_by]
+    if not last.step_s or floor_s is None:
         return []
-    step_s, read_s = last.decode_s / len(last.step_s), limit.floor_step_s.device_memory
+    step_s, whole = last.decode_s / len(last.step_s), request.engine in ("deepspeed", "accelerate")
+    fetched = (
+        ", and fetching weights module by module" if whole and measured.transfers.host_to_device_bytes_per_step else ""
+    )
+    rest = "starting operators" if limit.bound_by == "matmul" else "computing and starting operators"
     return [
-        f"reading weights and KV cache takes {three_digits(1e3 * read_s)} of the {three_digits(1e3 * step_s)} ms of a step; the rest is "
-        "computing and starting operators, which a larger --batch-size shares"
+        f"{what} {three_digits(1e3 * floor_s)} of the {three_digits(1e3 * step_s)} ms of a step; the rest is "
+        f"{rest}{fetched}, which a larger --batch-size shares"
     ]
 
 

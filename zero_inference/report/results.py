@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from zero_inference.errors import RunError
@@ -15,7 +15,7 @@ from zero_inference.records.limit import Limit, LinkUse, TracedLinkUse
 from zero_inference.records.loops import ExpertUse, MovedPerStep
 from zero_inference.records.run_log import RunLog
 from zero_inference.records.schema import DecodeGraph, Request, Result
-from zero_inference.report.advice import advice
+from zero_inference.report.advice import advice, what_else_takes_time
 from zero_inference.report.run_table import line_width, run_in_words, sizes_in_words, times_table
 from zero_inference.runtime import signals
 from zero_inference.runtime.amounts import amount
@@ -25,7 +25,12 @@ SHOWN_TEXTS = 3
 
 
 def publish(
-    files: RunLog, output_ids: Any, tokenizer: Any, before: Callable[[], None], ends: Collection[int] = ()
+    files: RunLog,
+    output_ids: Any,
+    tokenizer: Any,
+    before: Callable[[], None],
+    ends: Collection[int] = (),
+    prompts: Sequence[str] = (),
 ) -> None:
     """Print and write the results of a run that went well. Printed first, so that they are seen even if the files cannot be written.
 
@@ -33,6 +38,7 @@ def publish(
         output_ids: int64 [batch, gen_len].
         tokenizer: None shows no texts.
         ends: ids that end a text.
+        prompts: in short, of each row.
         before: called first; the files are written even if it raises.
 
     Raises:
@@ -42,7 +48,7 @@ def publish(
     try:
         before()
         if tokenizer is not None:
-            print_texts(output_ids, tokenizer, ends)
+            print_texts(output_ids, tokenizer, ends, prompts)
         print_results(files.request, files.result)
     except BaseException as error:  # a reader that is gone, or a signal: the files come first
         unprinted = error
@@ -59,10 +65,11 @@ def publish(
     print(printable(f"log: {files.log}\nrecord: {files.record}"), flush=True)
 
 
-def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = ()) -> None:
-    """The first of the generated texts, each up to the first id of `ends`; `output_ids` int64 [batch, gen_len]."""
+def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = (), prompts: Sequence[str] = ()) -> None:
+    """The first of the generated texts, each behind its prompt and up to the first id of `ends`; `output_ids` int64 [batch, gen_len]."""
     for number, text in enumerate(texts_of_ids(output_ids[:SHOWN_TEXTS], tokenizer, ends)):
-        print(f"[{number}] {printable(text.strip())}")
+        prompt = f"{prompts[number]} -> " if prompts else ""
+        print(f"[{number}] {printable(prompt + text.strip())}")
     hidden = len(output_ids) - SHOWN_TEXTS
     print(f"(and {hidden} more)\n" if hidden > 0 else "", flush=True)
 
@@ -95,8 +102,11 @@ def _explanations(request: Request, result: Result) -> Iterator[str]:
     measured, engine = result.measured, result.engine
     assert measured is not None and engine is not None
     on_gpu, moved = measured.device == "cuda", measured.transfers
-    if line := limit_in_words(measured.limit, moved, on_gpu):
+    what_else = what_else_takes_time(request, measured)
+    share_says_more = not what_else or (on_gpu and measured.limit.bound_by == "device_memory")
+    if share_says_more and (line := limit_in_words(measured.limit, moved, on_gpu)):
         yield line
+    yield from what_else
     yield from advice(request, measured)
     if on_gpu and measured.link_use:
         if line := idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)):

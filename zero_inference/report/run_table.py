@@ -9,6 +9,7 @@ from typing import Any
 
 from zero_inference.records.schema import EngineFacts, Measured, Request
 from zero_inference.report.short import model_in_short, weights_in_short
+from zero_inference.runtime.amounts import GIB, LEAST, amount
 from zero_inference.runtime.tables import Column, one_line, terminal_table, texts_of, three_digits
 
 WIDEST = 100  # columns, of what a run prints
@@ -68,7 +69,7 @@ def _range(times_s: Sequence[float]) -> str:
 
 
 def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) -> str:
-    """What the run held, on one line in GiB."""
+    """What the run held, on one line: in GiB, or each size in a unit of its own where one of them is small."""
     share = engine.quantized_fraction
     parts = [
         ("model", measured.model_bytes, " at 16 bits"),
@@ -77,5 +78,7 @@ def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) ->
         ("peak GPU", measured.peak_gpu_bytes, ""),
         ("peak host", measured.peak_host_bytes, ""),
     ]
-    known = (f"{name} {three_digits(size / 2**30)}{more}" for name, size, more in parts if size is not None)
-    return f"GiB: {', '.join(known)}"
+    known = [(name, size, more) for name, size, more in parts if size is not None]
+    if any(0 < size < LEAST * GIB for _, size, _ in known):
+        return ", ".join(f"{name} {amount(size)}{more}" for name, size, more in known)
+    return f"GiB: {', '.join(f'{name} {three_digits(size / GIB)}{more}' for name, size, more in known)}"
