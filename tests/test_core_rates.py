@@ -20,7 +20,7 @@ from zero_inference.quantization.groups import GroupQuantization
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no C++ compiler")
 COLUMNS = 512
-INT4 = GroupQuantization(4, 64)
+INT4 = GroupQuantization(4, 32)
 
 
 class PlayedLink:

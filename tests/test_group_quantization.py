@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zero_inference.cores.library import best_instructions
+from zero_inference.cores.matrix import INSTRUCTIONS
+from zero_inference.cores.quantize import quantize as quantize_on_cpu
 from zero_inference.quantization import groups as quantization
 from zero_inference.quantization.groups import GroupQuantization, dequantize, dequantize_reference, quantize
 from zero_inference.runtime.extension import load_extension, why_unavailable
@@ -77,20 +80,106 @@ def test_error_of_each_group_is_bounded(bits, group_size, dtype):
         assert offset or error.abs().max() > 0
 
 
-@pytest.mark.parametrize(
-    "bits, dtype, gain",
-    [(4, torch.bfloat16, 0.05), (4, torch.float16, 0.05), (8, torch.float32, 0.05), (8, torch.bfloat16, 0.0)],
-)  # there it drowns in the rounding of the minimum
-def test_the_fit_is_never_worse_than_the_extremes(bits, dtype, gain):
+def squared_errors(found: torch.Tensor, weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    return (found.float() - weight.float()).view(-1, group_size).square().sum(1)
+
+
+def extremes_and_one_fit(weight: torch.Tensor, scheme: GroupQuantization) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared errors of the extremes of each group, and of the least-squares fit to the codes that these give."""
+    values = weight.float().view(-1, scheme.group_size)
+    low, high = values.aminmax(dim=1, keepdim=True)
+    step = ((high - low) / scheme.largest_code).to(weight.dtype).float()
+
+    def restored_by(step, minimum):
+        codes = ((values - minimum) / step).round().clamp(0, scheme.largest_code)
+        return codes, (codes * step + minimum).to(weight.dtype)
+
+    codes, plain = restored_by(step, low)
+    found = []
+    for row, code in zip(values.double(), codes.double()):
+        line = torch.linalg.lstsq(torch.stack([code, torch.ones_like(code)], 1), row[:, None]).solution.view(-1)
+        found.append(line)
+    scale = torch.stack(found)[:, :1].to(weight.dtype).float()
+    offset = values.mean(1, keepdim=True) - scale * codes.mean(1, keepdim=True)
+    fitted = restored_by(scale, offset.to(weight.dtype).float())[1]
+    return squared_errors(plain, values, scheme.group_size), squared_errors(fitted, values, scheme.group_size)
+
+
+@pytest.mark.parametrize("bits, dtype", [(4, torch.bfloat16), (4, torch.float16), (8, torch.float32), (8, torch.bfloat16)])
+def test_no_group_is_worse_than_with_its_extremes_or_one_fit_to_them(bits, dtype):
     weight = weights(40, 128, dtype=dtype)
     scheme = GroupQuantization(bits, 32)
-    groups = weight.float().view(-1, 32)
-    low, high = groups.aminmax(dim=1, keepdim=True)
-    step = ((high - low) / scheme.largest_code).to(dtype).float()
-    plain = (((groups - low) / step).round().clamp(0, scheme.largest_code) * step + low).to(dtype).float()
-    found = restored(weight, scheme).float().view(-1, 32)
-    before, after = (plain - groups).square().sum(1), (found - groups).square().sum(1)
-    assert bool((after <= before).all()) and float(after.sum()) <= (1 - gain) * float(before.sum())
+    extremes, fitted = extremes_and_one_fit(weight, scheme)
+    for way in (quantize, quantize_on_cpu):
+        out = torch.empty_like(weight)
+        dequantize(*way(weight, scheme), bits, 32, out)
+        found = squared_errors(out, weight, 32)
+        assert bool((found <= torch.minimum(extremes, fitted) * 1.0001).all())
+
+
+@pytest.mark.parametrize("group_size, most, before", [(32, 0.0705, 0.0748), (64, 0.0820, 0.0868)])
+def test_four_bits_are_nearly_as_good_as_any_scale_and_minimum_make_them(group_size, most, before):
+    """Of random normal numbers 400 clipped ranges, each fitted twice, miss 6.94% in groups of 32 and 8.09% in groups of 64."""
+    weight = weights(300, 256, dtype=torch.bfloat16)
+    scheme = GroupQuantization(4, group_size)
+    fitted = torch.minimum(*extremes_and_one_fit(weight, scheme)).sum().sqrt() / weight.float().norm()
+    assert before < fitted, "what one fit gives is not what it is compared with"
+    for way in (quantize, quantize_on_cpu):
+        out = torch.empty_like(weight)
+        dequantize(*way(weight, scheme), 4, group_size, out)
+        assert norm_error(out, weight) < most
+
+
+def test_weights_that_four_bits_hold_exactly_stay_exact():
+    draw = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 16, (64, 32), generator=draw)
+    codes[:, 0], codes[:, 1] = 0, 15
+    weight = (codes * 2.0 ** torch.randint(-8, 2, (64, 1), generator=draw) - 1.0).bfloat16()
+    for way in (quantize, quantize_on_cpu):
+        out = torch.empty_like(weight)
+        dequantize(*way(weight, GroupQuantization(4, 32)), 4, 32, out)
+        assert torch.equal(out, weight)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS[:3])
+@pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (4, 32), (4, 6), (4, 256)])
+def test_the_cpu_library_quantizes_as_well_as_pytorch(bits, group_size, instructions):
+    """It adds in another order, so that of tries that are as good as each other another one may stay."""
+    if INSTRUCTIONS.index(instructions) > INSTRUCTIONS.index(best_instructions()):
+        pytest.skip(f"this processor does not have {instructions}")
+    scheme = GroupQuantization(bits, group_size)
+    for dtype in DTYPES:
+        weight = weights(53, 3 * group_size, dtype=dtype)
+        weight[:5] = weight[:5, :1]  # groups of one value
+        if dtype == torch.float16:
+            weight[9:20] *= 2.0**-12  # scales below the normal numbers
+        for divides in (False, True):
+            expected = quantize(weight, scheme, divides)
+            found = quantize_on_cpu(weight, scheme, divides, instructions)
+            for new, old in zip(found, expected):  # of float32 the last bits differ
+                assert new.dtype == old.dtype and new.shape == old.shape
+                assert float(torch.isclose(new.float(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.99
+            if not divides:
+                errors = []
+                for parts in (found, expected):
+                    out = torch.empty_like(weight)
+                    dequantize_reference(*parts, bits, group_size, out)
+                    errors.append(squared_errors(out, weight, group_size))
+                assert float(errors[0].sum()) <= 1.0001 * float(errors[1].sum())
+                assert not float(errors[0][: 5 * 3].sum())
+
+
+def test_the_cpu_library_refuses_what_pytorch_refuses():
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for dtype in DTYPES:
+            weight = weights(40, 64, dtype=dtype)
+            weight[31, 5] = value
+            with pytest.raises(ValueError, match="NaN"):
+                quantize_on_cpu(weight, GroupQuantization(4, 32))
+    with pytest.raises(ValueError, match="range"):
+        quantize_on_cpu(torch.tensor([[3e38, -3e38] * 16]), GroupQuantization(8, 32))
+    with pytest.raises(ValueError, match="group size 32"):
+        quantize_on_cpu(torch.zeros(4, 40), GroupQuantization(8, 32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,17 +287,26 @@ def test_dequantizing_refuses_what_does_not_fit():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_no_worse_than_deepspeeds_quantizer(bits, group_size, dtype):
+def test_no_group_is_worse_than_with_deepspeeds_quantizer(bits, group_size, dtype):
+    from deepspeed.inference.quantization.utils import DeQuantizer, Quantizer
+
     from zero_inference.engines.deepspeed.quantization import quantize_parameter
 
+    settings = {"num_bits": bits, "group_size": group_size, "group_dim": 1, "symmetric": False}
     weight = weights(64, 256, dtype=dtype)
+    weight[:3] = 0.25  # constant groups
+    theirs = DeQuantizer(settings, dtype).dequantize(*Quantizer(settings).quantize(weight))
     parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    quantize_parameter(parameter, {"num_bits": bits, "group_size": group_size, "group_dim": 1, "symmetric": False})
+    quantize_parameter(parameter, settings)
     packed, scale, minimum = parameter.deconcat(parameter)
-    theirs = parameter.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum)
+    assert parameter.numel() == (weight.numel() * bits // 8) // dtype.itemsize + 2 * weight.numel() // group_size
+    as_deepspeed = parameter.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum)
     ours = restored(weight, GroupQuantization(bits, group_size))
+    before, after = (squared_errors(each, weight, group_size) for each in (theirs, as_deepspeed))
+    assert bool((after <= before * 1.0001 + 1e-12).all()) and torch.equal(as_deepspeed[:3], weight[:3])
+    assert norm_error(as_deepspeed, weight) <= norm_error(theirs, weight) * (0.95 if bits == 4 else 1.0)
     assert norm_error(ours, weight) <= norm_error(theirs, weight)
-    assert norm_error(ours, weight) < {8: 0.008, 4: 0.11}[bits]
+    assert norm_error(ours, weight) < {8: 0.008, 4: 0.085}[bits]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
@@ -222,7 +320,7 @@ def test_the_kernel_gives_the_bits_of_the_reference():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (8, 300), (4, 64), (4, 6), (4, 128), (4, 2)])
+@pytest.mark.parametrize("bits, group_size", [(8, 64), (8, 5), (8, 300), (4, 32), (4, 64), (4, 6), (4, 128), (4, 2)])
 def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
     assert load_extension(), why_unavailable()
     scheme = GroupQuantization(bits, group_size)
@@ -232,8 +330,7 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
         if dtype == torch.float16:
             weight[9:20] *= 2.0**-12  # scales below the normal numbers
         rows = weight.view(-1, group_size)
-        expected = [torch.empty_like(part) for part in quantize(weight, scheme)]
-        quantization._quantize_in_chunks(rows, scheme, *expected)
+        expected = [part.cuda() for part in quantize(weight.cpu(), scheme)]
         found = quantize(weight, scheme)
         assert all(torch.isfinite(part).all() for part in found)
         for new, old in zip(found, expected):  # of float32 the last bits differ
@@ -247,6 +344,9 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
             assert not codes[: 9 * 4 * group_size * bits // 8].any()
         assert bool((errors[0] <= 1.001 * errors[1] + 1e-12).float().mean() > 0.99)
         assert float(errors[0].sum()) <= 1.002 * float(errors[1].sum())
+        as_deepspeed, expected = quantize(weight, scheme, True), quantize(weight.cpu(), scheme, True)
+        for new, old in zip(as_deepspeed, expected):
+            assert float(torch.isclose(new.float().cpu(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.99
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")

@@ -1,8 +1,7 @@
 // zero_inference::quantize_groups: float16, bfloat16 or float32 to int8 / int4 groups.
 //
-// What `_quantize_in_chunks` in zero_inference/quantization/groups.py does: codes for the group's extremes, then scale and
-// minimum that fit these codes in the least squares, and codes for them; the try with the smaller squared error stays. A warp
-// adds in another order than PyTorch does, so that of two tries that are as good as each other the other one may stay.
+// What `_quantize_in_chunks` in zero_inference/quantization/groups.py does, which says how scale and minimum are chosen. A warp adds
+// in another order than PyTorch does, so that of tries that are as good as each other another one may stay.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -39,28 +38,92 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// A scale as it is stored. Below float16's normal numbers it is rounded up, where nearest could halve it or make it 0.
+// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again; as in
+// zero_inference/quantization/groups.py.
+__device__ constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
+constexpr int kRefits = 2;
+constexpr int kNeighbours = 2;  // codes that are tried where quotients are rounded
+
 template <typename T>
-__device__ __forceinline__ float stored_scale(float scale) {
-  if constexpr (std::is_same_v<T, __half>) {
-    if (scale < 6.103515625e-05f) scale = ceilf(scale * 16777216.0f) / 16777216.0f;  // 2^-14, 2^24
-  }
-  return rounded<T>(scale);
+constexpr float kMost = std::is_same_v<T, __half> ? 65504.0f : std::is_same_v<T, float> ? 3.4028234663852886e38f : 3.3895313892515355e38f;
+
+// What values are multiplied by is finite unless their range is 0.
+template <typename T>
+__device__ __forceinline__ float finite_factor(float factor, float range) {
+  return range > 0.0f && isinf(factor) ? kMost<T> : factor;
 }
 
-// A stored scale and minimum. Product and sum are rounded one after the other, as where weights are restored.
+// The step of the codes as it is stored, or what values are multiplied by. Below float16's normal numbers a step is rounded up,
+// where nearest could halve it or make it 0.
+template <typename T>
+__device__ __forceinline__ float stored_scale(float step, bool divides) {
+  if (divides) return finite_factor<T>(rounded<T>(__fdiv_rn(1.0f, step)), step);
+  if constexpr (std::is_same_v<T, __half>) {
+    if (step < 6.103515625e-05f) step = ceilf(step * 16777216.0f) / 16777216.0f;  // 2^-14, 2^24
+  }
+  return rounded<T>(step);
+}
+
+__device__ __forceinline__ float nearest_code(float value, float largest) {
+  return fminf(fmaxf(rintf(value), 0.0f), largest);  // NaN becomes 0: a constant group of an infinite scale
+}
+
+// A stored scale and minimum. Product and sum are rounded one after the other, as where weights are restored; `divides`: so are
+// quotient and sum, to T, as DeepSpeed does.
 template <typename T>
 struct Line {
   float scale, minimum, largest;
+  bool divides;
 
   __device__ __forceinline__ float code(float value) const {
-    const float step = scale == 0.0f ? 1.0f : scale;
-    return fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(value, minimum), step)), 0.0f), largest);
+    const float shifted = __fsub_rn(value, minimum);
+    return nearest_code(divides ? __fmul_rn(shifted, scale) : __fdiv_rn(shifted, scale == 0.0f ? 1.0f : scale), largest);
   }
-  __device__ __forceinline__ float restored(float code) const { return rounded<T>(__fadd_rn(__fmul_rn(code, scale), minimum)); }
-  __device__ __forceinline__ float squared_error(float value) const {  // NaN where scale or minimum is
-    const float error = restored(code(value)) - value;
-    return error * error;
+  __device__ __forceinline__ float restored(float code) const {
+    const float product = divides ? rounded<T>(__fdiv_rn(code, scale)) : __fmul_rn(code, scale);
+    return rounded<T>(__fadd_rn(product, minimum));
+  }
+  // `code` and its squared error, NaN where scale or minimum is. A quotient that is rounded in between may make a neighbour nearer.
+  __device__ __forceinline__ float best_code(float value, float& error) const {
+    float found = code(value), difference = restored(found) - value;
+    error = difference * difference;
+    for (int i = 0; divides && i < kNeighbours; ++i) {
+      const float other = fminf(fmaxf(found + (difference < 0.0f ? 1.0f : -1.0f), 0.0f), largest);
+      difference = restored(other) - value;
+      if (difference * difference < error) {
+        found = other;
+        error = difference * difference;
+      }
+    }
+    return found;
+  }
+};
+
+// Sums over a group's codes, and the least-squares step and mean that they give.
+struct Fit {
+  float codes = 0.0f, squares = 0.0f, products = 0.0f;
+  float step = 0.0f, mean_code = 0.0f;
+  float gain = 0.0f;  // what it takes off the sum of the squared centered values; 0 where all codes are the same
+
+  __device__ __forceinline__ void add(float code, float centered) {
+    codes += code;
+    squares += code * code;
+    products += code * centered;
+  }
+  __device__ __forceinline__ void finish(int64_t size) {  // by all lanes of the warp
+    codes = warp_sum(codes);
+    squares = warp_sum(squares);
+    products = warp_sum(products);
+    mean_code = codes / size;
+    const float variance = __fsub_rn(squares, __fmul_rn(codes, mean_code));
+    step = products / variance;
+    gain = variance > 0.0f ? products * step : 0.0f;
+  }
+  template <typename T>
+  __device__ __forceinline__ Line<T> stored(float mean, float largest, bool divides) const {
+    const float scale = stored_scale<T>(step, divides);
+    const float offset = divides ? __fdiv_rn(mean_code, scale) : __fmul_rn(mean_code, scale);
+    return {scale, rounded<T>(__fsub_rn(mean, offset)), largest, divides};
   }
 };
 
@@ -69,7 +132,7 @@ struct Line {
 template <typename T, int kBits>
 __global__ void __launch_bounds__(kThreads)
     quantize_warps(const T* __restrict__ weight, uint8_t* __restrict__ codes, T* __restrict__ scale, T* __restrict__ minimum,
-                   int* __restrict__ refused, int64_t groups, int64_t group_size) {
+                   int* __restrict__ refused, int64_t groups, int64_t group_size, bool divides) {
   constexpr int kTogether = 8 / kBits;
   constexpr float kLargest = (1 << kBits) - 1;
   constexpr int kWarps = kThreads / kWarp;
@@ -97,40 +160,71 @@ __global__ void __launch_bounds__(kThreads)
       low = fminf(low, __shfl_xor_sync(kAllLanes, low, mask));
       high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, mask));
     }
-    const Line<T> extremes{stored_scale<T>(__fdiv_rn(__fsub_rn(high, low), kLargest)), rounded<T>(low), kLargest};
-    finite = finite && isfinite(extremes.restored(kLargest));
+    const float mean = warp_sum(sum) / group_size;
+    const float range = __fsub_rn(high, low);
+    Line<T> best{stored_scale<T>(__fdiv_rn(range, kLargest), divides), rounded<T>(low), kLargest, divides};
+    if (divides) {  // DeepSpeed's own, computed in the stored dtype
+      const float factor = rounded<T>(__fmul_rn(rounded<T>(__fdiv_rn(1.0f, rounded<T>(range))), kLargest));
+      best.scale = finite_factor<T>(factor, range);
+    }
+    finite = finite && isfinite(divides ? range : best.restored(kLargest));
     if (!__all_sync(kAllLanes, finite)) {
       if (lane == 0) *refused = 1;
       continue;
     }
 
-    float error = 0.0f, code_sum = 0.0f;
+    float error = 0.0f;
+    Fit fit;
     for_each([&](float value) {
-      error += extremes.squared_error(value);
-      code_sum += extremes.code(value);
+      float of_value;
+      fit.add(best.best_code(value, of_value), value - mean);
+      error += of_value;
     });
     error = warp_sum(error);
-    const float mean_code = warp_sum(code_sum) / group_size;
-    const float mean_value = warp_sum(sum) / group_size;
+    fit.finish(group_size);
+    const auto try_line = [&](const Line<T>& line) {
+      float found = 0.0f;
+      for_each([&](float value) {
+        float of_value;
+        line.best_code(value, of_value);
+        found += of_value;
+      });
+      found = warp_sum(found);
+      if (found < error) {  // false for NaN
+        best = line;
+        error = found;
+      }
+    };
+    try_line(fit.stored<T>(mean, kLargest, divides));
 
-    float covariance = 0.0f, variance = 0.0f;
-    for_each([&](float value) {
-      const float centered = extremes.code(value) - mean_code;
-      covariance += centered * (value - mean_value);
-      variance += centered * centered;
-    });
-    const float fitted_scale = stored_scale<T>(warp_sum(covariance) / warp_sum(variance));  // NaN where codes agree
-    const Line<T> fitted{fitted_scale, rounded<T>(__fsub_rn(mean_value, __fmul_rn(fitted_scale, mean_code))), kLargest};
-    float fitted_error = 0.0f;
-    for_each([&](float value) { fitted_error += fitted.squared_error(value); });
+    if constexpr (kBits == 4) {
+      const auto fit_to = [&](float inverse, float shift) {  // the fit to the codes that inverse * centered + shift rounds to
+        Fit found;
+        for_each([&](float value) {
+          const float centered = value - mean;
+          found.add(nearest_code(centered * inverse + shift, kLargest), centered);
+        });
+        found.finish(group_size);
+        if (found.gain > fit.gain) fit = found;
+      };
+      for (const float below : kClipped) {
+        for (const float above : kClipped) {
+          if (below == 0.0f && above == 0.0f) continue;
+          const float inverse = kLargest / (range * (1.0f - below - above));
+          fit_to(inverse, (mean - low - range * below) * inverse);
+        }
+      }
+      for (int i = 0; i < kRefits; ++i) fit_to(1.0f / fit.step, fit.mean_code);
+      try_line(fit.stored<T>(mean, kLargest, divides));
+    }
 
-    const Line<T> best = warp_sum(fitted_error) < error ? fitted : extremes;
     for (int64_t byte = lane; byte < group_size / kTogether; byte += kWarp) {
       uint32_t packed = 0;
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const float value = Element<T>::load(values[byte * kTogether + i]);
-        packed |= static_cast<uint32_t>(best.code(value)) << (kBits * i);
+        float of_value;
+        packed |= static_cast<uint32_t>(best.best_code(value, of_value)) << (kBits * i);
       }
       codes[group * (group_size / kTogether) + byte] = static_cast<uint8_t>(packed);
     }
@@ -143,7 +237,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int kBits>
 void launch(const Tensor& weight, int64_t group_size, const Tensor& codes, const Tensor& scale, const Tensor& minimum,
-            const Tensor& refused) {
+            const Tensor& refused, bool divides) {
   const int32_t device = weight.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* current = nullptr;
@@ -156,7 +250,7 @@ void launch(const Tensor& weight, int64_t group_size, const Tensor& codes, const
   quantize_warps<T, kBits><<<grid, kThreads, 0, static_cast<cudaStream_t>(current)>>>(
       static_cast<const T*>(weight.const_data_ptr()), static_cast<uint8_t*>(codes.mutable_data_ptr()),
       static_cast<T*>(scale.mutable_data_ptr()), static_cast<T*>(minimum.mutable_data_ptr()),
-      static_cast<int*>(refused.mutable_data_ptr()), groups, group_size);
+      static_cast<int*>(refused.mutable_data_ptr()), groups, group_size, divides);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -170,8 +264,8 @@ void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int6
 
 // `refused`, one int, becomes 1 where a group holds NaN, an infinity, or a range that its dtype cannot hold; codes, scale and
 // minimum of that group are left as they were.
-void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, const Tensor& codes, const Tensor& scale,
-                     const Tensor& minimum, const Tensor& refused) {
+void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, bool divides, const Tensor& codes,
+                     const Tensor& scale, const Tensor& minimum, const Tensor& refused) {
   const ScalarType dtype = weight.scalar_type();
   const int64_t numel = weight.numel();
   STD_TORCH_CHECK(bits == 8 || bits == 4, "quantize_groups: bits must be 8 or 4, found ", bits);
@@ -191,8 +285,8 @@ void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, con
 
   const auto by_bits = [&](auto zero) {
     using T = decltype(zero);
-    bits == 8 ? launch<T, 8>(weight, group_size, codes, scale, minimum, refused)
-              : launch<T, 4>(weight, group_size, codes, scale, minimum, refused);
+    bits == 8 ? launch<T, 8>(weight, group_size, codes, scale, minimum, refused, divides)
+              : launch<T, 4>(weight, group_size, codes, scale, minimum, refused, divides);
   };
   if (dtype == ScalarType::Half) {
     by_bits(__half{});
@@ -207,8 +301,8 @@ void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, con
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
   library.def(
-      "quantize_groups(Tensor weight, int bits, int group_size, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) minimum, "
-      "Tensor(d!) refused) -> ()");
+      "quantize_groups(Tensor weight, int bits, int group_size, bool divides, Tensor(a!) codes, Tensor(b!) scale, "
+      "Tensor(c!) minimum, Tensor(d!) refused) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("quantize_groups", TORCH_BOX(&quantize_groups)); }

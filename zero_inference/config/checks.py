@@ -80,7 +80,7 @@ def check_values(choices: Choices) -> None:
         if value is not None and not least <= value <= most:
             bound = f"at least {least}" if value < least else f"at most {most}"
             raise UsageError(f"{_flag(name)} {value}: must be {bound}.")
-    if choices.quant_bits == 4 and choices.quant_group_size % 2:
+    if choices.quant_bits == 4 and choices.group_size % 2:
         raise UsageError(
             f"--quant-group-size {choices.quant_group_size}: two weights of 4 bits share a byte, so it must be even."
         )

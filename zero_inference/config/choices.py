@@ -36,6 +36,7 @@ QUALITY_COMPANIONS = {
     ),
     "--quality perplexity": ("perplexity_window", "perplexity_stride"),
 }
+GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # where none is asked for, by bits: 4 bits in groups of 64 lose too much
 LEAST_RING_DEPTH = 2  # a layer computes while the next one comes
 MOST = 2**31 - 1  # of whatever is counted
 LONGEST_WINDOW = 1024  # tokens, of perplexity where none is asked for
@@ -104,7 +105,7 @@ class Choices:
     pin_kv_cache: bool = False
     async_kv_offload: bool = False
     quant_bits: int = 16
-    quant_group_size: int = 64
+    quant_group_size: int | None = None  # None: see `group_size`
     pin_memory: bool | None = None
     norm_kernels: str = "auto"
     gpu_memory: float | None = None
@@ -151,6 +152,11 @@ class Choices:
     @property
     def quantized(self) -> bool:
         return self.quant_bits != 16
+
+    @property
+    def group_size(self) -> int:
+        """Quantized weights that share a scale."""
+        return GROUP_SIZES[self.quant_bits] if self.quant_group_size is None else self.quant_group_size
 
     @property
     def cpu_share(self) -> float | None:

@@ -174,6 +174,7 @@ def declared(path: Path) -> ctypes.CDLL:
         ("measure_products", double, matrix, int64, int64, int32, pointer, int32, int32, pointer, double, count),
         ("measure_reads", double, pointer, int64, int32, int32, pointer, double, count),
         ("read_bytes_sum", ctypes.c_uint64, pointer, int64, int32),
+        ("quantize", int32, pointer, int32, int64, int64, int32, int32, pointer, pointer, pointer, int32, int32),
         ("raise_flag", None, pointer, ctypes.c_uint32),
         ("await_flag", int32, pointer, pointer, ctypes.c_uint32, int64),
         ("cores_new", pointer, pointer, int64, int64, pointer, int64),

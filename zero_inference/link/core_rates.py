@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zero_inference.config.choices import GROUP_SIZES
 from zero_inference.link.copies import rate_alone, rates_together
-from zero_inference.link.cores import GROUP_SIZE, Bench, Besides, read_beside
+from zero_inference.link.cores import Bench, Besides, read_beside
 from zero_inference.link.description import CoreRates
 from zero_inference.link.description import Products as Format
 from zero_inference.link.products import Products
@@ -22,8 +23,8 @@ FORMATS: dict[Format, tuple[torch.dtype, GroupQuantization | None]] = {
     "bfloat16": (torch.bfloat16, None),
     "float16": (torch.float16, None),
     "float32": (torch.float32, None),
-    "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZE)),
-    "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZE)),
+    "int8": (torch.bfloat16, GroupQuantization(8, GROUP_SIZES[8])),
+    "int4": (torch.bfloat16, GroupQuantization(4, GROUP_SIZES[4])),
 }
 MEASURED: tuple[Format, ...] = ("bfloat16", "float16", "int8", "int4")  # a GPU would be given float32 weights by nobody
 COLUMNS = 8192

@@ -30,7 +30,6 @@ from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
 
-GROUP_SIZE = 64  # of quantized weights whose rates are kept: the default of runs
 ROUNDS = 5
 READS, READ_ROUNDS = 3, 3  # of host memory by the cores, and rounds of copies beside each: a tenth of a second and more
 PRODUCTS_S, DEVICE_S = 0.3, 0.02

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 
+from zero_inference.config.choices import GROUP_SIZES
+from zero_inference.cores.quantize import quantize
 from zero_inference.link.compute import median_s
 from zero_inference.link.description import Loading
 from zero_inference.models.dummy import fill_dummy
-from zero_inference.quantization.groups import GroupQuantization, quantize
+from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.host_memory import host_empty
 
-GROUP_SIZE = 64  # the default of runs
 SIZE = {"cuda": 8192, "cpu": 2048}  # of a square weight
 SECONDS = 0.1  # of each measurement
 
@@ -30,7 +31,7 @@ def measure_loading(device: torch.device) -> Loading:
         kept[-1].copy_(raw)
 
     def quantized(bits: int) -> Callable[[], object]:
-        return lambda: quantize(weight, GroupQuantization(bits, GROUP_SIZE))
+        return lambda: quantize(weight, GroupQuantization(bits, GROUP_SIZES[bits]))
 
     def rate(action: Callable[[], object]) -> float:
         return weight.nbytes / median_s(device, action, SECONDS) / 1e9

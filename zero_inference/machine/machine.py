@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from zero_inference.config.choices import GROUP_SIZES
 from zero_inference.cores.library import best_instructions, load_library, why_unavailable
 from zero_inference.errors import RunError, UsageError
 from zero_inference.link.attention import measure_attention
-from zero_inference.link.cores import GROUP_SIZE, BesideLink, cpus_of_host, measure_beside_link
+from zero_inference.link.cores import BesideLink, cpus_of_host, measure_beside_link
 from zero_inference.link.cores_of_host import measure_beside_links
 from zero_inference.machine.kept import kept_description
 from zero_inference.machine.rates import attended_gb_per_s, beside_link, format_of
@@ -146,7 +147,7 @@ class ThisMachine:
             return found  # they are taken to attend as fast as they read
 
     def _kept_beside_link(self, ranks: Ranks, cpus: tuple[int, ...], work: Work) -> BesideLink | None:
-        as_measured = work.scheme is None or work.scheme.group_size == GROUP_SIZE
+        as_measured = work.scheme is None or work.scheme.group_size == GROUP_SIZES[work.scheme.bits]
         kept = self.described() if ranks.world_size == 1 and as_measured else None
         if kept is None or kept.cores is None or kept.cores.threads != len(cpus):
             return None

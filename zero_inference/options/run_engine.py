@@ -60,7 +60,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--quant-group-size",
         type=int,
         metavar="N",
-        help=f"quantized weights that share a scale {default('quant_group_size')}",
+        help="quantized weights that share a scale (default: 64 with 8 bits, 32 with 4)",
     )
     engine.add_argument(
         "--norm-kernels",

@@ -160,7 +160,7 @@ def quantization_settings(config: RunConfig) -> dict:
     """DeepSpeed's `quantized_initialization` block."""
     return {
         "num_bits": config.quant_bits,
-        "group_size": config.quant_group_size,
+        "group_size": config.group_size,
         "group_dim": 1,
         "symmetric": False,
     }

@@ -134,7 +134,7 @@ def plan(job: Job) -> DeepSpeedPlan:
     zero = ds_config["zero_optimization"]
     pinned = bool(zero.get("offload_param", {}).get("pin_memory")) and job.on_gpu
     stored, brought, parameters, moments, footprint = job.skeleton.once(
-        ("places", str(zero), config.quant_bits, config.quant_group_size, job.ranks.world_size, job.on_gpu),
+        ("places", str(zero), config.quant_bits, config.group_size, job.ranks.world_size, job.on_gpu),
         lambda: places_of_weights(job, quantization, ds_config, pinned),
     )
     return DeepSpeedPlan(
@@ -243,7 +243,7 @@ def _ds_config(job: Job, quantization: QuantizationPlan | None) -> dict[str, Any
         _, layers = decoder_layers(model)
         return layer_sizes(model, layers, lambda name, p: stored_numel(quantization, name, p), job.spec.dtype)
 
-    sizes = job.skeleton.once(("layer sizes", config.quant_bits, config.quant_group_size), find)
+    sizes = job.skeleton.once(("layer sizes", config.quant_bits, config.group_size), find)
     ahead = layers_ahead(sizes, job.free_device_bytes)
     merged = build_ds_config(job.config, job.spec.dtype, sizes, job.ranks.world_size, job.pin_weights, ahead)
     _check_by_deepspeed(merged, job.config.ds_config)

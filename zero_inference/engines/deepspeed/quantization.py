@@ -1,4 +1,4 @@
-"""int8 and int4 weights under ZeRO-3, with DeepSpeed's quantizer and its packed format.
+"""int8 and int4 weights under ZeRO-3, in DeepSpeed's packed format.
 
 DeepSpeed quantizes while the model is built, with the checkpoint's dtype, and reads the bits back in the model's: a
 float16 checkpoint in bfloat16 becomes noise. Here each weight already has the model's dtype when it is quantized. The
@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zero_inference.cores.quantize import quantize
 from zero_inference.engines.group_size import group_size_refusal
 from zero_inference.link.compute import median_s
+from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.host_memory import host_empty
 
 BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once: near its caches
@@ -81,10 +83,23 @@ def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: to
 
 
 def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
-    """Quantize in place, where it lies: `parameter.data` becomes DeepSpeed's flat packed tensor in the same dtype."""
-    from deepspeed.inference.quantization.utils import _quantize_param
+    """Quantize in place, where it lies: `parameter.data` becomes DeepSpeed's flat packed tensor in the same dtype.
 
-    _quantize_param(parameter, settings)
+    DeepSpeed's own quantizer takes a group's extremes; scale and minimum are chosen as for the stream engine instead, at the same
+    bytes, so that DeepSpeed restores them with no larger error in any group.
+    """
+    from deepspeed.inference.quantization.utils import DeQuantizer, concat_to_compat_param
+
+    weight, bits, size = parameter.data, settings["num_bits"], settings["group_size"]
+    codes, scale, minimum = quantize(weight, GroupQuantization(bits, size), divides=True)
+    if bits == 4:
+        codes = (codes << 4) | (codes >> 4)  # DeepSpeed has the even element in the high nibble
+    codes = codes.view(*weight.shape[:-1], -1).view(weight.dtype)
+    groups = (*weight.shape[:-1], weight.shape[-1] // size, 1)
+    packed = concat_to_compat_param(codes, scale.view(groups), minimum.view(groups))
+    parameter.data, parameter.deconcat = packed, packed.deconcat
+    parameter.dequantizer = DeQuantizer(settings, weight.dtype)
+    parameter.weight_quantized = True
 
 
 def dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.device) -> float:

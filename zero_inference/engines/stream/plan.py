@@ -156,7 +156,7 @@ class StreamPlan(EnginePlan):
     @property
     def fused_rows(self) -> int:
         """See `EnginePlan`."""
-        fits = self.job.config.quant_group_size in FUSED_GROUP_SIZES and self.job.spec.dtype in FUSED_DTYPES
+        fits = self.job.config.group_size in FUSED_GROUP_SIZES and self.job.spec.dtype in FUSED_DTYPES
         return FUSED_ROWS if self.job.on_gpu and fits else 0
 
     def share_on_cores(self) -> tuple[float, float]:
@@ -231,7 +231,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     config, model = job.config, job.skeleton.model
     scheme = None
     if config.quantized:
-        scheme = GroupQuantization(config.quant_bits, config.quant_group_size, job.spec.dtype)
+        scheme = GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype)
         job.skeleton.once(("groups", scheme), lambda: check_groups(model, scheme))
     no_graph, reason = why_no_graph(job), why_cores_stay_out(job)
     residency: Residency | None = None

@@ -10,9 +10,10 @@ from collections.abc import Collection
 
 import torch
 
+from zero_inference.cores.quantize import quantize
 from zero_inference.engines.stream.layout import BlockLayout, Piece
 from zero_inference.errors import RunError
-from zero_inference.quantization.groups import GroupQuantization, quantize
+from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.shared_memory import SharedMemory
