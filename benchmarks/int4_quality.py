@@ -1,0 +1,245 @@
+"""Perplexity, logits and weights of smollm2-135m with its decoder layers in 16, 8 and 4 bits, ours beside GGUF's formats.
+
+python benchmarks/int4_quality.py [--tokens N] [--out FILE]        (a quarter of an hour on two cores)
+
+The weights of the package are themselves rounded to 4 bits in groups of 32 along the columns (GGUF Q4_1), so a format with the
+same groups gets them back almost exactly. `mixed` is the model in which no format has this advantage: its channels, the neurons of
+its feed-forwards and the dimensions of its value heads are put into a random order, which changes no output. The text is Python's
+own language reference (pydoc_data.topics), in windows that are scored alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+WINDOW = 256  # tokens
+SEED = 0
+
+
+def main() -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from zero_inference.models.smollm2 import smollm2_checkpoint
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096, help="of the text (default: 4096)")
+    parser.add_argument("--out", type=Path, help="write the table here too")
+    args = parser.parse_args()
+
+    folder = smollm2_checkpoint()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = text_ids(AutoTokenizer.from_pretrained(folder), args.tokens)
+    lines = [
+        f"smollm2-135m, {ids.numel()} tokens of pydoc_data.topics (Python {platform.python_version()}) in windows of {WINDOW}",
+        "weights: relative error of the matrices of all decoder layers together, least and most of one; logits: relative error",
+        "perplexity with its standard error over windows; the last column is its ratio to 16 bits, in pairs of windows",
+        "",
+        "| channels | format | bits a weight | weights | least | most | logits | perplexity | to 16 bits |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    print(*lines, sep="\n", flush=True)
+
+    def show(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+        if args.out:
+            args.out.write_text("\n".join(lines) + "\n")
+
+    for channels in ("as published", "mixed"):
+        if channels == "mixed":
+            mix(model)
+        plain = {name: weight.clone() for name, weight in matrices(model)}
+        exact, exact_loss = evaluate(model, ids)
+        for name, bits, rounding in formats():
+            errors = []
+            for weight_name, weight in matrices(model):
+                with torch.no_grad():
+                    weight.copy_(plain[weight_name] if rounding is None else rounding(plain[weight_name]))
+                errors.append((float((weight - plain[weight_name]).norm()), float(plain[weight_name].norm())))
+            logits, loss = evaluate(model, ids)
+            each = [error / norm for error, norm in errors]
+            together = math.hypot(*(error for error, _ in errors)) / math.hypot(*(norm for _, norm in errors))
+            difference = loss - exact_loss
+            perplexity, ratio = loss.mean().exp(), difference.mean().exp()
+            of_perplexity, of_ratio = (
+                float(value) * float(samples.std()) / math.sqrt(len(samples))
+                for value, samples in ((perplexity, loss), (ratio, difference))
+            )
+            show(
+                f"| {channels} | {name} | {bits:g} | {together:.2%} | {min(each):.2%} | {max(each):.2%} | "
+                f"{float((logits - exact).norm() / exact.norm()):.2%} | {perplexity:.3f} ± {of_perplexity:.3f} | "
+                f"{ratio:.4f} ± {of_ratio:.4f} |"
+            )
+        for weight_name, weight in matrices(model):
+            with torch.no_grad():
+                weight.copy_(plain[weight_name])
+
+
+def formats() -> Iterator[tuple[str, float, Callable | None]]:
+    """Name, bits of a stored weight with its scales, and what rounds a float32 weight."""
+    import gguf
+    import torch
+
+    from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+
+    def groups(bits: int, size: int):
+        def rounded(weight: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(weight, dtype=torch.bfloat16)
+            dequantize_reference(*quantize(weight.bfloat16(), GroupQuantization(bits, size)), bits, size, out)
+            return out.float()
+
+        return rounded
+
+    def of_gguf(kind: str):
+        number = getattr(gguf.GGMLQuantizationType, kind)
+
+        def rounded(weight: torch.Tensor) -> torch.Tensor:
+            stored = gguf.quants.quantize(weight.numpy(), number)
+            return torch.from_numpy(gguf.quants.dequantize(stored, number).copy())
+
+        return rounded
+
+    yield "bf16", 16, None
+    yield "int8, groups of 64", 8.5, groups(8, 64)
+    yield "int4, groups of 64, extremes and one fit (before)", 4.5, lambda weight: extremes_and_one_fit(weight, 64)
+    yield "int4, groups of 64", 4.5, groups(4, 64)
+    yield "int4, groups of 32, extremes and one fit (before)", 5, lambda weight: extremes_and_one_fit(weight, 32)
+    yield "int4, groups of 32 (default)", 5, groups(4, 32)
+    yield "GGUF Q4_0", 4.5, of_gguf("Q4_0")
+    yield "GGUF Q4_1", 5, of_gguf("Q4_1")
+    yield "GGUF Q4_K", 4.5, q4_k
+
+
+def extremes_and_one_fit(weight, size: int):
+    """What 4 bits were before: the better of a group's extremes and the least-squares fit to the codes that these give."""
+    import torch
+
+    values = weight.bfloat16().float().view(-1, size)
+    low, high = values.aminmax(dim=1, keepdim=True)
+
+    def restored(scale, minimum):
+        scale, minimum = scale.bfloat16().float(), minimum.bfloat16().float()
+        codes = ((values - minimum) / torch.where(scale == 0, 1, scale)).round_().clamp_(0, 15)
+        found = (codes * scale + minimum).bfloat16().float()
+        return found, (found - values).square().sum(1, keepdim=True), codes
+
+    plain, plain_error, codes = restored((high - low) / 15, low)
+    centered = codes - codes.mean(1, keepdim=True)
+    mean = values.mean(1, keepdim=True)
+    scale = (centered * (values - mean)).sum(1, keepdim=True) / centered.square().sum(1, keepdim=True)
+    fitted, fitted_error, _ = restored(scale, mean - scale.bfloat16().float() * codes.mean(1, keepdim=True))
+    return torch.where(fitted_error < plain_error, fitted, plain).view_as(weight)
+
+
+def q4_k(weight):
+    """GGUF's Q4_K, which the package gguf reads and does not write: eight blocks of 32 have scales and minima of 6 bits, with a float16
+    factor for each of the two; minima are not above 0. Each block's are searched for, rounded, and its codes chosen anew.
+
+    Blocks go on behind the end of a row here; llama.cpp takes another format for rows that are no multiple of 256, as most of this
+    model's.
+    """
+    import torch
+
+    values = weight.reshape(-1, 8, 32)  # [super-blocks, blocks, columns]
+    importance = values.square().mean(2, keepdim=True).sqrt() + values.abs()  # as llama.cpp weighs what it rounds
+    low, high = values.amin(2, keepdim=True).clamp(max=0), values.amax(2, keepdim=True)
+    best_error = torch.full_like(low, float("inf"))
+    best_scale, best_minimum = torch.zeros_like(low), torch.zeros_like(low)
+    total = importance.sum(2, keepdim=True)
+    mean = (importance * values).sum(2, keepdim=True) / total
+    for step in range(21):
+        inverse = (15 - 1 + 0.1 * step) / (high - low).clamp(min=1e-30)
+        codes = ((values - low) * inverse).round_().clamp_(0, 15)
+        of_codes = (importance * codes).sum(2, keepdim=True) / total
+        centered = codes - of_codes
+        scale = (importance * centered * (values - mean)).sum(2, keepdim=True)
+        scale = scale / (importance * centered.square()).sum(2, keepdim=True).clamp(min=1e-30)
+        minimum = mean - scale * of_codes
+        through_zero = (importance * codes * values).sum(2, keepdim=True)
+        through_zero = through_zero / (importance * codes.square()).sum(2, keepdim=True).clamp(min=1e-30)
+        scale, minimum = torch.where(minimum > 0, through_zero, scale), minimum.clamp(max=0)
+        error = (importance * (codes * scale + minimum - values).square()).sum(2, keepdim=True)
+        better = error < best_error
+        best_error, best_scale, best_minimum = (
+            torch.where(better, new, old)
+            for new, old in ((error, best_error), (scale, best_scale), (minimum, best_minimum))
+        )
+
+    def six_bits(numbers):
+        factor = (numbers.amax(1, keepdim=True) / 63).half().float()
+        return factor * (numbers / factor.clamp(min=1e-30)).round_().clamp_(0, 63)
+
+    scale, minimum = six_bits(best_scale.clamp(min=0)), six_bits(-best_minimum)
+    codes = ((values + minimum) / scale.clamp(min=1e-30)).round_().clamp_(0, 15)
+    return (codes * scale - minimum).view_as(weight)
+
+
+def matrices(model) -> Iterator[tuple[str, object]]:
+    """What the stream engine quantizes: the linear layers of the decoder layers."""
+    return ((name, weight) for name, weight in model.model.layers.named_parameters() if weight.dim() == 2)
+
+
+def mix(model) -> None:
+    """Put channels, neurons and value dimensions into a random order, in all weights that they belong to."""
+    import torch
+
+    draw = torch.Generator().manual_seed(SEED)
+    config = model.config
+    head = config.hidden_size // config.num_attention_heads
+    channels = torch.randperm(config.hidden_size, generator=draw)
+    with torch.no_grad():
+        for weight in (model.model.embed_tokens.weight, model.model.norm.weight):
+            weight.copy_(weight[..., channels])
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            neurons = torch.randperm(config.intermediate_size, generator=draw)
+            values = [torch.randperm(head, generator=draw) for _ in range(config.num_key_value_heads)]
+            of_values = torch.cat([index * head + order for index, order in enumerate(values)])
+            queries = range(config.num_attention_heads)
+            shared = config.num_attention_heads // config.num_key_value_heads
+            of_queries = torch.cat([index * head + values[index // shared] for index in queries])
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight.copy_(norm.weight[channels])
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+                linear.weight.copy_(linear.weight[:, channels])
+            attention.v_proj.weight.copy_(attention.v_proj.weight[of_values])
+            attention.o_proj.weight.copy_(attention.o_proj.weight[channels][:, of_queries])
+            for linear in (mlp.gate_proj, mlp.up_proj):
+                linear.weight.copy_(linear.weight[neurons])
+            mlp.down_proj.weight.copy_(mlp.down_proj.weight[channels][:, neurons])
+
+
+def evaluate(model, ids):
+    """Logits of the first window, and the mean negative log-likelihood of a token of each window."""
+    import torch
+
+    losses, first = [], None
+    with torch.no_grad():
+        for window in ids:
+            logits = model(window[None]).logits[0]
+            first = logits if first is None else first
+            losses.append(torch.nn.functional.cross_entropy(logits[:-1].double(), window[1:]))
+    return first, torch.stack(losses)
+
+
+def text_ids(tokenizer, tokens: int):
+    """int64 [windows, WINDOW]."""
+    import torch
+    from pydoc_data.topics import topics
+
+    text = itertools.chain.from_iterable(tokenizer(topics[name]).input_ids for name in sorted(topics))
+    ids = torch.tensor(list(itertools.islice(text, tokens // WINDOW * WINDOW)))
+    return ids.view(-1, WINDOW)
+
+
+if __name__ == "__main__":
+    main()
