@@ -31,7 +31,7 @@ def main() -> None:
     from zero_inference.models.smollm2 import smollm2_checkpoint
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text (default: 4096)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the text (default: 2048)")
     parser.add_argument("--out", type=Path, help="write the table here too")
     args = parser.parse_args()
 
@@ -54,9 +54,12 @@ def main() -> None:
         if args.out:
             args.out.write_text("\n".join(lines) + "\n")
 
-    for channels in ("as published", "mixed"):
+    published = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for channels in ("mixed", "as published"):
         if channels == "mixed":
             mix(model)
+        else:
+            model.load_state_dict(published, strict=False)
         plain = {name: weight.clone() for name, weight in matrices(model)}
         exact, exact_loss = evaluate(model, ids)
         for name, bits, rounding in formats():
@@ -65,7 +68,7 @@ def main() -> None:
                 with torch.no_grad():
                     weight.copy_(plain[weight_name] if rounding is None else rounding(plain[weight_name]))
                 errors.append((float((weight - plain[weight_name]).norm()), float(plain[weight_name].norm())))
-            logits, loss = evaluate(model, ids)
+            logits, loss = (exact, exact_loss) if rounding is None else evaluate(model, ids)
             each = [error / norm for error, norm in errors]
             together = math.hypot(*(error for error, _ in errors)) / math.hypot(*(norm for _, norm in errors))
             difference = loss - exact_loss
@@ -79,9 +82,6 @@ def main() -> None:
                 f"{float((logits - exact).norm() / exact.norm()):.2%} | {perplexity:.3f} ± {of_perplexity:.3f} | "
                 f"{ratio:.4f} ± {of_ratio:.4f} |"
             )
-        for weight_name, weight in matrices(model):
-            with torch.no_grad():
-                weight.copy_(plain[weight_name])
 
 
 def formats() -> Iterator[tuple[str, float, Callable | None]]:
@@ -89,7 +89,8 @@ def formats() -> Iterator[tuple[str, float, Callable | None]]:
     import gguf
     import torch
 
-    from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
+    from zero_inference.cores.quantize import quantize
+    from zero_inference.quantization.groups import GroupQuantization, dequantize_reference
 
     def groups(bits: int, size: int):
         def rounded(weight: torch.Tensor) -> torch.Tensor:
@@ -233,8 +234,9 @@ def evaluate(model, ids):
 
 def text_ids(tokenizer, tokens: int):
     """int64 [windows, WINDOW]."""
-    import torch
     from pydoc_data.topics import topics
+
+    import torch
 
     text = itertools.chain.from_iterable(tokenizer(topics[name]).input_ids for name in sorted(topics))
     ids = torch.tensor(list(itertools.islice(text, tokens // WINDOW * WINDOW)))

@@ -303,7 +303,9 @@ def test_a_page_that_is_behind_is_told_and_written_anew(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
     assert made.main(["--docs", str(tmp_path)]) == 0 and made.main(["--check", "--docs", str(tmp_path)]) == 0
     options, record = (tmp_path / "options.md").read_text(), (tmp_path / "record.md").read_text()
-    assert "| `--quant-group-size N` | 64 with 8 bits, 32 with 4 |" in options and "## zero-inference compare" in options
+    assert (
+        "| `--quant-group-size N` | 64 with 8 bits, 32 with 4 |" in options and "## zero-inference compare" in options
+    )
     assert "| `limit.link_gbps` | GB/s |" in record and "| `loops[].step_s` |" in record
 
 

@@ -105,7 +105,9 @@ def extremes_and_one_fit(weight: torch.Tensor, scheme: GroupQuantization) -> tup
     return squared_errors(plain, values, scheme.group_size), squared_errors(fitted, values, scheme.group_size)
 
 
-@pytest.mark.parametrize("bits, dtype", [(4, torch.bfloat16), (4, torch.float16), (8, torch.float32), (8, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "bits, dtype", [(4, torch.bfloat16), (4, torch.float16), (8, torch.float32), (8, torch.bfloat16)]
+)
 def test_no_group_is_worse_than_with_its_extremes_or_one_fit_to_them(bits, dtype):
     weight = weights(40, 128, dtype=dtype)
     scheme = GroupQuantization(bits, 32)

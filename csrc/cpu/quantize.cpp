@@ -25,11 +25,11 @@ namespace zero_inference::cpu {
 
 namespace {
 
-// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again; as in
-// zero_inference/quantization/groups.py, which says why.
+// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
+// as in zero_inference/quantization/groups.py, which says why.
 constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
-constexpr int kNeighbours = 2;  // codes that are tried where quotients are rounded
+constexpr int kNeighbours = 2;              // codes that are tried where quotients are rounded
 constexpr int64_t kTaskElements = 1 << 16;  // that a thread takes at a time
 
 }  // namespace
@@ -106,8 +106,8 @@ void pack(const uint8_t* codes, int64_t size, int bits, uint8_t* out, int stride
 
 extern "C" {
 
-// Groups of `size` consecutive elements. Returns 0; 1 where a group holds NaN, an infinity, or a range that its dtype cannot hold;
-// -1 where memory is missing; -2 without these instructions, where numbers below 0 are the best.
+// Groups of `size` consecutive elements. Returns 0; 1 where a group holds NaN, an infinity, or a range that its dtype cannot
+// hold; -1 where memory is missing; -2 without these instructions, where numbers below 0 are the best.
 int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_t groups, int64_t size, int32_t bits,
                                 int32_t divides, uint8_t* codes, void* scale, void* minimum, int32_t threads,
                                 int32_t instructions) {
@@ -123,7 +123,8 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
   std::atomic<int32_t> result{0};
   const auto work = [&] {
     const size_t floats = static_cast<size_t>(size) * lanes.number * sizeof(float);
-    const std::unique_ptr<void, Free> memory(std::aligned_alloc(64, 2 * floats + static_cast<size_t>(size + 63) / 64 * 64 * lanes.number));
+    const std::unique_ptr<void, Free> memory(
+        std::aligned_alloc(64, 2 * floats + static_cast<size_t>(size + 63) / 64 * 64 * lanes.number));
     if (memory == nullptr) {
       result = -1;
       return;
@@ -137,7 +138,8 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
       for (int64_t first = index * task; first < end; first += lanes.number) {
         const int64_t count = std::min<int64_t>(lanes.number, end - first);
         if (count < lanes.number) std::memset(values, 0, floats);
-        for (int64_t lane = 0; lane < count; ++lane) load(weight, dtype, (first + lane) * size, size, values + lane, lanes.number);
+        for (int64_t lane = 0; lane < count; ++lane)
+          load(weight, dtype, (first + lane) * size, size, values + lane, lanes.number);
         if (!lanes.quantize(values, centered, size, bits, dtype, divides != 0, lane_codes, scales, minima)) {
           result = 1;
           return;

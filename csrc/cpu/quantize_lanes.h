@@ -1,5 +1,5 @@
-// Groups side by side, one a lane of the vectors of an instruction set: quantize.cpp includes this once for each, in a namespace of
-// its own that has `kLanes`.
+// Groups side by side, one a lane of the vectors of an instruction set: quantize.cpp includes this once for each, in a
+// namespace of its own that has `kLanes`.
 
 namespace {
 
@@ -126,9 +126,8 @@ inline void keep_better(Fit& best, const Fit& found) {
   best.gain = better ? found.gain : best.gain;
 }
 
-// `memory`: values [size, kLanes] of a group a lane, of float16 their bits; `scratch`: as much memory. Fills codes [size, kLanes],
-// scales and minima. Returns whether all
-// groups can be stored.
+// `memory`: values [size, kLanes] of a group a lane, of float16 their bits; `scratch`: as much memory. Fills codes [size,
+// kLanes], scales and minima. Returns whether all groups can be stored.
 bool quantize_lanes(float* memory, float* scratch, int64_t size, int bits, Dtype dtype, bool divides, uint8_t* codes,
                     float* scales, float* minima) {
   Vector* const values = reinterpret_cast<Vector*>(memory);

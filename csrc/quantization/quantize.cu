@@ -1,7 +1,7 @@
 // zero_inference::quantize_groups: float16, bfloat16 or float32 to int8 / int4 groups.
 //
-// What `_quantize_in_chunks` in zero_inference/quantization/groups.py does, which says how scale and minimum are chosen. A warp adds
-// in another order than PyTorch does, so that of tries that are as good as each other another one may stay.
+// What `_quantize_in_chunks` in zero_inference/quantization/groups.py does, which says how scale and minimum are chosen. A warp
+// adds in another order than PyTorch does, so that of tries that are as good as each other another one may stay.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -38,14 +38,16 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again; as in
-// zero_inference/quantization/groups.py.
+// Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
+// as in zero_inference/quantization/groups.py.
 __device__ constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
 constexpr int kNeighbours = 2;  // codes that are tried where quotients are rounded
 
 template <typename T>
-constexpr float kMost = std::is_same_v<T, __half> ? 65504.0f : std::is_same_v<T, float> ? 3.4028234663852886e38f : 3.3895313892515355e38f;
+constexpr float kMost = std::is_same_v<T, __half>  ? 65504.0f
+                        : std::is_same_v<T, float> ? 3.4028234663852886e38f
+                                                   : 3.3895313892515355e38f;
 
 // What values are multiplied by is finite unless their range is 0.
 template <typename T>
@@ -83,7 +85,8 @@ struct Line {
     const float product = divides ? rounded<T>(__fdiv_rn(code, scale)) : __fmul_rn(code, scale);
     return rounded<T>(__fadd_rn(product, minimum));
   }
-  // `code` and its squared error, NaN where scale or minimum is. A quotient that is rounded in between may make a neighbour nearer.
+  // `code` and its squared error, NaN where scale or minimum is. A quotient that is rounded in between may make a neighbour
+  // nearer.
   __device__ __forceinline__ float best_code(float value, float& error) const {
     float found = code(value), difference = restored(found) - value;
     error = difference * difference;
