@@ -116,8 +116,9 @@ def _loading_bytes(job: Job, quantization: QuantizationPlan | None, places: Plac
             kept = 0  # one of the buffers takes it
         beside = kept
         if quantization and name in quantization.names:
-            # DeepSpeed's quantizer has a copy to work on and codes as bytes; 4 bits are two halves of these, put together
-            beside = max(kept, whole + p.numel() * (2 if job.config.quant_bits == 4 else 1))
+            # codes, and what is made of them: of 4 bits two more tensors while they change places, then all as one
+            codes = p.numel() * job.config.quant_bits // 8
+            beside = codes + max(kept, 2 * codes if job.config.quant_bits == 4 else 0)
         waiting[layer] -= whole if waiting[layer] else 0
         most = max(most, taken + waiting[layer] + whole + beside)
         taken += kept

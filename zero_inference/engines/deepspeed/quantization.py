@@ -93,7 +93,7 @@ def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
     weight, bits, size = parameter.data, settings["num_bits"], settings["group_size"]
     codes, scale, minimum = quantize(weight, GroupQuantization(bits, size), divides=True)
     if bits == 4:
-        codes = (codes << 4) | (codes >> 4)  # DeepSpeed has the even element in the high nibble
+        codes = (codes << 4).bitwise_or_(codes >> 4)  # DeepSpeed has the even element in the high nibble
     codes = codes.view(*weight.shape[:-1], -1).view(weight.dtype)
     groups = (*weight.shape[:-1], weight.shape[-1] // size, 1)
     packed = concat_to_compat_param(codes, scale.view(groups), minimum.view(groups))
