@@ -106,7 +106,7 @@ struct Line {
 struct Fit {
   float codes = 0.0f, squares = 0.0f, products = 0.0f;
   float step = 0.0f, mean_code = 0.0f;
-  float gain = 0.0f;  // what it takes off the sum of the squared centered values; 0 where all codes are the same
+  float gain = 0.0f;  // decrease of the sum of squares; 0 for equal codes
 
   __device__ __forceinline__ void add(float code, float centered) {
     codes += code;

@@ -36,7 +36,7 @@ QUALITY_COMPANIONS = {
     ),
     "--quality perplexity": ("perplexity_window", "perplexity_stride"),
 }
-GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # where none is asked for, by bits: 4 bits in groups of 64 lose too much
+GROUP_SIZES = {16: 64, 8: 64, 4: 32}  # default by bits
 LEAST_RING_DEPTH = 2  # a layer computes while the next one comes
 MOST = 2**31 - 1  # of whatever is counted
 LONGEST_WINDOW = 1024  # tokens, of perplexity where none is asked for

@@ -22,7 +22,7 @@ import torch
 from zero_inference.runtime.extension import load_extension
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Of a group's range, what a try clips at either end: every pair of these. With 4 bits the step is a fifteenth, 0.067.
+# Shares of a group's range that tries clip at either end, each pair of them; a step of 4 bits is 0.067 of the range.
 CLIPPED = (0.0, 0.03, 0.06)
 NEIGHBOURS = 2  # codes that are tried where quotients are rounded
 REFITS = 2  # of the best try; a third takes off less than 0.1% of the error
