@@ -158,6 +158,9 @@ def test_a_call_beyond_the_plan_says_what_to_load_with(checkpoints):
             model(batch(4, 2)["input_ids"])
         with pytest.raises(UsageError, match="kv_offload=True .* not for beam_search"):
             model.generate(**batch(1, 5), max_new_tokens=2, num_beams=2)
+        with pytest.raises(UsageError, match="kv_offload=True .* not for beam_search"):
+            # nor advice for a larger batch
+            model.generate(**batch(2, 5), max_new_tokens=2, num_beams=3)
 
 
 def test_a_checkpoints_own_length_ends_where_memory_does(checkpoints):

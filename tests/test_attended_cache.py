@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from zero_inference.cores.attention import attention_reference
 from zero_inference.cores.cores import Cores
 from zero_inference.cores.crossing import Crossing, HostCalls, StreamSide
 from zero_inference.cores.meeting_place import own_place
-from zero_inference.errors import RunError, UsageError
-from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, blocks_for
+from zero_inference.errors import RunError
+from zero_inference.kv_cache import diverted
+from zero_inference.kv_cache.attended import AttendedCache, blocks_for
 from zero_inference.kv_cache.diverted import divert_attention, why_not_attended
 from zero_inference.kv_cache.masks import window_of
 from zero_inference.kv_cache.meetings import CopyMeeting, CoresMeeting, crossing_bytes
 from zero_inference.models.greedy import greedy
+from zero_inference.models.skeleton import empty_model
+from zero_inference.models.spec import ModelSpec
 from zero_inference.runtime.transfers import Transfers
 
 SMALL = dict(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, max_position_embeddings=256)
@@ -63,7 +69,6 @@ def functions_as_they_were():
     yield
     ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
     ALL_ATTENTION_FUNCTIONS._local_mapping.update(before)
-    AttendedLayer.waiting = None
 
 
 def small_model(family: str):
@@ -236,15 +241,73 @@ def falcon():
 
 
 def test_what_the_cores_cannot_attend_for_is_said_before():
-    assert why_not_attended(small_model("llama")) is None
-    with pytest.raises(RunError, match="falcon does not attend by transformers' attention functions"):
-        divert_attention(falcon())
+    assert "does not attend by transformers' attention functions" in why_not_attended(falcon())
     compressed = small_model("llama")
     compressed.config.kv_lora_rank = 32
     assert "compressed" in why_not_attended(compressed)
     flexible = small_model("llama")
     flexible.config._attn_implementation = "flex_attention"
     assert "flex_attention" in why_not_attended(flexible)
+
+
+def empty(config):
+    return empty_model(ModelSpec("small", config, folder=None, snapshot=None, dtype=torch.bfloat16, dummy=True))
+
+
+SIZES = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+)
+UNLIKE = {
+    "diffllama": {},  # the difference of two softmaxes over the same keys
+    "doge": {},  # a mask made of the values of all positions
+    "jetmoe": dict(kv_channels=8, num_local_experts=2),  # keys are repeated for experts of attention
+}
+
+
+@pytest.mark.parametrize("family", UNLIKE)
+def test_attention_of_another_kind_is_found_by_a_trial(family):
+    assert "has an attention of its own" in why_not_attended(
+        empty(AutoConfig.for_model(family, **SMALL | SIZES | UNLIKE[family]))
+    )
+
+
+def with_one_wrong(wrong, *args, **how):
+    return attention_reference(*args, **how | wrong)
+
+
+def test_a_trial_finds_what_the_cores_are_not_told(monkeypatch):
+    """Logits that are scaled, capped, or share their softmax with sinks: with the trial's attention wrong by one of these at a time."""
+    families = {"scale": "llama", "softcap": "gemma2", "sinks": "gpt_oss", "slopes": "bloom", "mask": "mistral"}
+    for told, family in families.items():
+        model = empty(small_model(family).config)
+        assert why_not_attended(model) is None
+        with monkeypatch.context() as patched:
+            wrong = {"scale": 0.9, "softcap": 0.0}.get(told)
+            of_trial = partial(with_one_wrong, {told: wrong})
+            patched.setattr(diverted, "attention_reference", of_trial)
+            assert "computes something else" in why_not_attended(model), told
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_the_cores_attend_for_layers_of_hybrids(family):
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+    mamba = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=64, mamba_chunk_size=8)
+    kinds = dict(layer_types=["linear_attention", "full_attention"] * 2, num_experts=0)
+    config = AutoConfig.for_model(family, **SMALL | SIZES | (mamba if family == "falcon_h1" else linear | kinds))
+    assert why_not_attended(empty(config)) is None
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), prompts(2, 70)
+    divert_attention(model)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    found = []
+    ours = make(model, 76)
+    for cache in (ours, ours, DynamicCache(config=model.config)):
+        if isinstance(cache, AttendedCache):
+            cache.reset()
+        with torch.no_grad():
+            found.append(model.generate(ids, attention_mask=mask, generation_config=greedy(6), past_key_values=cache))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
 
 
 def test_attention_that_passes_the_functions_by_is_an_error():
@@ -264,7 +327,7 @@ def test_keys_that_are_changed_behind_the_cache_are_an_error():
 
     transfers = Transfers()
     cache = Changed(model.config, 20, False, False, transfers, CopyMeeting(transfers))
-    with pytest.raises(RunError, match="changes keys"):
+    with pytest.raises(RunError, match="changed its keys"):
         generated(model, ids, 4, cache)
 
 
@@ -275,9 +338,3 @@ def test_one_token_too_many_is_an_error():
     with pytest.raises(RunError, match="has 4 positions, but 5 are needed"), torch.no_grad():
         model(prompts(1, 4), past_key_values=cache)
         model(prompts(1, 1), past_key_values=cache)
-
-
-def test_state_space_layers_are_refused():
-    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
-    with pytest.raises(UsageError, match="linear_attention"):
-        AttendedCache(config, 4, False, False, Transfers(), CopyMeeting(Transfers()))

@@ -295,12 +295,12 @@ def test_an_unknown_model_names_the_near_ones(refused, name, near):
     assert name in message and near in message
 
 
-def test_kv_offload_of_a_model_with_other_state(refused, tmp_path):
+@pytest.mark.parametrize("kind", ["mamba", "openai-gpt"])
+def test_kv_offload_of_a_model_that_takes_no_cache(refused, tmp_path, kind):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]})
-    )
-    assert "linear_attention" in refused("--model", tmp_path / "model", "--dummy", "--kv-offload", "--cpu-offload")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind}))
+    message = refused("--model", tmp_path / "model", "--dummy", "--kv-offload", "--cpu-offload", "--prompt-len", "8")
+    assert f"--kv-offload keeps keys and values in host memory, and {kind} takes no past_key_values: drop" in message
 
 
 def test_a_preset_without_network_points_to_dummy(refused):

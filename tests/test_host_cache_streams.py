@@ -121,8 +121,8 @@ def played(monkeypatch, seed: int):
 
 
 def cache_of(layers: int, wraps: bool = True) -> list:
-    pool = host._DeviceSlots(layers, True, True, Transfers(), wraps)
-    return [host._HostLayer(pool, index, LENGTH) for index in range(layers)]
+    pool = host._DeviceSlots(True, True, Transfers(), wraps)
+    return [host._HostLayer(pool, LENGTH) for _ in range(layers)]
 
 
 def states_of(layer: int, start: int, end: int, generation: int = 0) -> tuple[Memory, Memory]:
@@ -160,13 +160,13 @@ def generations_agree(monkeypatch, layers: int, seed: int, generations: int = 2,
             start = 0
             for end in (3, 4, 5, 6, 8, 9):  # a prompt of three, tokens, and two at once
                 read = []
-                for layer in cache:
+                for index, layer in enumerate(cache):
                     layer.device = SimpleNamespace(type="cuda")
                     if not layer.is_initialized:
                         layer.dtype, layer.is_initialized = torch.float32, True
-                        layer.allocate(*states_of(layer.index, 0, 3))
-                    read.append(layer.update(*states_of(layer.index, start, end, generation)))
-                    attend(read[-1], layer.index, end, generation)
+                        layer.allocate(*states_of(index, 0, 3))
+                    read.append(layer.update(*states_of(index, start, end, generation)))
+                    attend(read[-1], index, end, generation)
                 for number in range(sharing):
                     attend(read[-1 - number % 2], layers - 1 - number % 2, end, generation)
                 start = end
@@ -240,8 +240,8 @@ def test_two_layers_are_asked_for_ahead(monkeypatch):
                 layer.device = SimpleNamespace(type="cuda")
                 if not layer.is_initialized:
                     layer.dtype, layer.is_initialized = torch.float32, True
-                    layer.allocate(*states_of(layer.index, 0, 3))
-                layer.update(*states_of(layer.index, start, end))
+                    layer.allocate(*states_of(cache.index(layer), 0, 3))
+                layer.update(*states_of(cache.index(layer), start, end))
                 if start:
                     assert list(pool.filled) == [(layer.index + ahead) % 5 for ahead in (1, 2)]
         assert len(pool.slots) == host.SLOTS == 3

@@ -54,6 +54,19 @@ BY_HEADS = {  # the log's formula is exact
     "falcon-one-kv-head": dict(SMALL, model_type="falcon", multi_query=True, new_decoder_architecture=False),
     "falcon-grouped": dict(SMALL, model_type="falcon", new_decoder_architecture=True, num_kv_heads=2),
     "gpt_bigcode": dict(SMALL, model_type="gpt_bigcode", multi_query=True),
+    "some-layers-without": dict(
+        SMALL,
+        model_type="qwen3_next",
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=0,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
 }
 BY_THE_MODEL = {  # only the model knows
     "deepseek_v3": dict(MLA, model_type="deepseek_v3"),

@@ -404,14 +404,30 @@ def test_advice_names_the_cores_where_experts_would_be_in_memory_twice(no_gpu, m
     refuse_hopeless(planned("off"))
 
 
-def test_layers_without_keys_and_values_are_not_counted_where_the_model_cannot_be_asked(no_gpu, tmp_path):
-    """MiniMax refuses every cache but its own."""
+def test_layers_without_keys_and_values_are_not_counted(no_gpu, tmp_path):
+    """MiniMax takes no cache but one of its own class."""
     kinds = ["full_attention", *["linear_attention"] * 7]
     transformers.MiniMaxConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, num_local_experts=2, vocab_size=128, layer_types=kinds,
     ).save_pretrained(tmp_path)  # fmt: skip
     assert plan_for(tmp_path, engine="resident", dummy=True).job.sizes.kv_widths == (2 * 2 * 16,)
+
+
+def test_attention_that_the_cores_do_not_know_stays_on_the_device(no_gpu, tmp_path):
+    """Differential attention; the cores multiply all the same."""
+    transformers.DiffLlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=1024,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    options = dict(engine="stream", dummy=True, gpu_memory=0, kv_offload=True)
+    found = plan_for(tmp_path, **options, cpu_compute="1").weights
+    assert found.cores.share == 1 and not found.cores.attends and found.carries_kv
+    assert found.no_attention.startswith("diffllama has an attention of its own")
+    assert f"the cores do not attend over keys and values: {found.no_attention}" in found.in_words()
+    found = plan_for(tmp_path, **options, cpu_compute="off").weights
+    assert found.no_attention == found.cores_stay_out == "--cpu-compute off" and "attend" not in str(found.in_words())
+    assert plan_for(tmp_path, **options | {"kv_offload": False}, cpu_compute="1").weights.no_attention is None
 
 
 def describe_job_without_memory(config, ranks):

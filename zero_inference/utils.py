@@ -126,13 +126,23 @@ def text_config(config: Any) -> Any:
 
 
 def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
-    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
+    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer that keeps them.
 
     This is the log's figure. What a model really caches can differ (latent attention, layers that share a cache): see
     `zero_inference.engines.base.Job.kv_bytes`.
     """
     config = text_config(config)
-    return 2 * batch_size * seq_len * config.num_hidden_layers * kv_width(config) * 2
+    return 2 * batch_size * seq_len * kv_layers(config) * kv_width(config) * 2
+
+
+WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp", "dummy"}  # of a config's layer_types
+
+
+def kv_layers(config: Any) -> int:
+    """Return how many layers of a text config keep K and V: not those of a hybrid that have other state or none."""
+    kinds = getattr(config, "layer_types", None)
+    count: int = config.num_hidden_layers
+    return sum(kind not in WITHOUT_KEYS for kind in kinds[:count]) if kinds else count
 
 
 def kv_width(config: Any) -> int:

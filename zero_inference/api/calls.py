@@ -74,8 +74,6 @@ class Calls:
         )
         rows, tokens = (1, 1) if prompt is None else prompt.shape[:2]
         rows *= max(merged.num_beams or 1, merged.num_return_sequences or 1)
-        self.check(rows, tokens)
-        self._limit(call, merged, rows, tokens, asked=settings if call.get("generation_config") is not None else None)
         mode = str(getattr(merged.get_generation_mode(call.get("assistant_model")), "value", ""))
         appends = mode in WITH_OWN_CACHE and merged.use_cache is not False and not call.get("custom_generate")
         own = call.get("past_key_values") is not None or merged.cache_implementation is not None
@@ -84,6 +82,8 @@ class Calls:
                 f"kv_offload=True keeps keys and values in host memory for greedy generation and sampling, not for {mode}: "
                 "use one of these, or load the model without kv_offload."
             )
+        self.check(rows, tokens)
+        self._limit(call, merged, rows, tokens, asked=settings if call.get("generation_config") is not None else None)
         if appends and not own and (cache := self.cache(rows, merged.return_dict_in_generate is True)) is not None:
             call["past_key_values"] = cache
         return {name: to_device(value, self.loaded.device) for name, value in call.items()}
@@ -153,7 +153,7 @@ class Calls:
 
     def _in_host_memory(self) -> Any:
         loaded = self.loaded
-        make = cache_maker(self.config, self.model_config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+        make = cache_maker(self.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
         assert make is not None, "kv_offload has a cache of this package"
         return make()
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
+from transformers import DynamicCache
 
 from zero_inference.errors import RunError
-from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer, check_layer_types, key_value_layers
+from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
 from zero_inference.kv_cache.masks import Masks
 from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.transfers import Transfers
@@ -65,27 +66,41 @@ class AttendedCache(PreallocatedCache):
     """Preallocated KV cache in host memory, attended by the cores from the second pass on.
 
     Args:
-        config: the transformers config; it says how many layers there are.
+        config: the transformers config.
         max_length: positions to allocate: prompt plus generated tokens.
         pinned: page-lock the host memory (needs CUDA).
         asynchronous: write the prompt's keys and values without waiting for them (needs `pinned`).
         transfers: counters to raise.
         meeting: how the model's device and the cores meet.
+        kind: what `cache_class` gives for the model.
+
+    Attributes:
+        waiting: the layer whose new keys and values are on their way from `update` to the attention function.
 
     Raises:
-        UsageError: the model keeps other state than keys and values (state-space layers).
+        UsageError: the model has no keys and values that could be kept so.
     """
 
     def __init__(
-        self, config, max_length: int, pinned: bool, asynchronous: bool, transfers: Transfers, meeting: Meeting
+        self,
+        config,
+        max_length: int,
+        pinned: bool,
+        asynchronous: bool,
+        transfers: Transfers,
+        meeting: Meeting,
+        kind: type[DynamicCache] = DynamicCache,
     ):
-        check_layer_types(config)
         self.writer = PromptWriter(asynchronous, transfers)
-        self.meeting, self.pinned, self.masks = meeting, pinned, Masks()
-        super().__init__(layers=[AttendedLayer(self, max_length) for _ in range(key_value_layers(config))])
+        self.max_length, self.meeting, self.pinned, self.masks = max_length, meeting, pinned, Masks()
+        self.waiting: AttendedLayer | None = None
+        super().__init__(config, kind)
+
+    def new_layer(self) -> PreallocatedLayer:
+        return AttendedLayer(self, self.max_length)
 
     def reset(self) -> None:
-        AttendedLayer.waiting, self.masks = None, Masks()
+        self.waiting, self.masks = None, Masks()
         self.writer.wait()
         super().reset()
 
@@ -94,13 +109,10 @@ class AttendedLayer(PreallocatedLayer):
     """Keys and values of one layer in host memory.
 
     Attributes:
-        waiting: the layer whose new keys and values are on their way from `update` to the attention function.
         newest: new keys and values, [batch, kv_heads, new, dim], where the model computes; not in `kept` yet.
         kept: keys and values, [blocks, batch, kv_heads, positions of a block, dim].
         logits: what the layer does with its logits; whoever sends for `Meeting.attend` sets it before the first time.
     """
-
-    waiting: ClassVar[AttendedLayer | None] = None
 
     def __init__(self, cache: AttendedCache, max_length: int):
         super().__init__(max_length)
@@ -116,31 +128,29 @@ class AttendedLayer(PreallocatedLayer):
         )
 
     def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
-        if AttendedLayer.waiting is not None:
-            raise not_attended("a layer did not attend through transformers' attention functions")
+        if self.cache.waiting is not None:
+            raise NotAttended("a layer did not attend through transformers' attention functions, or changed its keys")
         if start == 0:
             self.cache.writer.write(self.kept, states, self.device)
             return states
         self.newest = states
         # of the length that models expect; if one computes with them itself, the next layer's `append` finds out
         shown = tuple(new[:, :, :1].expand(-1, -1, end, -1) for new in states)
-        shown[0].attended = AttendedLayer.waiting = self
+        shown[0].attended = self.cache.waiting = self
         return shown
 
-    @classmethod
-    def take_waiting(cls, key: torch.Tensor) -> AttendedLayer | None:
-        """The layer whose mark `key` has; None for keys of any other cache.
-
-        Raises:
-            RunError: a layer waits for its keys, and these are others.
-        """
-        layer, cls.waiting = cls.waiting, None
-        if layer is not None and getattr(key, "attended", None) is not layer:
-            raise not_attended("the model changes keys that come from the cache")
+    @staticmethod
+    def of(key: torch.Tensor) -> AttendedLayer | None:
+        """The layer whose mark `key` has, which waits no longer; None for keys that are to be attended where they are."""
+        layer: AttendedLayer | None = getattr(key, "attended", None)
+        if layer is not None:
+            layer.cache.waiting = None
         return layer
 
     def attend(self, query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Attention [batch, new, heads, value_dim] of `query` [batch, heads, new, key_dim], for `mask` as `Masks.on_host` takes it."""
+        if self.newest is None:
+            raise NotAttended("a layer attends more than once to its keys")
         window, rest = self.cache.masks.on_host(mask, self.length)
         out = self.cache.meeting.attend(self, query, window, rest)
         self.newest = None
@@ -198,6 +208,9 @@ class PromptWriter:
             self.under_way = False
 
 
-def not_attended(why: str) -> RunError:
-    """An error in the middle of a run, which no check before it has foreseen."""
-    return RunError(f"attention by the cores, over keys and values in host memory: {why}; use --cpu-compute off.")
+class NotAttended(RunError):
+    """The model uses keys and values of an `AttendedCache` otherwise than by attending over them once; `why` says how."""
+
+    def __init__(self, why: str):
+        super().__init__(f"attention by the cores, over keys and values in host memory: {why}; use --cpu-compute off.")
+        self.why = why

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from zero_inference.config import RunConfig
 from zero_inference.kv_cache.attended import AttendedCache, Meeting
 from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, other_layer_types
 from zero_inference.kv_cache.host import HostKVCache
+from zero_inference.models.sizes import cache_class
 from zero_inference.runtime.transfers import Transfers
 
 
 def cache_maker(
-    config: RunConfig, model_config, preallocated: bool, transfers: Transfers, meeting: Meeting | None = None
+    config: RunConfig, model: Any, preallocated: bool, transfers: Transfers, meeting: Meeting | None = None
 ) -> Callable[[], PreallocatedCache] | None:
     """What gives each loop its cache, emptied and in the same memory; None leaves the cache to transformers.
 
     Args:
-        model_config: the transformers config.
+        model: the transformers model.
         preallocated: whether the engine is made for a cache that takes no memory while the model runs.
         transfers: counters that a cache in host memory raises.
         meeting: of a model whose attention the host's cores compute over a cache in host memory; None where the device does.
     """
-    length = config.positions
+    length, model_config = config.positions, model.config
+    on_host = model_config, length, config.pin_kv_cache, config.async_kv_offload, transfers
     cache: PreallocatedCache
     if config.kv_offload and meeting is not None:
-        cache = AttendedCache(model_config, length, config.pin_kv_cache, config.async_kv_offload, transfers, meeting)
+        cache = AttendedCache(*on_host, meeting, cache_class(model))
     elif config.kv_offload:
-        cache = HostKVCache(model_config, length, config.pin_kv_cache, config.async_kv_offload, transfers)
+        cache = HostKVCache(*on_host, cache_class(model))
     elif preallocated and not other_layer_types(model_config):
         cache = DeviceKVCache(model_config, length)
     else:

@@ -7,15 +7,20 @@ that attention computes what it would with transformers' growing cache, without 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zero_inference.errors import RunError, UsageError
-from zero_inference.models.sizes import KEY_VALUE_LAYERS
+from zero_inference.models.sizes import KEY_VALUE_LAYERS, cache_class, new_cache
+
+T = TypeVar("T")
 
 
 def other_layer_types(config) -> set[str]:
@@ -24,14 +29,37 @@ def other_layer_types(config) -> set[str]:
     return set(getattr(text, "layer_types", None) or ["full_attention"]) - KEY_VALUE_LAYERS
 
 
-def check_layer_types(config) -> None:
-    """Raises UsageError where a model keeps other state than keys and values."""
-    kinds = other_layer_types(config)
+def why_not_offloaded(model: torch.nn.Module) -> str | None:
+    """Return why keys and values of `model` cannot be kept in host memory, in words that follow its name; None where they can."""
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        return "takes no past_key_values"
+    try:
+        own = new_cache(model.config, cache_class(model))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return f"has no cache that transformers can make ({type(error).__name__}: {error})"
+    return _why_not_kept(own)
+
+
+def refuse_kv_offload(model: torch.nn.Module) -> None:
+    """Raises UsageError where keys and values of `model` cannot be kept in host memory."""
+    reason = why_not_offloaded(model)
+    if reason is not None:
+        raise _refusal(model.config, reason)
+
+
+def _refusal(config: Any, reason: str) -> UsageError:
+    kind = config.get_text_config(decoder=True).model_type
+    return UsageError(f"--kv-offload keeps keys and values in host memory, and {kind} {reason}: drop --kv-offload.")
+
+
+def _why_not_kept(own: Cache) -> str | None:
+    """Return why a cache of this package cannot hold the keys and values of `own`, one of transformers; None where it can."""
+    kinds = {type(layer).__name__ for layer in own.layers if keeps_keys(layer) and not _is_replaceable(layer)}
     if kinds:
-        raise UsageError(
-            f"--kv-offload supports plain attention layers only, but {config.get_text_config(decoder=True).model_type} also has layers of "
-            f"type {', '.join(sorted(kinds))}: drop --kv-offload."
-        )
+        return f"keeps them in a form of its own ({', '.join(sorted(kinds))})"
+    if own.layers and not any(map(keeps_keys, own.layers)):
+        return "has no layers that keep keys and values"
+    return None
 
 
 def attends_to_all(config, length: int) -> bool:
@@ -42,10 +70,36 @@ def attends_to_all(config, length: int) -> bool:
     return kinds <= {"full_attention", "attention"} or (kinds <= KEY_VALUE_LAYERS and bool(window) and window >= length)
 
 
-def key_value_layers(config) -> int:
-    """How many layers keep keys and values of their own."""
-    text = config.get_text_config(decoder=True)
-    return text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", 0) or 0)
+def keeps_keys(layer: Any) -> bool:
+    """Return whether `layer`, one of a cache of transformers, has keys and values."""
+    return isinstance(layer, CacheLayerMixin)
+
+
+def _is_replaceable(layer: CacheLayerMixin) -> bool:
+    """Return whether `layer` treats keys and values as a plain layer does, whatever other state it has."""
+    plain = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
+    methods = ("update", "get_mask_sizes", "get_seq_length")
+    return isinstance(layer, DynamicLayer) and all(
+        getattr(type(layer), name) is getattr(plain, name) for name in methods
+    )
+
+
+@functools.cache
+def _both(ours: Any, own: Any) -> type:
+    return type(f"{ours.__name__}And{own.__name__}", (ours, own), {})
+
+
+def with_state_of(own: Any, ours: T, replaced: tuple[str, ...]) -> T:
+    """Return `ours` as an object of its own class and then of that of `own`, with the state of `own` but for the attributes `replaced`.
+
+    A layer of ours can have a recurrence's state too, and a cache of ours can be one of a class that a model insists on.
+    """
+    kind: Any = type(own)
+    if not isinstance(ours, kind):
+        found: Any = type(ours)
+        ours.__class__ = _both(found, kind)
+    vars(ours).update({name: value for name, value in vars(own).items() if name not in replaced})
+    return ours
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -63,6 +117,8 @@ class PreallocatedLayer(CacheLayerMixin):
         super().__init__()
         self.max_length, self.length = max_length, 0
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.dtype: Any = None
+        self.device: Any = None
 
     @abstractmethod
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -72,9 +128,13 @@ class PreallocatedLayer(CacheLayerMixin):
     def append(self, states: tuple[torch.Tensor, torch.Tensor], start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Store `states` [batch, heads, end - start, head_dim]; return all so far, [batch, heads, end, head_dim]."""
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.allocate(key_states, value_states)
+    def lazy_initialization(self, *states: torch.Tensor, **others: Any) -> None:
+        """Allocate memory for keys and values like `states`; or for `others`, states of a recurrence that the layer keeps too."""
+        if others:
+            super().lazy_initialization(**others)
+            return
+        self.dtype, self.device = states[0].dtype, states[0].device
+        self.allocate(*states)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -110,29 +170,80 @@ class PreallocatedLayer(CacheLayerMixin):
 
 
 class PreallocatedCache(Cache):
-    """A cache of `PreallocatedLayer`s, which keeps its memory over `reset`."""
+    """A cache whose keys and values are in `PreallocatedLayer`s, which keep their memory over `reset`. Other state, such as that of a
+    recurrence, is in transformers' own layers, on the device that computes.
+
+    Args:
+        config: the transformers config.
+        kind: what `cache_class` gives for the model.
+
+    Raises:
+        UsageError: the model has no keys and values that could be kept so.
+    """
+
+    def __init__(self, config: Any, kind: type[DynamicCache] = DynamicCache):
+        self.new_own = functools.partial(new_cache, config, kind)
+        own = self.new_own()
+        if reason := _why_not_kept(own):
+            raise _refusal(config, reason)
+        super().__init__(layers=[self._layer(layer) for layer in own.layers])
+        if own.layer_class_to_replicate is not None:  # made when they are first used
+            self.layer_class_to_replicate = self.new_layer
+        if type(own) is not DynamicCache:  # a model that asks for it
+            with_state_of(own, self, STATE_OF_CACHE)
+
+    @abstractmethod
+    def new_layer(self) -> PreallocatedLayer:
+        """A layer without keys and values."""
+
+    def _layer(self, own: Any) -> Any:
+        if not keeps_keys(own):
+            return own
+        plain = type(own) in (DynamicLayer, DynamicSlidingWindowLayer)
+        return self.new_layer() if plain else with_state_of(own, self.new_layer(), STATE_OF_LAYER)
+
+    @property
+    def preallocated(self) -> list[PreallocatedLayer]:
+        """Layers that keep keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, PreallocatedLayer)]
 
     def nbytes(self) -> int:
-        """Bytes the cache holds."""
-        return sum(layer.nbytes() for layer in self.layers)
+        """Bytes of keys and values."""
+        return sum(layer.nbytes() for layer in self.preallocated)
 
     def reset(self) -> None:
-        """Forget all tokens and keep the memory."""
-        for layer in self.layers:
+        """Forget all tokens and keep the memory of keys and values."""
+        for layer in self.preallocated:
             layer.reset()
+        own = self.new_own()
+        if own.layer_class_to_replicate is not None:  # the model may look at how many there are
+            made = iter(self.layers)
+            self.layers: list[Any] = []
+            self.layer_class_to_replicate = lambda: next(made, None) or self.new_layer()
+        for index, new in enumerate(own.layers):
+            if not isinstance(self.layers[index], PreallocatedLayer):
+                self.layers[index] = new
+            elif isinstance(self.layers[index], type(new)):  # it keeps other state too
+                with_state_of(new, self.layers[index], STATE_OF_LAYER)
+        if type(own) is not DynamicCache:
+            with_state_of(own, self, STATE_OF_CACHE)
+
+
+STATE_OF_CACHE = ("layers", "layer_class_to_replicate")
+STATE_OF_LAYER = ("keys", "values", "is_initialized", "device", "dtype", "cumulative_length")
 
 
 class DeviceKVCache(PreallocatedCache):
     """Keys and values where the model computes, [batch, heads, max_length, head_dim] a layer.
 
     Args:
-        config: the transformers config; it says how many layers there are.
+        config: the transformers config.
         max_length: positions to allocate: prompt plus generated tokens.
     """
 
     def __init__(self, config, max_length: int):
         self.max_length = max_length
-        super().__init__(layers=[self.new_layer() for _ in range(key_value_layers(config))])
+        super().__init__(config)
 
     def new_layer(self) -> PreallocatedLayer:
         return _DeviceLayer(self.max_length)

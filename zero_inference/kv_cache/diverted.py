@@ -7,50 +7,196 @@ differs in passes that the cores attend. All other calls are as they were, also 
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from zero_inference.errors import RunError
-from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, Logits, not_attended
+from zero_inference.cores.attention import attention_reference
+from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, Logits, NotAttended
+from zero_inference.models.alike import copy_with_few_layers, kinds_of_layers
+from zero_inference.models.meta_pass import tensors_in
+from zero_inference.models.sizes import cache_class, new_cache
+from zero_inference.runtime.text import first_line
+from zero_inference.runtime.transfers import Transfers
 
-FUNCTIONS = (
-    "sdpa",
-    "eager",
-)  # what a model attends by unless it is told otherwise; others keep masks of their own kind
+# the usual attention implementations; others have masks of another kind
+FUNCTIONS = ("sdpa", "eager")
+TRIAL_PROMPT, TRIAL_STEPS = 6, 2  # tokens of a sequence
+SMALL_ELEMENTS = 1 << 16  # of a parameter that a trial has numbers for
 
 
 def why_not_attended(model: PreTrainedModel) -> str | None:
-    """Why the cores cannot attend for `model`, in words that follow its name; None where they can. Its weights are not read."""
+    """Return why the cores cannot attend for `model`, which has no weights yet, in words that follow its name; None where they can.
+
+    A trial decides: decode steps with our attention have to compute what the model's own does. They do not if it has another softmax,
+    computes with the keys and values of all positions itself (a mask, an expansion), or adds to the logits.
+    """
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "num_kv_shared_layers", None):
         return "has layers that share keys and values"
     if getattr(text, "kv_lora_rank", None):
         return "keeps keys and values in a compressed form"
-    if any(type(module).__name__ in OWN_FORWARDS for module in model.modules()):
-        return None
-    if not all(part._can_set_attn_implementation() for part in model.modules() if isinstance(part, PreTrainedModel)):
-        return "does not attend by transformers' attention functions"
-    if text._attn_implementation not in FUNCTIONS:
-        return f"attends by {text._attn_implementation}, not by {' or '.join(FUNCTIONS)}"
-    return None
+    if not _own_forwards(model):
+        if not all(
+            part._can_set_attn_implementation() for part in model.modules() if isinstance(part, PreTrainedModel)
+        ):
+            return "does not attend by transformers' attention functions"
+        if text._attn_implementation not in FUNCTIONS:
+            return f"attends by {text._attn_implementation}, not by {' or '.join(FUNCTIONS)}"
+    try:
+        same = _attends_alike(model)
+    except NotAttended as error:
+        return f"has an attention of its own ({error.why})"
+    except Exception as error:  # whatever the model's own code raises
+        return f"cannot be tried with attention by the cores ({first_line(error)})"
+    return None if same else "has an attention that computes something else than that of the cores"
+
+
+def _own_forwards(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in OWN_FORWARDS]
+
+
+def _attends_alike(model: PreTrainedModel) -> bool:
+    """Return whether decode steps with the cores' attention equal those with the model's own. Random numbers replace the weights, one layer
+    of each kind computes, and one of the two sequences is padded on the left."""
+    own, ours = (list(_steps_of_trial(model, attended)) for attended in (False, True))
+    finite = all(tensor.isfinite().all() for tensor in own)
+    return (
+        finite and len(own) == len(ours) and all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in zip(own, ours))
+    )
+
+
+def _steps_of_trial(model: PreTrainedModel, attended: bool) -> Iterator[torch.Tensor]:
+    """Yield results of decode steps: the inputs of products with large weights, and the logits."""
+    copied, begin_pass = _small_copy(model)
+    kind, length = cache_class(copied), TRIAL_PROMPT + TRIAL_STEPS
+    cache = new_cache(copied.config, kind)
+    if attended:
+        cache = AttendedCache(copied.config, length, False, False, Transfers(), _InPython(), kind)
+    one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}
+    ids = 1 + torch.arange(2 * length).reshape(2, length) % (copied.config.get_text_config(decoder=True).vocab_size - 1)
+    mask = torch.ones_like(ids)
+    mask[0, : TRIAL_PROMPT // 2] = 0
+    with _diverted(copied) if attended else nullcontext(), torch.no_grad(), _RandomProducts() as products:
+        for start, end in ((0, TRIAL_PROMPT), *((at, at + 1) for at in range(TRIAL_PROMPT, length))):
+            begin_pass()
+            products.given.clear()
+            given = dict(
+                input_ids=ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
+            )
+            logits = copied(**given, **one).logits
+            if start:
+                yield from products.given
+                yield logits
+
+
+def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], None]]:
+    """Return a float32 copy of `model` with random numbers in small parameters (norms, sinks), and a function to call before each pass. One
+    layer of each kind computes in a pass; the others return its result."""
+    kinds = kinds_of_layers(model)
+    copied, run = copy_with_few_layers(model, kinds)
+    copied.to(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for module in copied.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and parameter.numel() <= SMALL_ELEMENTS:
+                numbers = torch.randn(parameter.shape, generator=generator)
+                numbers = 1 + numbers / 10 if parameter.dim() < 2 else numbers * parameter.shape[-1] ** -0.5
+                module._parameters[name] = torch.nn.Parameter(numbers.to(parameter.dtype), requires_grad=False)
+    made: dict[int, Any] = {}  # by kind, in this pass
+
+    def computing_once(forward: Callable, number: int) -> Callable:
+        def call(*args: Any, **options: Any) -> Any:
+            if number not in made:
+                made[number] = forward(*args, **options)
+            return made[number]
+
+        return call
+
+    for number in range(len(kinds.positions)) if run else ():
+        for position in kinds.run_of(number):
+            run[position].forward = computing_once(run[position].forward, number)
+    return copied, made.clear
+
+
+class _RandomProducts(TorchDispatchMode):
+    """Return random numbers from operators with some arguments on the meta device, such as products with weights that are not loaded.
+
+    Attributes:
+        given: the other arguments of such operators.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[torch.Tensor] = []
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        tensors = tensors_in((args, kwargs))
+        real = [tensor for tensor in tensors if not tensor.is_meta]
+        if real and kwargs and str(kwargs.get("device")) == "meta":  # a copy to where a weight is
+            kwargs = kwargs | {"device": real[0].device}
+        if len(real) in (0, len(tensors)):
+            return function(*args, **(kwargs or {}))
+        numbers = [tensor for tensor in real if tensor.is_floating_point()]
+        self.given += [tensor.clone() for tensor in numbers]
+        grouped = "grouped_mm" in str(function)  # has no other dtype on the meta device
+
+        def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to("meta", torch.bfloat16 if grouped and tensor.is_floating_point() else tensor.dtype)
+
+        out = function(
+            *tree_map_only(torch.Tensor, shape_of, args), **tree_map_only(torch.Tensor, shape_of, kwargs or {})
+        )
+        if function._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_select) and not numbers:
+            return out  # weights that were chosen, such as those of an expert
+        return tree_map_only(torch.Tensor, self._random, out)
+
+    def _random(self, shape: torch.Tensor) -> torch.Tensor:
+        if not shape.is_floating_point():
+            return torch.zeros(shape.shape, dtype=shape.dtype)
+        return torch.randn(shape.shape, generator=self.generator)
+
+
+class _InPython:
+    """A `Meeting` that attends as `attention` does, in plain PyTorch."""
+
+    def attend(
+        self, layer: AttendedLayer, query: torch.Tensor, window: int = 0, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        layer.keep(*layer.newest)
+        how = vars(layer.logits) | dict(positions=layer.length, window=window, mask=mask)
+        return attention_reference(query, *layer.kept, **how).to(query.dtype).transpose(1, 2)
+
+
+@contextmanager
+def _diverted(model: PreTrainedModel) -> Iterator[None]:
+    """Within it `model` attends as `divert_attention` has it."""
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    before = ALL_ATTENTION_FUNCTIONS.get(name)
+    divert_attention(model)
+    try:
+        yield
+    finally:
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
+            del ALL_ATTENTION_FUNCTIONS[name]  # what was set here hid it
+            if ALL_ATTENTION_FUNCTIONS.get(name) is not before:
+                ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 def divert_attention(model: PreTrainedModel) -> None:
-    """Have `model` attend on the cores wherever an `AttendedCache` holds its keys and values; safe to call twice.
-
-    Raises:
-        RunError: the model's attention cannot be diverted; `why_not_attended` says so before.
-    """
-    reason = why_not_attended(model)
-    if reason is not None:
-        raise RunError(f"{model.config.model_type} {reason}: the cores cannot attend for it; use --cpu-compute off.")
-    own = [module for module in model.modules() if type(module).__name__ in OWN_FORWARDS]
+    """Have `model` attend on the cores wherever an `AttendedCache` holds its keys and values; safe to call twice. To be called where
+    `why_not_attended` found no reason before the weights were there."""
+    own = _own_forwards(model)
     for module in own:
         if not isinstance(module.forward, _OwnForward):
             module.forward = _OwnForward(OWN_FORWARDS[type(module).__name__], module, module.forward)
@@ -77,16 +223,16 @@ class _Diverted:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
         *args: Any,
         **options: Any,
     ):
-        layer = AttendedLayer.take_waiting(key)
+        layer = AttendedLayer.of(key)
         if layer is None:
             before = self.before or sys.modules[type(module).__module__].eager_attention_forward
-            return before(module, query, key, value, mask, *args, **options)
+            return before(module, query, key, value, *args, **options)
+        mask = args[0] if args else options.get("attention_mask")
         if options.get("position_bias") is not None:
-            raise not_attended(f"{type(module).__name__} adds a bias that the cores do not know")
+            raise NotAttended(f"{type(module).__name__} adds a bias that the cores do not know")
         if layer.logits is None:
             scale, sinks = options.get("scaling"), options.get("s_aux")
             layer.logits = Logits(
@@ -113,7 +259,7 @@ def _attend_own(
         mask: as `Masks.on_host` takes it.
     """
     query, key, value = states
-    layer = AttendedLayer.take_waiting(cache.update(key, value, module.layer_idx)[0])
+    layer = AttendedLayer.of(cache.update(key, value, module.layer_idx)[0])
     if layer.logits is None:
         layer.logits = Logits(scale=scale, slopes=slopes().float().cpu().contiguous())
     return layer.attend(query, mask).flatten(2)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 
 import torch
+from transformers import DynamicCache
 
-from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer, check_layer_types, key_value_layers
+from zero_inference.kv_cache.device import PreallocatedCache, PreallocatedLayer
 from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.transfers import Transfers
 
@@ -29,23 +30,34 @@ class HostKVCache(PreallocatedCache):
     """Preallocated KV cache in host memory.
 
     Args:
-        config: the transformers config; it says how many layers there are.
+        config: the transformers config.
         max_length: positions to allocate: prompt plus generated tokens.
         pinned: page-lock the host memory (needs CUDA).
         asynchronous: write new tokens to the host without waiting for them (needs `pinned`).
         transfers: counters to raise.
+        kind: what `cache_class` gives for the model.
 
     Raises:
-        UsageError: the model keeps other state than keys and values (state-space layers).
+        UsageError: the model has no keys and values that could be kept so.
     """
 
-    def __init__(self, config, max_length: int, pinned: bool, asynchronous: bool, transfers: Transfers):
-        check_layer_types(config)
-        layers = key_value_layers(config)
+    def __init__(
+        self,
+        config,
+        max_length: int,
+        pinned: bool,
+        asynchronous: bool,
+        transfers: Transfers,
+        kind: type[DynamicCache] = DynamicCache,
+    ):
         # layers that compute no keys of their own read those of the last layers that do, out of their slots
         shares = bool(getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0))
-        self._pool = _DeviceSlots(layers, pinned, asynchronous, transfers, wraps=not shares)
-        super().__init__(layers=[_HostLayer(self._pool, index, max_length) for index in range(layers)])
+        self.max_length = max_length
+        self._pool = _DeviceSlots(pinned, asynchronous, transfers, wraps=not shares)
+        super().__init__(config, kind)
+
+    def new_layer(self) -> PreallocatedLayer:
+        return _HostLayer(self._pool, self.max_length)
 
     def reset(self) -> None:
         self._pool.wait()
@@ -57,19 +69,22 @@ class _HostLayer(PreallocatedLayer):
 
     Attributes:
         rows: [positions, elements], all keys of a position and then all values.
+        index: among the layers that keep keys and values, in the order in which they got their first ones.
         sizes: of keys and of values of one position: batch, heads, head_dim.
         kept: [batch, heads, positions, head_dim] each, views of `rows`.
     """
 
-    def __init__(self, pool: _DeviceSlots, index: int, max_length: int):
+    def __init__(self, pool: _DeviceSlots, max_length: int):
         super().__init__(max_length)
-        self.pool, self.index = pool, index
+        self.pool, self.index = pool, -1
 
     def allocate(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.sizes = tuple((one.shape[0], one.shape[1], one.shape[3]) for one in (key_states, value_states))
         elements = sum(math.prod(size) for size in self.sizes)
         self.rows = host_empty((self.max_length, elements), key_states.dtype, self.pool.pinned)
         self.kept = self.views(self.rows)
+        if self.index < 0:
+            self.index = self.pool.add(self)
         self.pool.prepare(self.rows, self.device)
 
     def views(self, rows: torch.Tensor) -> Pair:
@@ -110,18 +125,24 @@ class _DeviceSlots:
         wraps: the last layers of a step ask for the first ones of the next.
 
     Attributes:
+        layers: those that keep keys and values, in the order in which they compute.
         filled: by layer the slot that its rows are in, or on their way to.
     """
 
-    def __init__(self, num_layers: int, pinned: bool, asynchronous: bool, transfers: Transfers, wraps: bool = True):
+    def __init__(self, pinned: bool, asynchronous: bool, transfers: Transfers, wraps: bool = True):
         self.wraps = wraps
-        self.num_layers, self.pinned, self.asynchronous, self.transfers = num_layers, pinned, asynchronous, transfers
-        self.layers: dict[int, _HostLayer] = {}
+        self.pinned, self.asynchronous, self.transfers = pinned, asynchronous, transfers
+        self.layers: list[_HostLayer] = []
         self.slots: list[_Slot] = []
         self.next_slot = 0
         self.filled: dict[int, _Slot] = {}
         self.fetch_stream: torch.cuda.Stream | None = None
         self.write_stream: torch.cuda.Stream | None = None
+
+    def add(self, layer: _HostLayer) -> int:
+        """Return the index of `layer`, which gets its first keys and values: it comes after those that have some."""
+        self.layers.append(layer)
+        return len(self.layers) - 1
 
     def prepare(self, rows: torch.Tensor, device: torch.device) -> None:
         """Have slots that hold such rows. To be called with the first tokens, when slots hold nothing that is needed."""
@@ -139,7 +160,6 @@ class _DeviceSlots:
 
     def append(self, layer: _HostLayer, new: Pair, start: int, end: int) -> Pair:
         """Store `new` [batch, heads, new, head_dim] at positions start..end and return everything up to `end`."""
-        self.layers[layer.index] = layer
         if layer.device.type != "cuda":
             return _store(layer.kept, new, start, end)
         compute = torch.cuda.current_stream(layer.device)
@@ -169,8 +189,9 @@ class _DeviceSlots:
     def _fetch_ahead(self, layer: _HostLayer, compute: torch.cuda.Stream) -> None:
         """Ask for the layers behind `layer`, which is about to compute. Behind the last one come the first ones, which have all positions
         of this step already, like every one that follows them in the next."""
-        for ahead in range(1, SLOTS if self.wraps else min(SLOTS, self.num_layers - layer.index)):
-            following = self.layers[(layer.index + ahead) % self.num_layers]
+        count = len(self.layers)
+        for ahead in range(1, SLOTS if self.wraps else min(SLOTS, count - layer.index)):
+            following = self.layers[(layer.index + ahead) % count]
             if following is not layer and following.index not in self.filled:
                 self._fetch(following, following.length, compute)
 

@@ -176,9 +176,7 @@ class _Thin:
     def loops(self, warmup: int) -> list[Loop]:
         job, loaded, kind = self.plan.job, self.loaded, self.loaded.device.type
         ids = torch.zeros(1, job.config.prompt_len, dtype=torch.int64)
-        make_cache = cache_maker(
-            job.config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting
-        )
+        make_cache = cache_maker(job.config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
         return generation.measure(loaded, ids, TOKENS[kind], LOOPS[kind], warmup, job.ranks, make_cache).loops
 
 

@@ -98,7 +98,7 @@ def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Pr
     return_free_memory()  # that measuring took
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]
-    make_cache = cache_maker(config, job.spec.config, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
+    make_cache = cache_maker(config, loaded.model, loaded.preallocated_cache, loaded.transfers, loaded.meeting)
     fed = None
     if job.spec.dummy_routing == "text":
         fed = draw_tokens(own, config.gen_len, job.spec.text_config.vocab_size, config.seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -17,7 +17,7 @@ from zero_inference.models.layers import parameters_of_towers
 from zero_inference.models.meta_pass import run_on_meta
 from zero_inference.models.repeat import NotAlike, OfLayers
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils import kv_width
+from zero_inference.utils import kv_layers, kv_width
 
 KEY_VALUE_LAYERS = {
     "full_attention",
@@ -79,15 +79,34 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
     That is what the model itself puts in a cache: latent attention caches other widths than its heads have, and layers may
     differ, share a cache or keep none. None where the model cannot run there, because it looks at values.
     """
-    from transformers import DynamicCache
 
     def run(shapes: torch.nn.Module, cached: _Cached) -> None:
         ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
         shapes(input_ids=ids, past_key_values=cached.cache, use_cache=True)
 
     # grouped matrix products have no other dtype there
-    found = run_on_meta(model, torch.bfloat16, lambda shapes: _Cached(DynamicCache(config=model.config)), run)
+    found = run_on_meta(model, torch.bfloat16, lambda shapes: _Cached(new_cache(model.config, cache_class(model))), run)
     return None if found is None else found.widths()
+
+
+def cache_class(model: torch.nn.Module) -> Any:
+    """Return the class of cache that `model` asks for by the annotation of its `past_key_values`: transformers' DynamicCache, or a subclass
+    with state of its own."""
+    from transformers import DynamicCache
+
+    for module in model.modules():
+        given = inspect.signature(type(module).forward).parameters.get("past_key_values")
+        for kind in get_args(given.annotation) if given is not None else ():
+            if isinstance(kind, type) and issubclass(kind, DynamicCache):
+                return kind
+    return DynamicCache
+
+
+def new_cache(config: Any, kind: Any) -> Any:
+    """Return an empty cache of transformers, of the class `kind` that `cache_class` gives."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config) if kind is DynamicCache else kind()
 
 
 def _widths_in(cache: Any) -> dict[int, int]:
@@ -146,8 +165,7 @@ def estimated_prefill_bytes(spec: ModelSpec, prompt_len: int) -> int:
 
 def _kv_widths_by_config(spec: ModelSpec) -> list[int]:
     text = spec.text_config
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    return [2 * kv_width(text) for kind in kinds if kind in KEY_VALUE_LAYERS]
+    return [2 * kv_width(text)] * kv_layers(text)
 
 
 def _idle_rows(model: Any, counted: set[int]) -> list[tuple[int, torch.dtype]]:

@@ -17,7 +17,7 @@ from zero_inference.config.choices import (
 )
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
-from zero_inference.kv_cache.device import other_layer_types
+from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.planning.memory import memory_of
 from zero_inference.planning.plan import Plan, changed
 
@@ -60,7 +60,7 @@ def _changes(config: RunConfig, job: Job) -> list[Change]:
         changes.append(Change("--cpu-offload", {"cpu_offload": True}))
     if config.engine == "resident":
         changes.append(Change("--engine stream", {"engine": "stream"}))
-    if not config.kv_offload and not other_layer_types(job.spec.config):
+    if not config.kv_offload and why_not_offloaded(job.skeleton.model) is None:
         changes.append(Change("--kv-offload", {"kv_offload": True}))
     if config.engine == "stream" and config.ring_depth != LEAST_RING_DEPTH:
         changes.append(Change(f"--ring-depth {LEAST_RING_DEPTH}", {"ring_depth": LEAST_RING_DEPTH}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from zero_inference.config import DEFAULTS, RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import UsageError
-from zero_inference.kv_cache.device import check_layer_types
 from zero_inference.machine.machine import Machine
 from zero_inference.models.spec import ModelSpec
 from zero_inference.norms.choice import refuse_norm_kernels
@@ -34,7 +33,7 @@ def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
 
 
 def check_model(config: RunConfig, spec: ModelSpec) -> None:
-    """Raises UsageError: too many positions, norms that our kernels do not know, or layers that keep more than keys and values."""
+    """Raises UsageError: too many positions, or norms that our kernels do not know."""
     positions = spec.max_positions
     if positions is not None and config.positions > positions:
         raise UsageError(
@@ -44,5 +43,3 @@ def check_model(config: RunConfig, spec: ModelSpec) -> None:
     refuse_norm_kernels(config.norm_kernels, spec.config.model_type)
     if config.dummy_routing != DEFAULTS["dummy_routing"] and spec.dummy_routing is None:
         raise UsageError(f"--dummy-routing {config.dummy_routing}: {spec.name} has no experts; drop it.")
-    if config.kv_offload:
-        check_layer_types(spec.config)

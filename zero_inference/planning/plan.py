@@ -13,6 +13,7 @@ from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
 from zero_inference.errors import DoesNotFit
+from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.link.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.skeleton import build_skeleton
@@ -127,7 +128,10 @@ def describe_job(
 
 
 def make_plan(job: Job) -> Plan:
-    """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's `plan`."""
+    """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's
+    `plan`; and where keys and values cannot be in host memory."""
+    if job.config.kv_offload:
+        refuse_kv_offload(job.skeleton.model)
     found = Plan(job, engine_module(job.config.engine).plan(job))
     other = None if job.machine.described() is None else found.weights.alternative()
     if other is None or found.times is None:

@@ -233,6 +233,11 @@ class StreamPlacement:
     )
     expert_slot_bytes: int | None = key("byte", "stored size of all those experts", only_with=_EXPERTS, default=None)
     cores: CoresUse | None = key("", "the host's cores; null if they do not multiply", only_with=_CORES, default=None)
+    no_attention_because: str | None = key(
+        "",
+        "why the cores do not attend over the KV cache in host memory; null if they do, or if it is on the device",
+        default=None,
+    )
     decode_graph: DecodeGraph | None = key("", "decode steps as CUDA graphs", only_with=_GRAPH, default=None)
 
 

@@ -13,7 +13,7 @@ from zero_inference.config import RunConfig
 from zero_inference.config.choices import DEFAULTS, LEAST_RING_DEPTH, QUANT_BITS, QUANTIZING_ENGINES
 from zero_inference.engines.base import Job
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.kv_cache.device import other_layer_types
+from zero_inference.kv_cache.device import why_not_offloaded
 from zero_inference.machine.limited import LimitedMachine
 from zero_inference.options import options_asked, words_of
 from zero_inference.planning.plan import Plan, changed
@@ -251,7 +251,7 @@ def _least_plan(job: Job, asked: dict[str, Any]) -> tuple[Plan, bool]:
 
 def _worth_moving(job: Job, batch_size: int) -> bool:
     """Whether keys and values of so many sequences take a part of device memory that weights could use."""
-    if other_layer_types(job.spec.config) or job.free_device_bytes is None:
+    if why_not_offloaded(job.skeleton.model) or job.free_device_bytes is None:
         return False
     of_rank = replace(job, config=replace(job.config, batch_size=batch_size)).kv_bytes()
     return of_rank >= LEAST_KV_SHARE * job.free_device_bytes

@@ -16,6 +16,8 @@ from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import CoresUse
 from zero_inference.utils import heads_of_key
 
+WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
+
 
 @dataclass(frozen=True)
 class CoresPlan:
@@ -130,6 +132,16 @@ def why_cores_stay_out(job: Job) -> str | None:
     return f"their code could not be compiled: {missing}" if missing else None
 
 
+def why_not_attending(job: Job) -> str | None:
+    """Return why the cores cannot attend over keys and values in host memory, in a few words; None where they can."""
+    if job.ranks.world_size > 1:
+        return "each rank has its own"
+    if not job.skeleton.is_empty and WHY_NOT_ATTENDED not in job.skeleton.known:
+        return "it was not tried before the weights were loaded"
+    reason = job.skeleton.once(WHY_NOT_ATTENDED, lambda: why_not_attended(job.skeleton.model))
+    return reason and f"{job.spec.text_config.model_type} {reason}"
+
+
 def place_on_cores(
     job: Job, residency: Residency, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
 ) -> tuple[Residency, CoresPlan | str]:
@@ -144,7 +156,7 @@ def place_on_cores(
     """
     config, ranks = job.config, job.ranks.world_size
     cpus = job.machine.cpus(job.ranks, config.cpu_threads)
-    can_attend = may_attend and config.kv_offload and ranks == 1 and why_not_attended(job.skeleton.model) is None
+    can_attend = may_attend and config.kv_offload and why_not_attending(job) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
             return residency, "host memory has no weights that they can multiply"

@@ -146,6 +146,7 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             **_divided(residency),
             **_kept_experts(residency),
             "cores": None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
+            "no_attention_because": plan.no_attention,
             "decode_graph": None if plan.job.config.decode_graph == "off" else DecodeGraph(plan.no_graph or TOO_SHORT),
         }
     }

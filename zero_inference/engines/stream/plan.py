@@ -10,7 +10,13 @@ from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
-from zero_inference.engines.stream.cores import CoresPlan, cores_s_of, place_on_cores, why_cores_stay_out
+from zero_inference.engines.stream.cores import (
+    CoresPlan,
+    cores_s_of,
+    place_on_cores,
+    why_cores_stay_out,
+    why_not_attending,
+)
 from zero_inference.engines.stream.pace import paced_s, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
@@ -35,7 +41,8 @@ class StreamPlan(EnginePlan):
         cores: how the host's cores take part; None if they do not.
         cores_stay_out: why they do not, in a few words; None if they do, or if nothing is in host memory.
         no_graph: why decode steps are not CUDA graphs, in a few words; None if they may be.
-        no_attention: why the cores only multiply, in a few words, though they could attend over keys and values.
+        no_attention: why the cores do not attend over keys and values in host memory, in a few words; None if they do, or if there are
+            none.
     """
 
     residency: Residency
@@ -83,7 +90,7 @@ class StreamPlan(EnginePlan):
             return None
         if found.cores:
             return replace(found, no_attention=SLOWER_ATTENTION)
-        return replace(found, cores_stay_out=SLOWER_ATTENTION)
+        return replace(found, cores_stay_out=SLOWER_ATTENTION, no_attention=SLOWER_ATTENTION)
 
     @property
     def why_whole_layers(self) -> str:
@@ -141,7 +148,7 @@ class StreamPlan(EnginePlan):
     @property
     def attending_layers(self) -> int:
         """See `EnginePlan`."""
-        return self.residency.layers if self.cores is not None and self.cores.attends else 0
+        return len(self.job.sizes.kv_widths) if self.cores is not None and self.cores.attends else 0
 
     @property
     def copies_on_cpu(self) -> bool:
@@ -201,16 +208,20 @@ class StreamPlan(EnginePlan):
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
         found, unused = self.residency, f"the host's cores are not used: {self.cores_stay_out}"
+        crosses = []
+        if self.no_attention not in (None, self.cores_stay_out) and self.job.ranks.world_size == 1:
+            place = (
+                "keys and values cross the link" if self.job.on_gpu else "the cores do not attend over keys and values"
+            )
+            crosses = [f"{place}: {self.no_attention}"]
         if not found.in_host_memory:
             kept_out = self.cores is None and self.cores_stay_out and self.job.config.kv_offload
-            return [unused] if kept_out else []
+            return [*([unused] if kept_out else []), *crosses]
         line = f"each decode step {self.fetched_in_words()}"
         if self.cores is None:
-            return [line, *([unused] if self.cores_stay_out else [])]
+            return [line, *([unused] if self.cores_stay_out else []), *crosses]
         lines = [f"{line}; {words.cores_in_words(self.cores, found)}", *words.rates_in_words(self.cores)]
-        if self.no_attention:
-            lines.append(f"keys and values cross the link: {self.no_attention}")
-        return lines + words.experts_in_words(found)
+        return lines + crosses + words.experts_in_words(found)
 
     def places_in_words(self) -> str:
         """See `EnginePlan`."""
@@ -233,7 +244,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     if config.quantized:
         scheme = GroupQuantization(config.quant_bits, config.group_size, job.spec.dtype)
         job.skeleton.once(("groups", scheme), lambda: check_groups(model, scheme))
-    no_graph, reason = why_no_graph(job), why_cores_stay_out(job)
+    no_graph, out = why_no_graph(job), why_cores_stay_out(job)
+    reason = out
     residency: Residency | None = None
     cores: CoresPlan | None = None
     if reason is None:
@@ -243,6 +255,9 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
     host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
     attends = cores is not None and cores.attends
+    no_attention = None
+    if config.kv_offload and not attends:
+        no_attention = out or why_not_attending(job) or reason or SLOWER_ATTENTION
     return StreamPlan(
         job,
         footprint,
@@ -252,6 +267,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         cores,
         reason,
         no_graph,
+        no_attention,
         weight_bytes=residency.stored_bytes,
         fetched_bytes=residency.nbytes_of(residency.fetched),
         cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),
