@@ -21,9 +21,16 @@ import pytest
 import torch
 from conftest import ROOT, VOCAB, build_model, need_lm_eval, without_gpus
 
-from zero_inference.architectures import ArchitectureBenchmark, BenchmarkConfig, compare_architectures, summarize
+from zero_inference.architectures import (
+    ArchitectureBenchmark,
+    BenchmarkConfig,
+    command,
+    compare_architectures,
+    summarize,
+)
 from zero_inference.architectures import statistics as stats
-from zero_inference.architectures.arms import read_arms, speed_only, why_ended
+from zero_inference.architectures.arms import Arm, check_arm, plan_found, read_arms, speed_only, why_ended
+from zero_inference.architectures.command import quick_rates
 from zero_inference.architectures.comparison import frame_of, quality_rows, schedule
 from zero_inference.cli import console_main, run_config, run_parser
 from zero_inference.errors import UsageError
@@ -531,6 +538,52 @@ def test_two_equal_arms_as_processes_and_one_that_fails(checkpoints, copied_runs
     }
     assert sorted(ended, key=ended.get) == ["one-0", "two-0", "two-1", "one-1"], "timestamps are whole seconds"
     assert all(len(run["warmup_total_s"]) == 3 and run["warmed_up"] in (True, False) for run in good)
+
+
+def test_an_estimate_comes_before_the_first_run(tmp_path, monkeypatch, no_gpu):
+    """From the plan's prediction, or on a CPU from bytes and products at rates that take a moment to measure."""
+    words = "--model opt-125m --dummy --engine resident --dtype float32 --prompt-len 16 --gen-len 5 --loops 2"
+    arm = Arm("a", tuple(words.split()), run_config(words.split()))
+    assert command.expected_run_s(arm, plan_found(arm, tmp_path), 1) is None
+    monkeypatch.setenv("ZERO_INFERENCE_MACHINE", str(tmp_path / "none.json"))
+    assert check_arm(arm, ["--warmup", "1"], tmp_path) is None
+    found = plan_found(arm, tmp_path)
+    monkeypatch.setattr(command, "quick_rates", lambda: (10.0, 50.0))
+    step_s = found["sizes"]["weight_bytes"] / 10e9
+    prefill_s = max(step_s, found["sizes"]["model_bytes"] * 16 / 50e9)
+    loading_s = command.START_S + found["sizes"]["weight_bytes"] / command.LOADED_BYTES_PER_S
+    assert command.expected_run_s(arm, found, 1) == pytest.approx(loading_s + 3 * (prefill_s + 4 * step_s))
+    found["predicted"] |= {"prefill_s": 10.0, "decode_step_s": 1.0, "load_s": 7.0}
+    assert command.expected_run_s(arm, found, 3) == pytest.approx(command.START_S + 7 + 5 * 14)
+    assert command._about([30.0] * 4, [30.0] * 4) == ", about 2 min" and command._about([None, 1.0], [1.0, 1.0]) == ""
+    assert command._about([60.0] * 4, [90.0] * 4).startswith(", about 4 min to 6 min, by how many warm-up loops")
+    taken = command.Taken({"a": 5.0, "b": None})
+    assert taken.expected_s(["a", "a"]) == 10 and taken.expected_s(["a", "b"]) is None
+    memory, cores = quick_rates()
+    assert 0.1 < memory < 10_000 and 0.1 < cores < 1e6
+
+
+def test_one_round_has_one_warm_up_loop_in_each_run(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(command, "_check_all", lambda arms, args, extra, *_: seen.append(extra))
+    monkeypatch.setattr(command, "_run_all", lambda *_: pytest.fail("stop"))
+    for more in ([], ["--rounds", "1"], ["--rounds", "1", "--warmup-tries", "4"]):
+        with pytest.raises(pytest.fail.Exception):
+            console_main(
+                [
+                    "zero-inference",
+                    "compare",
+                    "--model",
+                    "opt-125m",
+                    "--model",
+                    "opt-1.3b",
+                    *more,
+                    "--log-dir",
+                    str(tmp_path),
+                ]
+            )
+    settled = ["--warmup-spread", "0.05"]
+    assert seen == [["--warmup", "10", *settled], ["--warmup", "1"], ["--warmup", "4", *settled]]
 
 
 def test_the_table_of_recorded_runs(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -137,14 +138,31 @@ def check_arm(arm: Arm, extra: Sequence[str], folder: Path, ranks: int = 1) -> s
     Raises:
         UsageError: the run would be refused for what is no estimate; names the arm and says why.
     """
-    output = folder / f"{arm.file_stem}-check.out"
-    ended = run_child(isolated_ranks("zero_inference", ranks, "run", *arm.options, *extra, "--dry-run"), output)
-    doubt = next((line for line in ended.said().splitlines() if line.startswith(DoesNotFit.VERDICT)), None)
+    output = _check_output(arm, folder)
+    options = [*arm.options, *extra, "--dry-run", "--json"]
+    ended = run_child(isolated_ranks("zero_inference", ranks, "run", *options), output)
+    verdict = (plan_found(arm, folder) or {}).get("verdict", "")
+    doubt = verdict if verdict.startswith(DoesNotFit.VERDICT) else None
     if ended.code != 0 and doubt is None:  # a plan that does not fit ends its --dry-run with an error too
         raise UsageError(f"arm {arm.name}: {why_ended(ended)}")
     if fails := next((line for line in ended.said().splitlines() if line.startswith(ONLY_PLANNED)), None):
         raise UsageError(f"arm {arm.name}: {fails.removeprefix(ONLY_PLANNED).strip()}")
     return doubt
+
+
+def _check_output(arm: Arm, folder: Path) -> Path:
+    return folder / f"{arm.file_stem}-check.out"
+
+
+def plan_found(arm: Arm, folder: Path) -> dict[str, Any] | None:
+    """Return the plan that `check_arm` left in `folder`, as `--dry-run --json` prints it; None without one."""
+    output = _check_output(arm, folder)
+    said = output.read_text(errors="replace") if output.is_file() else ""
+    begin = said.find('{\n "fits"')
+    try:
+        return None if begin < 0 else json.JSONDecoder().raw_decode(said, begin)[0]
+    except ValueError:
+        return None
 
 
 def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from zero_inference.architectures.arms import Arm, check_arm, read_arms, run_arm
+from zero_inference.architectures.arms import Arm, check_arm, plan_found, read_arms, run_arm
 from zero_inference.config import RunConfig
 from zero_inference.config.checks import batch_advice
 from zero_inference.errors import RunError, UsageError
 from zero_inference.options import examples
 from zero_inference.options.verbose import add_verbose
+from zero_inference.runtime.durations import duration
 from zero_inference.runtime.progress import Progress, reporting
 from zero_inference.runtime.signals import exit_on_stop
 from zero_inference.runtime.tables import FORMATS
 
 WARMUP_SPREAD = 0.05
+WARMUP_TRIES = 10
+SETTLED_LOOPS = 3  # warm-up loops of a run that settles at once
+# Of an estimate: the imports of a run, and bytes a second of weights that are loaded where nothing is known of it.
+START_S, LOADED_BYTES_PER_S = 10.0, 5e8
 MOST = 10_000  # rounds, warm-up loops, processes
 Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of each of its runs
 
@@ -57,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup-tries",
         type=_at_least_three,
-        default=10,
         metavar="N",
-        help=f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% (default: 10)",
+        help=f"most warm-up loops of a run, which ends them once they differ by less than {WARMUP_SPREAD:.0%}% "
+        f"(default: {WARMUP_TRIES}; one loop with --rounds 1)",
     )
     parser.add_argument(
         "--num-gpus", type=_at_least_one, default=1, metavar="N", help="GPUs, or processes, of each run (default: 1)"
@@ -100,7 +108,11 @@ def main(args: argparse.Namespace, shared: list[str], config_of: Callable[[list[
     baseline = args.baseline or arms[0].name
     _refuse(arms, baseline, args.num_gpus)
     folder = _log_folder(args.log_dir)
-    extra = ["--warmup", str(args.warmup_tries), "--warmup-spread", str(WARMUP_SPREAD)]
+    settles = (
+        args.warmup_tries is not None or args.rounds > 1
+    )  # one round gives no verdict that an unsettled run could spoil
+    args.warmup_tries = args.warmup_tries or (WARMUP_TRIES if settles else 1)
+    extra = ["--warmup", str(args.warmup_tries), *(["--warmup-spread", str(WARMUP_SPREAD)] if settles else [])]
     with reporting(Progress(args.verbose > 0)) as progress:
         _check_all(arms, args, extra, folder, progress)
         runs = _run_all(arms, args, extra, folder, progress)
@@ -203,8 +215,14 @@ def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder
 
     by_name = {arm.name: arm for arm in arms}
     runs: Runs = {arm.name: [] for arm in arms}
-    turns, taken = schedule(list(by_name), 2 * args.rounds), Taken()
-    progress.say(f"compare: {len(turns)} runs, {2 * args.rounds} of each arm; their output is in {folder}")
+    loops = {each.name: (min(SETTLED_LOOPS, args.warmup_tries), args.warmup_tries) for each in arms}
+    least, most = (
+        {each.name: expected_run_s(each, plan_found(each, folder), loops[each.name][which]) for each in arms}
+        for which in (0, 1)
+    )
+    turns, taken = schedule(list(by_name), 2 * args.rounds), Taken(least)
+    about = _about([least[name] for _, name in turns], [most[name] for _, name in turns])
+    progress.say(f"compare: {len(turns)} runs, {2 * args.rounds} of each arm{about}; their output is in {folder}")
     with progress.task("compare", ticking=True) as task:
         for count, (number, name) in enumerate(turns, 1):
             if any(record["status"] != "ok" for _, record in runs[name]):
@@ -219,10 +237,60 @@ def _run_all(arms: list[Arm], args: argparse.Namespace, extra: list[str], folder
     return runs
 
 
+def _about(least: list[float | None], most: list[float | None]) -> str:
+    """Return the estimate of runs that take from `least` to `most` seconds each, in words; nothing where one of them is not known."""
+    if None in least or None in most:
+        return ""
+    low, high = (duration(60 * max(1, round(sum(filter(None, each)) / 60))) for each in (least, most))
+    return f", about {low}" + (f" to {high}, by how many warm-up loops each takes" if high != low else "")
+
+
+def expected_run_s(arm: Arm, plan: dict[str, Any] | None, warmup: int) -> float | None:
+    """Return the seconds that a run of `arm` is expected to take with `warmup` loops before those that count, scoring not counted.
+
+    They are those of `plan`, or without a GPU what its bytes and products take this machine's memory and cores. None where neither
+    is known.
+    """
+    if plan is None:
+        return None
+    predicted, config, sizes = plan["predicted"], plan["config"], plan["sizes"]
+    prefill_s, step_s, load_s = (predicted[name] for name in ("prefill_s", "decode_step_s", "load_s"))
+    if step_s is None:
+        if plan["needs"] is None or any(each["place"] == "device memory" for each in plan["needs"]):
+            return None
+        gb_per_s, gflops = quick_rates()
+        step_s = sizes["weight_bytes"] / gb_per_s / 1e9
+        tokens = config["batch_size"] * config["prompt_len"]
+        prefill_s = max(
+            step_s, sizes["model_bytes"] * tokens / gflops / 1e9
+        )  # 2 operations and 2 bytes for each parameter
+    loop_s = prefill_s + (config["gen_len"] - 1) * step_s
+    return START_S + (load_s or sizes["weight_bytes"] / LOADED_BYTES_PER_S) + (warmup + arm.config.loops) * loop_s
+
+
+@functools.cache
+def quick_rates() -> tuple[float, float]:
+    """Return GB/s of memory and GFLOP/s of the cores, measured in a fraction of a second: good for an estimate."""
+    import numpy
+
+    data, square = numpy.ones(1 << 24, numpy.float32), numpy.ones((512, 512), numpy.float32)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return 2 * data.nbytes / seconds(data.copy) / 1e9, 2 * 512**3 / seconds(lambda: square @ square) / 1e9
+
+
 class Taken:
     """How long the runs of each arm took, and from that how long others will."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Mapping[str, float | None] = MappingProxyType({})) -> None:
+        self.expected = expected
         self.seconds: dict[str, list[float]] = {}
         self.failed: set[str] = set()
 
@@ -233,10 +301,12 @@ class Taken:
             self.failed.add(arm)
 
     def expected_s(self, arms: list[str]) -> float | None:
-        """Seconds of runs of `arms`, one after the other; an arm that has not run yet takes as long as the others. None before any has."""
+        """Seconds of runs of `arms`, one after the other; an arm that has not run yet takes as long as the others. Before
+        any has, what is expected of them; None where that is not known."""
         means = {arm: sum(found) / len(found) for arm, found in self.seconds.items()}
         if not means:
-            return None
+            known = [self.expected.get(arm) for arm in arms]
+            return None if None in known else sum(filter(None, known))
         usual = sum(means.values()) / len(means)
         return sum(means.get(arm, usual) for arm in arms)
 
