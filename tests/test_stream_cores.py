@@ -266,7 +266,7 @@ def test_what_a_mixture_reads_is_not_told_as_all_of_its_weights(checkpoints, run
 def test_weights_that_the_model_reads_without_calling_their_module_are_there(share, tmp_path):
     """Mamba multiplies with `dt_proj.weight` itself; with two slots, what is not fetched is another block's by then."""
     config = AutoConfig.for_model(
-        "falcon_mamba", hidden_size=64, num_hidden_layers=5, state_size=8, vocab_size=VOCAB, time_step_rank=32
+        "falcon_mamba", hidden_size=192, num_hidden_layers=5, state_size=8, vocab_size=VOCAB, time_step_rank=32
     )
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config).eval()

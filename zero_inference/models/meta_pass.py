@@ -59,8 +59,11 @@ class Watching(OfLayers, TorchDispatchMode):
             given: storages of the arguments, as they were before.
         """
 
-    def saw_module(self) -> None:
+    def saw_module(self, module: torch.nn.Module) -> None:
         """A module is called."""
+
+    def left_module(self) -> None:
+        """The call that began last has ended."""
 
     def saw_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> None:
         """PyTorch's attention was called, and returns `out`."""
@@ -80,9 +83,9 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def watch_pass(
-    model: Any, dtype: torch.dtype, tokens: int, past: int, make: Callable[[Any], Watched]
+    model: Any, dtype: torch.dtype, tokens: int, past: int | None, make: Callable[[Any], Watched]
 ) -> Watched | None:
-    """One sequence's pass of `tokens` tokens that follow `past` others, watched.
+    """One sequence's pass of `tokens` tokens that follow `past` others, watched; None for a pass without a cache.
 
     Attention counts as one operator that keeps no scores, as PyTorch's fast kernels do it, where the model calls PyTorch's.
 
@@ -98,8 +101,9 @@ def watch_pass(
     def run(shapes: Any, watching: Watching) -> None:
         one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(shapes.forward).parameters else {}
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        cache = {} if past is None else {"past_key_values": _passing_cache(shapes.config, past)}
         with _no_padding(), _seeing_modules(watching), _AttentionWithoutScores(watching), watching:
-            shapes(input_ids=ids, past_key_values=_passing_cache(shapes.config, past), use_cache=True, **one)
+            shapes(input_ids=ids, **cache, use_cache=past is not None, **one)
 
     return run_on_meta(model, dtype, make, run)
 
@@ -139,13 +143,22 @@ def run_on_meta(
 def _seeing_modules(watching: Watching) -> Iterator[None]:
     def called(module: torch.nn.Module, args: tuple) -> None:
         if not watching.looks_away:
-            watching.saw_module()
+            watching.saw_module(module)
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(called)
+    def ended(module: torch.nn.Module, args: tuple, output: Any) -> None:
+        if not watching.looks_away:
+            watching.left_module()
+
+    hooks = torch.nn.modules.module
+    handles = (
+        hooks.register_module_forward_pre_hook(called),
+        hooks.register_module_forward_hook(ended, always_call=True),
+    )
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -198,4 +211,6 @@ class _AttentionWithoutScores(TorchFunctionMode):
             out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
             self.watching.saw_attention(query, key, value, out)
             return out
+        if function is torch.Tensor.__contains__:  # transformers looks for the padding token among the ids
+            return False
         return function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What a forward pass computes, operator by operator: found by running the model on the meta device."""
+"""What a forward pass computes, operator by operator, and which calls read a weight: found by running the model on the meta device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from zero_inference.models.layers import decoder_layers
+from zero_inference.models.layers import decoder_layers, remembered
 from zero_inference.models.meta_pass import Watching, tensors_in, watch_pass
 from zero_inference.models.repeat import storage_of
 from zero_inference.models.sizes import expert_parameters
@@ -175,7 +175,7 @@ class _Counting(Watching):
         weights = read["outside_bytes"], read["layer_bytes"], read["expert_bytes"]
         self.operators[Operator(flops, nbytes, *weights, same_input=same)] += 1
 
-    def saw_module(self) -> None:
+    def saw_module(self, module: Any) -> None:
         """See `Watching`."""
         self.module_calls += 1
 
@@ -201,6 +201,111 @@ class _Counting(Watching):
         nbytes = sum(each.nbytes for each in (query, key, value, out))
         shape = AttentionShape(heads, key.shape[1], (width + value.shape[-1]) / 2, key.shape[2])
         self.operators[Operator(flops, nbytes, attention=shape)] += 1
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Which calls of modules read each parameter; names are those in the model.
+
+    Attributes:
+        inside: by parameter, the modules whose calls contain every operator that reads it; no entry if none does.
+        calls: of a prefill and of a decode step, by module.
+    """
+
+    inside: dict[str, frozenset[str]]
+    calls: tuple[Counter[str], ...]
+
+    def only_inside(self, parameter: str, module: str) -> bool:
+        """Whether nothing but calls of `module` reads `parameter`."""
+        return module in self.inside.get(parameter, (module,))
+
+    def once_a_call(self, module: str, of: str) -> bool:
+        """Whether `module` is called once in each call of module `of`."""
+        return all(calls[module] == calls[of] for calls in self.calls)
+
+
+@remembered
+def trace_reads(model: Any) -> Reads | None:
+    """Trace a prefill and a decode step of `model`; None where it cannot run on the meta device. Of layers of one kind in `models.alike`
+    the first has entries."""
+    inside: dict[str, frozenset[str]] = {}
+    calls = []
+    for tokens, past in ((2, 0), (1, 2)):
+        tried = ((dtype, behind) for behind in (past, None) for dtype in (torch.bfloat16, torch.float32))
+        passes = (watch_pass(model, dtype, tokens, behind, _Reading) for dtype, behind in tried)
+        found = next((each for each in passes if each is not None), None)
+        if found is None:
+            return None
+        _narrow(inside, found.inside)
+        calls.append(found.calls)
+    return Reads(inside, tuple(calls))
+
+
+def _narrow(inside: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) -> None:
+    for name, modules in more.items():
+        inside[name] = inside.get(name, modules) & modules
+
+
+class _Reading(Watching):
+    """Notes which modules are being called when a parameter is read. Where a model looks at values, such as which experts were chosen, every
+    element counts as chosen and every number is 0: an expert that stands for all."""
+
+    def __init__(self, shapes: Any) -> None:
+        super().__init__()
+        self.layers = decoder_layers(shapes)[0]
+        self.modules = {id(module): name for name, module in shapes.named_modules()}
+        self.parameters: dict[int, list[str]] = {}  # by storage
+        for name, parameter in shapes.named_parameters(remove_duplicate=False):
+            self.parameters.setdefault(storage_of(parameter), []).append(name)
+        self.stack: list[str] = []
+        self.inside: dict[str, frozenset[str]] = {}
+        self.calls: Counter[str] = Counter()
+
+    def saw(self, function: Any, args: tuple, kwargs: dict, given: set[int], out: Any) -> None:
+        """See `Watching`."""
+        for storage in given & self.parameters.keys():
+            now = frozenset(self.stack)
+            _narrow(self.inside, dict.fromkeys(self.parameters[storage], now))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is aten._local_scalar_dense.default:
+            return 0
+        if function is aten.nonzero.default:
+            return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def saw_module(self, module: Any) -> None:
+        """See `Watching`."""
+        self.stack.append(self.modules.get(id(module), ""))
+        self.calls[self.stack[-1]] += 1
+
+    def left_module(self) -> None:
+        """See `Watching`."""
+        self.stack.pop()
+
+    def start(self) -> tuple[dict[str, frozenset[str]], Counter[str]]:
+        """See `OfLayers`."""
+        before = self.inside, self.calls
+        self.inside, self.calls = {}, Counter()
+        return before
+
+    def seen(self, start: tuple[dict[str, frozenset[str]], Counter[str]], position: int, made: set[int]) -> tuple:
+        """See `OfLayers`."""
+        inside, calls = self.inside, self.calls
+        self.inside, self.calls = start
+        _narrow(self.inside, inside)
+        self.calls += calls
+        own = f"{self.layers}.{position}."
+
+        def relative(name: str) -> str:
+            return f"{name}.".removeprefix(own)
+
+        of_parameters = {relative(name): frozenset(map(relative, modules)) for name, modules in inside.items()}
+        return of_parameters, {relative(name): count for name, count in calls.items()}
+
+    def repeat(self, position: int, seen: tuple, made: list[torch.Tensor]) -> None:
+        """See `OfLayers`."""
+        self.calls[self.stack[-1]] -= 1  # of a layer that ran before, and stands for this one
 
 
 def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:

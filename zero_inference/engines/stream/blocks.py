@@ -3,12 +3,15 @@
 Found by what a module holds and not by family: a block is a child of the layer with matrices in it, or of a mixture, whose experts
 are one block. The cores can multiply one whose matrices are all weights of linear modules, and experts of the usual forms. A layer in
 which no child can be multiplied by them is one block.
+
+Weights come with the call of their block, so a layer is divided only where a traced pass shows that nothing else reads them. What is
+read otherwise stays on the device: all that is read outside of its layer's call, and small parts of a layer.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -19,10 +22,12 @@ from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.models.feed_forward import COLUMNS, FeedForward, linear_form, read_feed_forward
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.quantization.groups import GroupQuantization
 
 LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution)
+SMALL_SHARE = 1 / 16  # of a layer or block: that much may stay on the device, so that the cores can multiply the rest
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,19 @@ def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block
         shared: ids of parameters that do not belong to one layer alone.
         divided: make a block of each child that has matrices; otherwise each layer is one.
     """
-    _, layers = decoder_layers(model)
+    prefix, layers = decoder_layers(model)
+    reads = trace_reads(model)
     known: dict[tuple, FusedExperts | None] = {}
-    first = {} if shared else kinds_of_layers(model).first
+    alike = kinds_of_layers(model).first
+    first = {} if shared else alike
     blocks: dict[int, list[Block]] = {}  # by layer
     for index, layer in enumerate(layers):
         if first.get(index, index) != index:
             blocks[index] = [replace(block, layer=index) for block in blocks[first[index]]]
             continue
-        found = _Layer(index, layer, shared, dict(_experts_in(layer, getattr(model, "config", None), known)))
-        parts = list(found.divided()) if divided else []
+        experts = dict(_experts_in(layer, getattr(model, "config", None), known))
+        found = _Layer(index, layer, shared, experts, reads, f"{prefix}.{alike.get(index, index)}")
+        parts = found.divided() if divided and reads is not None else []
         blocks[index] = parts if any(part.computable for part in parts) else [found.whole()]
     return sum(blocks.values(), [])
 
@@ -110,16 +118,21 @@ def lay_out_blocks(
 
 
 def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
-    """Ids of parameters that are of several layers, or of one and of the rest of the model."""
-    if kinds_of_layers(model).positions:
-        return set()  # kinds are told only where nothing is shared
+    """Ids of parameters that are of several layers, of one and of the rest of the model, or are read outside of their layer's call."""
+    alike, reads, prefix = kinds_of_layers(model).first, trace_reads(model), decoder_layers(model)[0]
+    outside = set()
+    for index, layer in enumerate(layers if reads is not None else ()):
+        name = f"{prefix}.{alike.get(index, index)}"
+        outside |= {id(p) for own, p in layer.named_parameters() if not reads.only_inside(f"{name}.{own}", name)}
+    if alike:
+        return outside  # kinds are told only where nothing is shared
     owners: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
             owners.setdefault(id(parameter), set()).add(index)
     names = unique_parameter_names(model)
     uses = Counter(id(p) for layer in layers for _, p in layer.named_parameters(remove_duplicate=False))
-    return {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
+    return outside | {key for key, where in owners.items() if len(where) > 1 or len(names[key]) > uses[key]}
 
 
 def names_of(blocks: Sequence[Block]) -> list[str]:
@@ -127,6 +140,10 @@ def names_of(blocks: Sequence[Block]) -> list[str]:
     if not any(block.module for block in blocks):
         return []
     return [f"layer {block.layer} {block.module}".strip() for block in blocks]
+
+
+def _nbytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def is_wide(parameter: nn.Parameter) -> bool:
@@ -180,29 +197,58 @@ class _Layer:
     """
     Args:
         experts: by name of their module in the layer.
+        reads: of the model; None where it could not be traced, and only `whole` is of use.
+        traced: name of the layer in the model that `reads` knows, which does the same as this one.
     """
 
-    def __init__(self, index: int, layer: nn.Module, shared: set[int], experts: dict[str, FusedExperts]):
+    def __init__(
+        self,
+        index: int,
+        layer: nn.Module,
+        shared: set[int],
+        experts: dict[str, FusedExperts],
+        reads: Reads | None,
+        traced: str,
+    ):
         self.index, self.layer, self.shared, self.experts = index, layer, shared, experts
         self.transposed, self.biases = transposed_in(layer, experts), biases_of(experts)
+        self.reads, self.traced = reads, traced
 
     def whole(self) -> Block:
         """The layer as one block."""
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.shared)
         return Block(self.index, "", owned, exact=self._exact(owned), transposed=self._among(self.transposed, owned))
 
-    def divided(self, prefix: str = "") -> Iterator[Block]:
+    def divided(self, prefix: str = "") -> list[Block]:
         """A block for each child of the module `prefix` that holds matrices, where a mixture is divided likewise and its routers
         stay on the device; nothing where a matrix belongs to no child that is called."""
+        found: list[Block] = []
         if self._scattered(prefix):
-            return
+            return found
         for name, child in self._children(prefix):
-            if not any(is_wide(p) for p in child.parameters()) or self._is_router(prefix, child):
+            if not self._wide(child) or self._is_router(prefix, child):
                 continue
-            if self._holds_experts(name) and not self._scattered(name):
-                yield from self.divided(name)
-            else:
-                yield self._block(name, child)
+            parts = self.divided(name) if self._holds_experts(name) else []
+            if parts:
+                found += parts
+            elif self._comes_with_its_calls(name, child):
+                found.append(self._block(name, child))
+            elif _nbytes(child.parameters()) > SMALL_SHARE * _nbytes(self.layer.parameters()):
+                return []
+        return found
+
+    def _comes_with_its_calls(self, name: str, module: nn.Module) -> bool:
+        """Whether module `name` is called once in each call of the layer, and nothing else reads its parameters."""
+        return self._reads_its_own(name, module) and self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
+
+    def _reads_its_own(self, name: str, module: nn.Module) -> bool:
+        """Whether nothing but calls of module `name` reads its parameters."""
+        full = f"{self.traced}.{name}"
+        return all(self.reads.only_inside(f"{full}.{own}", full) for own, _ in module.named_parameters())
+
+    def _wide(self, module: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
+        """Matrices of `module` that move with the layer."""
+        return [p for p in module.parameters(recurse) if is_wide(p) and id(p) not in self.shared]
 
     def _children(self, prefix: str) -> list[tuple[str, nn.Module]]:
         module = self.layer.get_submodule(prefix)
@@ -215,8 +261,7 @@ class _Layer:
         """Whether matrices of this module are its own, or in a list, which is not called itself."""
         module = self.layer.get_submodule(prefix)
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-        own = list(module.parameters(recurse=False))
-        return any(is_wide(p) for p in own) or any(is_wide(p) for child in lists for p in child.parameters())
+        return bool(self._wide(module, recurse=False)) or any(self._wide(child) for child in lists)
 
     def _exact(self, names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
         """Those of `names`, relative to the module `prefix`, that are parameters of routers or biases of experts."""
@@ -254,9 +299,14 @@ class _Layer:
             experts = self.experts[name] if whole else None
             biases = self._among(self.biases, names, name)
             return Block(self.index, name, names, experts=experts, exact=biases, transposed=transposed)
-        linears = {part: child for part, child in module.named_modules() if linear_form(child) is not None}
+        linears = {
+            part: child
+            for part, child in module.named_modules()
+            if linear_form(child) is not None and self._reads_its_own(f"{name}.{part}".rstrip("."), child)
+        }
         in_linears = {id(p) for child in linears.values() for p in child.parameters()}
-        if not whole or any(is_wide(p) and id(p) not in in_linears for _, p in owned):
+        others = [p for _, p in owned if is_wide(p) and id(p) not in in_linears]
+        if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
             exact = self._exact(names, name) if self._holds_experts(name) else ()
             return Block(self.index, name, names, exact=exact, transposed=transposed)
         return Block(

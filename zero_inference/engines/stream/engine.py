@@ -6,6 +6,7 @@ point at the layer's bytes while it computes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -188,12 +189,14 @@ class _Placement:
 def _quantized_share(model: nn.Module, residency: Residency) -> tuple[int, list[str], int]:
     """Elements that are quantized, names of matrices that are not, and all elements."""
     prefix, _ = decoder_layers(model)
-    packed = {
-        block.full_name(prefix, stored.name): stored.plain
-        for block, layout in zip(residency.blocks, residency.layouts)
-        for stored in layout.parameters
-        if stored.packed is not None
-    }
-    quantized = sum(p.numel() for name, p in model.named_parameters() if name in packed)
-    skipped = [name for name, p in model.named_parameters() if name not in packed and p.dim() > 1]
-    return quantized, skipped, sum(p.numel() for p in model.parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    packed = set()
+    for block, layout in zip(residency.blocks, residency.layouts):
+        for stored in layout.parameters:
+            name = block.full_name(prefix, stored.name)
+            shapes[name] = stored.plain.shape  # the parameter is empty until its block is called
+            if stored.packed is not None:
+                packed.add(name)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    skipped = [name for name, shape in shapes.items() if name not in packed and len(shape) > 1]
+    return sum(sizes[name] for name in packed), skipped, sum(sizes.values())
