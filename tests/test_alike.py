@@ -14,7 +14,7 @@ from zero_inference.models import meta_pass
 from zero_inference.models.activations import prefill_peak_bytes
 from zero_inference.models.alike import Kinds, kinds_of_layers
 from zero_inference.models.layers import decoder_layers
-from zero_inference.models.operators import trace_pass
+from zero_inference.models.operators import trace_pass, trace_reads
 from zero_inference.models.sizes import kv_widths_of
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec, resolve_model
@@ -83,6 +83,21 @@ def test_a_few_layers_of_a_preset_give_what_all_give(name, all_layers):
     model, spec = preset(name)
     found, whole = counted(model, spec), all_layers(model, spec)
     assert found == whole and None not in whole
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma3", "qwen3_next", "some-layers-dense", "one-layer-shared"])
+def test_the_first_layer_of_a_kind_is_read_by_the_calls_that_read_it_where_all_run(name, monkeypatch):
+    model, _ = small_one(name)
+    kinds, prefix = kinds_of_layers(model), decoder_layers(model)[0]
+    few = trace_reads.__wrapped__(model)
+    monkeypatch.setattr(meta_pass, "kinds_of_layers", lambda model: Kinds(()))
+    whole = trace_reads.__wrapped__(model)
+    assert few.inside.items() <= whole.inside.items()
+    assert all(one.items() <= every.items() for one, every in zip(few.calls, whole.calls))
+    firsts = {f"{prefix}.{first}" for first in kinds.first.values()} or {f"{prefix}.{n}" for n in range(LAYERS)}
+    assert all(calls[first] == 1 for calls in few.calls for first in firsts)
+    layer = f"{prefix}.0"
+    assert all(few.only_inside(each, layer) for each, _ in model.named_parameters() if each.startswith(f"{layer}."))
 
 
 @pytest.mark.parametrize("divided", [False, True])

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, plain_ids
+from conftest import FAMILIES, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from zero_inference.engines.stream import core_team
-from zero_inference.engines.stream.blocks import find_blocks
+from zero_inference.engines.stream.blocks import find_blocks, lay_out_blocks
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.device import DeviceKVCache
@@ -262,21 +263,157 @@ def test_what_a_mixture_reads_is_not_told_as_all_of_its_weights(checkpoints, run
     assert done.record["decode_throughput"] > 0 and done.record["decode_weights_gbps"] is None
 
 
-@pytest.mark.parametrize("share", ["off", "0.5", "1"])
-def test_weights_that_the_model_reads_without_calling_their_module_are_there(share, tmp_path):
-    """Mamba multiplies with `dt_proj.weight` itself; with two slots, what is not fetched is another block's by then."""
-    config = AutoConfig.for_model(
-        "falcon_mamba", hidden_size=192, num_hidden_layers=5, state_size=8, vocab_size=VOCAB, time_step_rank=32
-    )
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(config).eval()
-    plain.save_pretrained(tmp_path / "model")
-    loaded, _, ranks = load(tmp_path / "model", cpu_compute=share, ring_depth=2)
-    ids = torch.randint(0, VOCAB, (BATCH, 1))
-    with torch.no_grad():
-        for _ in range(3):
-            found = loaded.model(ids.to(ranks.device), use_cache=False).logits.cpu()
-            torch.testing.assert_close(found, plain(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+HYBRID = dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, layer_types=["mamba", "hybrid"] * 2)
+READ_OTHERWISE = {
+    # multiplies with `dt_proj.weight` itself
+    "falcon_mamba": dict(hidden_size=192, num_hidden_layers=5, state_size=8, time_step_rank=32),
+    # calls `altup.predict()` and `altup.correct()`, not `altup()`
+    "gemma3n_text": dict(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=[96] * 4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        laurel_rank=32,
+        altup_num_inputs=4,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCAB,
+        activation_sparsity_pattern=[0.0] * 4,
+        initializer_range=0.5,
+    ),
+    # the model divides weights of layers in place when it is first called; nothing is left for the cores
+    "rwkv": dict(hidden_size=64, num_hidden_layers=4, rescale_every=1),
+    # layers share a transformer block
+    "zamba2": dict(
+        HYBRID,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        attention_hidden_size=128,
+        attention_head_dim=32,
+        intermediate_size=96,
+        hybrid_layer_ids=[1, 3],
+        mamba_d_state=16,
+        mamba_ngroups=1,
+        n_mamba_heads=4,
+        mamba_headdim=32,
+        num_mem_blocks=1,
+        adapter_rank=32,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def read_otherwise(tmp_path_factory):
+    made = {}
+
+    def get(family: str):
+        if family not in made:
+            config = AutoConfig.for_model(
+                family, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **READ_OTHERWISE[family]
+            )
+            torch.manual_seed(0)
+            plain = AutoModelForCausalLM.from_config(config).eval()
+            folder = tmp_path_factory.mktemp(family) / "model"
+            plain.save_pretrained(folder)
+            ids = torch.randint(3, VOCAB, (BATCH, 1))
+            with torch.no_grad():
+                made[family] = folder, ids, plain(ids, use_cache=False).logits
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("family", READ_OTHERWISE)
+@pytest.mark.parametrize("kept", [0, 0.4])
+def test_weights_that_are_read_otherwise_than_by_calling_their_module_are_there(family, kept, read_otherwise):
+    """With two slots, what is not fetched would be another block's."""
+    folder, ids, expected = read_otherwise(family)
+    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    for share in ("off",) if family == "rwkv" else ("off", "0.5", "1"):
+        loaded, _, ranks = load(folder, cpu_compute=share, ring_depth=2, gpu_memory=kept * total / 2**30)
+        with torch.no_grad():
+            for _ in range(3):
+                found = loaded.model(ids.to(ranks.device), use_cache=False).logits.cpu()
+                torch.testing.assert_close(found, expected, atol=1e-3 * expected.std().item(), rtol=1e-3)
+        assert share == "off" or loaded.facts["stream"]["computed_bytes"]
+        loaded.close()
+
+
+class Twice(LlamaDecoderLayer):
+    """Calls its feed-forward twice."""
+
+    def forward(self, hidden_states, **others):
+        return self.mlp(self.mlp(super().forward(hidden_states, **others)))
+
+
+class ByAttribute(LlamaDecoderLayer):
+    """Reads a weight of its feed-forward itself."""
+
+    def forward(self, hidden_states, **others):
+        return super().forward(torch.nn.functional.linear(hidden_states, self.mlp.gate_proj.weight[:64]), **others)
+
+
+class ByMethod(LlamaDecoderLayer):
+    """Calls another method of its feed-forward, not the module."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.mlp.compute, self.mlp.forward = self.mlp.forward, None
+        self.mlp.__class__ = type("Mlp", (torch.nn.Module,), {"__call__": lambda mlp, x: mlp.compute(x)})
+
+
+def a_llama(layer_class: type) -> torch.nn.Module:
+    config = AutoConfig.for_model(vocab_size=VOCAB, **FAMILIES["llama"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        for index in range(len(model.model.layers)):
+            model.model.layers[index] = layer_class(config, index)
+    return model.eval()
+
+
+@pytest.mark.parametrize("layer_class", [Twice, ByAttribute, ByMethod])
+def test_a_layer_is_divided_only_where_weights_come_with_the_calls_of_their_blocks(layer_class):
+    usual = find_blocks(a_llama(LlamaDecoderLayer), set(), divided=True)
+    assert [block.module for block in usual[:2]] == ["self_attn", "mlp"]
+    assert [block.module for block in find_blocks(a_llama(layer_class), set(), divided=True)] == [""] * 3
+
+
+def test_what_is_read_outside_of_its_layer_is_in_no_block():
+    class Model(LlamaModel):
+        def forward(self, input_ids=None, **others):
+            found = super().forward(input_ids, **others)
+            found.last_hidden_state = found.last_hidden_state * self.layers[1].post_attention_layernorm.weight
+            return found
+
+    model = a_llama(LlamaDecoderLayer)
+    model.model.__class__ = Model
+    blocks, layouts, outside = lay_out_blocks(model, None, 1, divided=False)
+    held = {(block.layer, stored.name) for block, layout in zip(blocks, layouts) for stored in layout.parameters}
+    names = [name for name, _ in model.model.layers[0].named_parameters()]
+    missing = {(layer, name) for layer in range(3) for name in names} - held
+    assert missing == {(1, "post_attention_layernorm.weight")}
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("share", ["off", "0.5"])
+def test_weights_that_are_not_fetched_cannot_be_used(share, bits, checkpoints):
+    codes = {} if bits == 16 else {"quant_bits": 4, "quant_group_size": 32}
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute=share, **codes)
+    feeder, (before, layer, _) = feeder_of(loaded), loaded.model.model.layers
+    blocks = [parameter for parameters in feeder.parameters for parameter in parameters]
+    during = []
+    before.mlp.register_forward_hook(lambda *_: during.append(layer.mlp.down_proj.weight.numel()))
+    for _ in range(2):
+        assert all(parameter.numel() == 0 for parameter in blocks)
+        with pytest.raises(RuntimeError, match="size|shape|dimension"):
+            torch.nn.functional.linear(torch.ones(1, 192, device=ranks.device), layer.mlp.down_proj.weight)
+        generate(loaded, spec, ranks, loops=1)
+    assert set(during) == {0}
     loaded.close()
 
 
