@@ -118,6 +118,10 @@ def by_dequantizing(folder, **options):
     return found
 
 
+def modules_of_experts(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if read_experts(module) is not None]
+
+
 @pytest.mark.parametrize("bits, gpu_memory", [(8, 0), (4, 1)])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_on_the_device_are_not_dequantized_in_short_passes(family, bits, gpu_memory, mixtures, monkeypatch):
@@ -134,8 +138,8 @@ def test_experts_on_the_device_are_not_dequantized_in_short_passes(family, bits,
     monkeypatch.setattr(feeder, "dequantize", dequantize)
     loaded, spec, ranks = load(folder, cpu_compute="off", **options)
     assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
-    mixed = sum(read_experts(module) is not None for module in loaded.model.modules())
     loaded.close()
+    mixed = len(modules_of_experts(AutoModelForCausalLM.from_pretrained(folder)))
     of_experts = [shape for shape in restored if len(shape) == 3]
     assert len(of_experts) == 2 * 2 * mixed  # in the prefill of each of two generations, both weights of each layer
     assert len(restored) > GEN * mixed  # linear modules have no kernel here
@@ -177,13 +181,13 @@ def test_a_pass_reads_the_chosen_experts_and_nothing_of_the_others(family, bits,
     options = {} if bits == 16 else {"quant_bits": bits, "quant_group_size": 32}
     loaded, spec, ranks = load(folder, cpu_compute="1", **options)
     chosen: list[set[int]] = []
-    for module in loaded.model.modules():
-        if read_experts(module) is not None:  # its parameters are those of the last pass
-            module.register_forward_pre_hook(lambda _, args: chosen.append(set(args[1].flatten().tolist())))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name in modules_of_experts(model):
+        module = loaded.model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, args: chosen.append(set(args[1].flatten().tolist())))
     found = generate(loaded, spec, ranks, loops=1)
     loaded.close()
     others = results = 0
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, p in model.get_submodule("model.layers").named_parameters():
         if p.dim() == 2 and not name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
             others += p.shape[0] * row_bytes(p.shape[1], bits)

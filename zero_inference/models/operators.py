@@ -247,8 +247,10 @@ def _narrow(inside: dict[str, frozenset[str]], more: dict[str, frozenset[str]]) 
 
 
 class _Reading(Watching):
-    """Notes which modules are being called when a parameter is read. Where a model looks at values, such as which experts were chosen, every
-    element counts as chosen and every number is 0: an expert that stands for all."""
+    """Notes which modules are being called when a parameter is read.
+
+    Where a model looks at values, such as which experts were chosen, each element is not zero and each number is 0.
+    """
 
     def __init__(self, shapes: Any) -> None:
         super().__init__()
