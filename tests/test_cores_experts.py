@@ -11,7 +11,7 @@ from zero_inference.cores import library
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import Cores
 from zero_inference.cores.crossing import HostCalls
-from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD, Between, Expert, add_experts, elsewhere
+from zero_inference.cores.experts import CHOICES, FETCHED, FIRST_USE, HITS, UNREAD, Between, Expert, add_experts
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
@@ -204,15 +204,18 @@ def test_what_is_computed_elsewhere_is_counted_and_not_read():
     expected, steps = torch.zeros_like(use), []
     for rows in (1, 5, 2):
         x, choice = torch.randn(rows, HIDDEN).bfloat16(), a_choice(rows, 3)
-        there = choice.experts % 2 == 0  # experts with an even number are computed elsewhere
-        numbers = torch.where(there, elsewhere(choice.experts), choice.experts)
+        there = choice.experts % 3 == 0  # the device has these,
+        fetched = choice.experts % 3 == 1  # and fetches these
+        numbers = torch.where(there, ~choice.experts, choice.experts)
+        numbers = torch.where(fetched, ~(choice.experts + EXPERTS), numbers)
         (out,) = calls(task, x, Choice(numbers, choice.weights), lambda: steps.append("between"))
-        weights = choice.weights.masked_fill(there, 0)
+        weights = choice.weights.masked_fill(there | fetched, 0)
         exact = mixture.expected(x, Choice(choice.experts, weights))
         assert float((out.double() - exact).norm()) <= ERROR[torch.bfloat16] * float(exact.norm()) + 1e-12
         expected[CHOICES] += 3 * rows
         expected[HITS] += int(there.sum())
         expected[UNREAD] += len(choice.experts[there].unique())
+        expected[FETCHED] += len(choice.experts[fetched].unique())
         expected[FIRST_USE:] += torch.bincount(choice.experts.flatten(), minlength=EXPERTS)
         assert torch.equal(use, expected) and 0 < expected[HITS] < expected[CHOICES]
     assert len(steps) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from test_stream_cores import feeder_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 
 from zero_inference.engines.stream import expert_cache
+from zero_inference.engines.stream import plan as stream_plan
+from zero_inference.engines.stream.expert_cache import divide
 from zero_inference.engines.stream.expert_policy import FACTOR, MORE_USES, Exchange, decayed, exchanges
 from zero_inference.engines.stream.expert_slots import share_out
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import decide_residency
-from zero_inference.engines.stream.split import best_split
+from zero_inference.engines.stream.split import best_split, link_quota
 from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
 from zero_inference.runtime.amounts import amount
@@ -45,6 +48,96 @@ def kept(mixtures):  # noqa: F811
     yield open_one
     for loaded in opened:
         loaded.close()
+
+
+@pytest.fixture
+def fetching(monkeypatch):
+    """fetching(share): the stream engine's plans fetch this share of missed experts, as a machine with a GPU may."""
+    with_cores = stream_plan._with_cores
+
+    def set_share(share: float) -> None:
+        def placed(job, *arguments):
+            residency, *others = with_cores(job, *arguments)
+            if residency is not None and residency.expert_blocks:
+                form = residency.blocks[residency.expert_blocks[0]].experts
+                quota = tuple(int(share * missed) for missed in range(form.number + 1))
+                residency = replace(residency, quota=quota)
+            return residency, *others
+
+        monkeypatch.setattr(stream_plan, "_with_cores", placed)
+
+    return set_share
+
+
+@pytest.mark.parametrize(("family", "bits"), [("mixtral", 16), ("qwen3_moe", 4), ("qwen2_moe", 8), ("deepseek_v3", 16)])
+@pytest.mark.parametrize("slots", [0, 2])
+def test_missed_experts_that_the_device_fetches_change_no_token(family, bits, slots, mixtures, kept, fetching):  # noqa: F811
+    loaded, spec, ranks = load(mixtures(family)[0], cpu_compute="off", **FORMS[bits])
+    expected = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    for share in (0.5, 1.0):
+        fetching(share)
+        loaded, spec, ranks = kept(family, slots, bits)
+        found = generate(loaded, spec, ranks)
+        assert torch.equal(found.output_ids, expected)
+        use, moved = found.loops[-1].experts, found.loops[-1].moved
+        assert use.fetched_bytes_per_step > 0 and (use.hit_rate > 0) == (slots > 0)
+        assert moved.host_to_device_bytes_per_step >= use.fetched_bytes_per_step
+        assert (moved.cores_bytes_per_step == 0) == (share == 1.0), "with all fetched the CPU reads nothing"
+        counted = loaded.transfers.snapshot()
+        loaded.close()
+        assert loaded.transfers.snapshot() == counted
+
+
+def test_fetched_and_read_bytes_are_those_of_the_choices(kept, fetching):
+    fetching(0.5)
+    loaded, spec, ranks = kept("qwen3_moe", 2, 4)
+    cache, expected = cache_of(loaded), [0, 0]
+    for index, on_device in cache.on_device.items():
+        block, size = feeder_of(loaded).residency.blocks[index], feeder_of(loaded).residency.expert_bytes(index)
+
+        def note(module, args, on_device=on_device, size=size):
+            if feeder_of(loaded).few:
+                missed = len({number for number in args[1].flatten().tolist() if on_device.table[number] < 0})
+                expected[0] += missed // 2 * size
+                expected[1] += (missed - missed // 2) * size
+
+        block.of(loaded.model.model.layers[block.layer]).register_forward_pre_hook(note)
+    found = generate(loaded, spec, ranks, loops=1).loops[0]
+    assert found.experts.fetched_bytes_per_step * (GEN - 1) == expected[0] > 0
+    assert found.moved.cores_bytes_per_step * (GEN - 1) == expected[1] > 0
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_choices_are_divided_over_slots_link_and_cpu(device):
+    """Against a plain loop, for random choices; 40 stands for no expert."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, 2, 7, 33):
+        chosen = torch.stack([torch.randperm(41, generator=generator)[:6] for _ in range(tokens)])
+        table = torch.full((43,), -1)
+        table[torch.randperm(40, generator=generator)[:10]] = torch.arange(10)
+        quota, most = torch.arange(41) // 3, 5
+        missed = sorted({e for e in chosen.flatten().tolist() if e < 40 and table[e] < 0})
+        fetched = missed[: min(len(missed) // 3, most)]
+        found = divide(chosen.to(device), table.to(device), 40, quota.to(device), most)
+        assert found.fetched.tolist() == fetched + [-1] * (most - len(fetched))
+        for place, e in enumerate(chosen.flatten().tolist()):
+            slot = int(table[e]) if e < 40 else -1
+            staged = fetched.index(e) if e in fetched else -1
+            for_cpu = ~e if slot >= 0 else ~(e + 40) if staged >= 0 else e
+            assert [int(each.flatten()[place]) for each in found[:3]] == [for_cpu, slot, staged]
+
+
+def test_the_quota_ends_link_and_cpu_together():
+    residency = residency_of(4 * 100)  # nothing is kept of the experts, and nothing else is fetched
+    even = BesideLink(1, 50.0, 50.0, 45.0, 45.0, 45.0, 0.0, 1e9)
+    assert (
+        link_quota(replace(residency, few_tokens=4), even) == ()
+    )  # experts of 200 bytes: fetching only adds its fixed time
+    slow_cpu = BesideLink(1, 50.0, 50.0, 1e-3, 1e-3, 1e-3, 0.0, 1e9)
+    assert link_quota(replace(residency, few_tokens=4), slow_cpu) == tuple(range(9)), "all that is missed"
 
 
 def cache_of(loaded) -> expert_cache.ExpertCache:
@@ -355,7 +448,8 @@ def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
     total = round(stream["expert_slots"] * 3)
     said = f"the device also keeps the {total} most used of the 24 experts in host memory: {amount(stream['expert_slot_bytes'])}"
     assert said in dry.stdout and said in done.stderr and 0 < total < 24
-    assert set(experts) == {"hit_rate", "saved_bytes_per_step", "loaded_bytes_per_step"} and 0 < experts["hit_rate"] < 1
+    names = ("hit_rate", "saved_bytes_per_step", "loaded_bytes_per_step", "fetched_bytes_per_step")
+    assert set(experts) == set(names) and 0 < experts["hit_rate"] < 1
     assert f"experts: {experts['hit_rate']:.1%} of those chosen were on the device" in done.stdout
     plain = run_model("--model", folder, "--engine", "resident", *lengths)
     assert done.record["output_ids_sha256"] == plain.record["output_ids_sha256"]

@@ -178,20 +178,23 @@ void Experts::count(const Call& call) {
   const int64_t* numbers = reinterpret_cast<const int64_t*>(call.extra[1]);
   const auto add = [&](int64_t place, int64_t more) { __atomic_fetch_add(use_ + place, more, __ATOMIC_RELAXED); };
   elsewhere_.assign(experts, 0);
-  int64_t hits = 0, unread = 0;
+  int64_t hits = 0, fetched_pairs = 0, unread = 0, fetched = 0;
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    const int64_t expert = ~numbers[pair];
-    if (expert < 0 || expert >= experts) continue;
-    ++hits;
-    if (elsewhere_[expert]++ == 0) ++unread;
+    const int64_t number = ~numbers[pair];
+    if (number < 0 || number >= 2 * experts) continue;
+    const bool is_fetched = number >= experts;
+    const bool is_first = elsewhere_[number % experts]++ == 0;
+    ++(is_fetched ? fetched_pairs : hits);
+    if (is_first) ++(is_fetched ? fetched : unread);
   }
-  add(0, hits + static_cast<int64_t>(rows_.size()));
+  add(0, hits + fetched_pairs + static_cast<int64_t>(rows_.size()));
   add(1, hits);
   add(2, unread);
+  add(3, fetched);
   for (int64_t expert = 0; expert < experts; ++expert) {
-    if (elsewhere_[expert] > 0) add(3 + expert, elsewhere_[expert]);
+    if (elsewhere_[expert] > 0) add(4 + expert, elsewhere_[expert]);
   }
-  for (const Chosen& chosen : chosen_) add(3 + chosen.expert, chosen.count);
+  for (const Chosen& chosen : chosen_) add(4 + chosen.expert, chosen.count);
 }
 
 // Rows of all chosen experts as one list of parts, which shrink towards its end: each is half of what a thread has left.

@@ -24,14 +24,16 @@ struct Between {
 
 // The input of a call is x [count, columns]. Its `extra` says what each row chose:
 //   0   k, the experts of a row
-//   1   address of their numbers, int64 [count, k]. ~e stands for an expert e that is computed elsewhere: it is counted and not
-//       read. Any other number that is no expert's counts nothing
+//   1   address of their numbers, int64 [count, k]. ~e stands for an expert e that the device has, ~(e + experts) for one that
+//   it
+//       fetches: these are counted and not read. Any other number that is no expert's counts nothing
 //   2   address of their weights [count, k]
 //   3   dtype of the weights
 // The output is [count, rows of down]: the sum of weight x expert, in float32 and in ascending order of the experts.
 //
-// What was chosen is counted in `use`, int64 [3 + experts], which Python reads at any time: choices, those that are computed
-// elsewhere, the experts that no call had to read for that reason (one counts once a call), and the choices of each expert.
+// What was chosen is counted in `use`, int64 [4 + experts], which Python reads at any time: choices, those of experts that the
+// device has, the experts that no call had to read for that reason (one counts once a call), those that the device fetched
+// (likewise), and the choices of each expert.
 class Experts : public Task {
  public:
   // `dtype`: of input and output. `use` may be null; whoever gives it keeps its memory.

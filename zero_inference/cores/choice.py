@@ -13,7 +13,8 @@ class Choice(NamedTuple):
     """What each row of an input chose of a task with experts (csrc/cpu/experts.h).
 
     Attributes:
-        experts: their numbers, int64 [rows, k]; of one that the device computes what `cores.experts.elsewhere` says.
+        experts: their numbers, int64 [rows, k]; ~e for one that the device has and ~(e + experts) for one that it
+            fetches, which the CPU counts and does not read.
         weights: of them, [rows, k] in float32, float16 or bfloat16.
     """
 

@@ -47,14 +47,9 @@ class Between:
     up_offset: float = 0.0
 
 
-# In the counts of a task: choices, those of experts that the device computed, the experts that no call had to read for that (one
-# counts once a call), and from FIRST_USE on the choices of each expert.
-CHOICES, HITS, UNREAD, FIRST_USE = range(4)
-
-
-def elsewhere(experts: torch.Tensor) -> torch.Tensor:
-    """As which numbers a choice names `experts` that something else computes: the cores count them, and read nothing."""
-    return ~experts
+# In the counts of a task: choices, those of experts that the device had, the experts that no call had to read for that (one
+# counts once a call), those that the device fetched (likewise), and from FIRST_USE on the choices of each expert.
+CHOICES, HITS, UNREAD, FETCHED, FIRST_USE = range(5)
 
 
 class _Expert(ctypes.Structure):

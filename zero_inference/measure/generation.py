@@ -244,6 +244,6 @@ class _StepClock(StoppingCriteria):
         """Of the experts that device memory keeps; None without any, and where tokens chose none."""
         if len(self.experts) < 2:
             return None
-        choices, hits, saved, loaded = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
+        choices, hits, *nbytes = (last - first for first, last in zip(self.experts[0], self.experts[-1]))
         steps = len(self.experts) - 1
-        return ExpertUse(hits / choices, saved / steps, loaded / steps) if choices else None
+        return ExpertUse(hits / choices, *(each / steps for each in nbytes)) if choices else None

@@ -35,6 +35,11 @@ class ExpertUse:
     loaded_bytes_per_step: float = key(
         "byte", "bytes of experts copied to the device to be kept there; also counted in `transfers`"
     )
+    fetched_bytes_per_step: float = key(
+        "byte",
+        "bytes of experts that the device read over the link for one step, while the CPU multiplied others; also counted in `transfers`",
+        default=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)

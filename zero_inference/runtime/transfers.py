@@ -15,12 +15,14 @@ class ExpertCounts(NamedTuple):
         hits: those whose expert was on the device.
         saved_bytes: of experts that the host's cores did not have to read because of that.
         loaded_bytes: of experts that were copied to the device to be kept there, while the cores multiplied the others.
+        fetched_bytes: of experts that the device read over the link for a single pass.
     """
 
     choices: int
     hits: int
     saved_bytes: int
     loaded_bytes: int
+    fetched_bytes: int
 
 
 @dataclass
@@ -44,7 +46,8 @@ class Transfers:
 
     def snapshot(self) -> tuple[int, int, int, int]:
         cores = self.cores_bytes + (0 if self.cores_counts is None else self.cores_counts())
-        return self.host_to_device_bytes, self.device_to_host_bytes, self.disk_read_bytes, cores
+        fetched = 0 if self.expert_counts is None else self.expert_counts().fetched_bytes
+        return self.host_to_device_bytes + fetched, self.device_to_host_bytes, self.disk_read_bytes, cores
 
     def settle(self) -> None:
         """Add what the cores counted so far, as they end."""

@@ -42,7 +42,7 @@ class CoreTeam:
         self.agreement: Agreement | None = None
         ranks, count = job.ranks, job.ranks.world_size
         self.experts: ExpertCache | None = None  # with one rank
-        if residency.expert_slots:
+        if residency.expert_slots or residency.quota:
             self.experts = ExpertCache(residency, store, scheme, ranks.device, transfers)
         if count == 1 and not job.on_gpu:
             self.cores = Cores(plan.cpus, spin_us=0)
@@ -65,8 +65,8 @@ class CoreTeam:
         block, layout = self.residency.blocks[index], self.residency.layouts[index]
         workers = Workers(self.cores, self.calls, self.scheme, self.few_rows)
         if block.experts is not None:
-            slots = None if self.experts is None else self.experts.slots.get(index)
-            return ExpertBlock(block, layout, self.store.whole(index), workers, self.dtype, slots)
+            on_device = None if self.experts is None else self.experts.on_device.get(index)
+            return ExpertBlock(block, layout, self.store.whole(index), workers, self.dtype, on_device)
         return CoreBlock(block, module, layout, self.store.whole(index), workers)
 
     def meeting(self) -> CoresMeeting:

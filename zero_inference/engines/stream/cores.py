@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.pace import paced_s
 from zero_inference.engines.stream.residency import Residency
-from zero_inference.engines.stream.split import best_split
+from zero_inference.engines.stream.split import best_split, link_quota
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.diverted import why_not_attended
 from zero_inference.link.cores import BesideLink
@@ -200,6 +200,8 @@ def place_on_cores(
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
     placed = [residency.with_shares_computed(share, best.of_others).with_budget_used() for share in experts]
     residency = min(placed, key=lambda each: _step_s(each, plan, found, graphs))
+    if ranks == 1 and job.pin_weights:
+        residency = residency.with_quota(link_quota(residency, found))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share)
 

@@ -120,7 +120,7 @@ def _step_graph(
 def _divided(residency: Residency) -> dict[str, int]:
     """What goes each way in a decode step."""
     return {
-        "fetched_bytes": sum(residency.layouts[block].nbytes for block in residency.fetched),
+        "fetched_bytes": residency.nbytes_of(residency.fetched) + round(residency.staged_bytes),
         "computed_bytes": residency.computed_bytes,
     }
 

@@ -6,11 +6,11 @@ import torch
 
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES
-from zero_inference.cores.experts import Between, Expert, add_experts, elsewhere
+from zero_inference.cores.experts import Between, Expert, add_experts
 from zero_inference.cores.matrix import DTYPES
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.core_blocks import Workers, stored_matrix
-from zero_inference.engines.stream.expert_cache import ExpertSlots
+from zero_inference.engines.stream.expert_cache import OnDevice
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
@@ -22,7 +22,7 @@ class ExpertBlock:
     transformers calls the module of experts with hidden states [tokens, hidden] and what the router chose for each token.
 
     Args:
-        slots: experts that the device keeps, and computes itself while the cores multiply; None where there is room for none.
+        on_device: the experts that the device multiplies while the CPU multiplies the others; None for none.
     """
 
     suits = True  # as a `CoreBlock` has it
@@ -34,11 +34,11 @@ class ExpertBlock:
         buffer: torch.Tensor,
         workers: Workers,
         dtype: torch.dtype,
-        slots: ExpertSlots | None = None,
+        on_device: OnDevice | None = None,
     ):
         assert block.experts is not None
-        self.calls, self.dtype, self.slots = workers.calls, dtype, slots
-        use = None if slots is None else slots.use
+        self.calls, self.dtype, self.on_device = workers.calls, dtype, on_device
+        use = None if on_device is None else on_device.use
         form = block.experts
         between = Between(form.activation, form.interleaved, form.limit, form.up_offset)
         self.task = add_experts(workers.cores, _experts(form, layout, buffer, workers.scheme), between, dtype, use)
@@ -52,20 +52,20 @@ class ExpertBlock:
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
         x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])
         numbers = top_k_index.to(torch.int64)
-        if self.slots is None:
+        if self.on_device is None:
             (out,) = self.calls(self.task, x, Choice(numbers, weights))
         else:
-            out = self._beside_device(self.slots, x, numbers, weights)
+            out = self._beside_device(self.on_device, x, numbers, weights)
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
     def _beside_device(
-        self, slots: ExpertSlots, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+        self, on_device: OnDevice, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Each expert where it is: those in slots on the device while the cores multiply the others."""
-        where = slots.table[numbers]
+        """Return the sum of all experts: of those in slots and fetched ones by the device, while the CPU multiplies the others."""
+        division = on_device.divide(numbers)
         of_device: list[torch.Tensor] = []
-        choice = Choice(torch.where(where < 0, numbers, elsewhere(numbers)), weights)
-        (out,) = self.calls(self.task, x, choice, lambda: of_device.append(slots.products(x, where, weights)))
+        choice = Choice(division.for_cpu, weights)
+        (out,) = self.calls(self.task, x, choice, lambda: of_device.append(on_device.products(x, division, weights)))
         return of_device[0].add_(out)  # in float32
 
     def ends(self) -> None:

@@ -1,19 +1,21 @@
-"""The most used experts of a mixture on the device, while the host's cores multiply the others where they lie.
+"""Experts of a mixture that the device multiplies, while the CPU multiplies others from host memory, which has all of them.
 
-Host memory has all of them. A pass of many tokens, which brings each block to the device whole, fills the slots with what its tokens
-chose most; between passes of few tokens a few experts come over the link in place of others (expert_policy.py). Both happen in
-the order of the model's stream, and a slot is in no table while it is filled.
+`ExpertSlots` are those that device memory keeps, `StagedExperts` those of the missed ones that the device fetches for one pass.
+A pass of many tokens, which brings each block to the device whole, fills the slots with what its tokens chose most; between passes
+of few tokens a few experts come over the link in place of others (expert_policy.py). Both happen in the order of the model's
+stream, and a slot is in no table while it is filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, UNREAD
+from zero_inference.cores.experts import CHOICES, FETCHED, FIRST_USE, HITS, UNREAD
 from zero_inference.engines.stream.codes import biased, weighted_sum
 from zero_inference.engines.stream.expert_policy import (
     LONG_PASS_KEEPS,
@@ -22,6 +24,7 @@ from zero_inference.engines.stream.expert_policy import (
     decayed,
     exchanges,
 )
+from zero_inference.engines.stream.expert_slots import expert_memory
 from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
@@ -29,6 +32,7 @@ from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.indexed import linear_groups_indexed, linear_indexed
+from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.transfers import ExpertCounts, Transfers
 
@@ -39,6 +43,9 @@ class _Weights:
     Attributes:
         kept: of the experts in the slots, by piece: the weight, or codes, scales and minima, and then the bias; [slots, elements].
         waiting: of all experts in host memory, likewise.
+
+    Args:
+        memory: uint8 on the device for the slots, of `slots_bytes`; None takes memory of its own.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class _Weights:
         slots: int,
         buffer: torch.Tensor,
         device: torch.device,
+        memory: torch.Tensor | None = None,
     ):
         stored = layout[name]
         self.pieces, self.number, self.quantized = stored.pieces, number, stored.packed is not None
@@ -58,7 +66,7 @@ class _Weights:
             self.pieces += layout[bias].pieces
         self.dtype, (_, self.rows, self.columns) = stored.plain.dtype, stored.plain.shape
         self.waiting = [self._by_expert(piece, buffer) for piece in self.pieces]
-        self.kept = _in_one(slots, self.waiting, device)
+        self.kept = _in_one(slots, self.waiting, device, memory)
 
     def _by_expert(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
         return piece.of(buffer).view(self.number, -1)
@@ -83,19 +91,116 @@ class _Weights:
         return biased(product, self.kept[-1], slot) if self.biased else product
 
 
-def _in_one(slots: int, like: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Zeros [slots, elements] with as many elements in a row as each of `like`, in one allocation: PyTorch rounds up each, to 2 MiB."""
+def _in_one(
+    slots: int, like: Sequence[torch.Tensor], device: torch.device, memory: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Return tensors [slots, elements] with as many elements in a row as each of `like`, in `memory` or in one allocation of zeros:
+    PyTorch rounds up each, to 2 MiB."""
     pieces, end = [], 0
     for each in like:
         pieces.append(Piece(end, (slots, each.shape[1]), each.dtype))
         end += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
-    memory = torch.zeros(end, dtype=torch.uint8, device=device)
+    if memory is None:
+        memory = torch.zeros(end, dtype=torch.uint8, device=device)
     return [piece.of(memory) for piece in pieces]
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
     """`rows` as words of 8 bytes where they are whole ones: a kernel that gathers rows takes an element at a time."""
     return rows if rows.shape[1] * rows.element_size() % 8 else rows.view(torch.int64)
+
+
+class Division(NamedTuple):
+    """Who multiplies what tokens chose; each [tokens, k].
+
+    Attributes:
+        for_cpu: numbers for the CPU, as of `cores.choice.Choice`.
+        slot: of `ExpertSlots`, -1 for none.
+        staged: number in `fetched`, -1 for none.
+        fetched: int64 [most], the experts to fetch, -1 for none.
+    """
+
+    for_cpu: torch.Tensor
+    slot: torch.Tensor
+    staged: torch.Tensor
+    fetched: torch.Tensor
+
+
+def divide(chosen: torch.Tensor, table: torch.Tensor, experts: int, quota: torch.Tensor, most: int) -> Division:
+    """Divide what tokens chose over device memory, link and CPU; of missed experts those with the lowest numbers are fetched.
+
+    One kernel on a CUDA device with the compiled extension; no value is read by the host.
+
+    Args:
+        chosen: int64 [tokens, k], numbers of experts.
+        table: int64 [experts or more], the slot of each expert or -1.
+        quota: int64 [experts + 1], how many of so many missed experts to fetch.
+        most: to fetch.
+    """
+    if chosen.is_cuda and load_extension():
+        for_cpu, slot, staged = (torch.empty_like(chosen, memory_format=torch.contiguous_format) for _ in range(3))
+        found = Division(for_cpu, slot, staged, chosen.new_empty(most))
+        torch.ops.zero_inference.expert_division(chosen.contiguous(), table, experts, quota, *found)
+        return found
+    none = chosen.new_full((1,), -1)
+    number = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # `experts` stands for none
+    slot = torch.cat([table[:experts], none])[number]
+    missed = chosen.new_zeros(experts + 1)
+    missed.scatter_(0, torch.where(slot < 0, number, experts).view(-1), torch.ones_like(number).view(-1))
+    missed[experts] = 0
+    rank = missed.cumsum(0) * missed  # from 1 on, 0 for those that are not missed
+    fetches = (rank > 0) & (rank <= quota[missed.sum()].clamp(max=most))
+    staged = torch.where((slot < 0) & fetches[number], rank[number] - 1, -1)
+    fetched = chosen.new_full((most + 1,), -1)
+    fetched.scatter_(0, torch.where(fetches, rank - 1, most), torch.arange(experts + 1, device=chosen.device))
+    for_cpu = torch.where(slot >= 0, ~chosen, torch.where(staged >= 0, ~(chosen + experts), chosen))
+    return Division(for_cpu, slot, staged, fetched[:most])
+
+
+class StagedExperts:
+    """The missed experts of a block that the device fetches for one pass, into memory that all blocks use in turn.
+
+    Args:
+        buffer: the block in host memory; page-locked where the device is a GPU.
+        memory: uint8 on the device.
+        most: experts to fetch.
+    """
+
+    def __init__(
+        self,
+        experts: FusedExperts,
+        layout: BlockLayout,
+        buffer: torch.Tensor,
+        scheme: GroupQuantization | None,
+        memory: torch.Tensor,
+        most: int,
+    ):
+        self.experts, self.scheme, self.most = experts, scheme, most
+        half = expert_memory(layout, experts, most)[0]
+        self.weights = [
+            _Weights(layout, name, bias, experts.number, most, buffer, memory.device, part)
+            for name, bias, part in (
+                (experts.first, experts.first_bias, memory[:half]),
+                (experts.last, experts.last_bias, memory[half:]),
+            )
+        ]
+        pairs = [(waiting, kept) for each in self.weights for waiting, kept in zip(each.waiting, each.kept)]
+        addresses = [(waiting.data_ptr(), kept.data_ptr(), waiting[0].nbytes) for waiting, kept in pairs]
+        self.pairs, self.in_vectors = pairs, not any(number % 16 for row in addresses for number in row)
+        self.pieces = torch.tensor(addresses, device=memory.device)
+
+    def products(
+        self, x: torch.Tensor, staged: torch.Tensor, weights: torch.Tensor, fetched: torch.Tensor
+    ) -> torch.Tensor:
+        """Fetch the experts `fetched`, and return their weighted sum as of `ExpertSlots.products`."""
+        if fetched.is_cuda:
+            torch.ops.zero_inference.expert_fetch(fetched, self.pieces, self.in_vectors)
+        else:
+            for place, expert in enumerate(fetched.tolist()):
+                for waiting, kept in self.pairs if expert >= 0 else ():
+                    kept[place] = waiting[expert]
+        first, last = (partial(each.times, scheme=self.scheme) for each in self.weights)
+        return weighted_sum(self.experts, first, last, x, staged, weights)
 
 
 class ExpertSlots:
@@ -163,8 +268,43 @@ class ExpertSlots:
         return weighted_sum(self.experts, first, last, x, slots, weights)
 
 
+@dataclass(frozen=True)
+class OnDevice:
+    """What the device does with the experts of a block in a pass of few tokens.
+
+    Attributes:
+        number: of experts.
+        table, quota: as of `divide`.
+        use: what the CPU counts, see `cores.experts.add_experts`.
+        slots, staged: None where it keeps none, or fetches none.
+    """
+
+    number: int
+    table: torch.Tensor
+    use: torch.Tensor
+    quota: torch.Tensor
+    slots: ExpertSlots | None
+    staged: StagedExperts | None
+
+    def divide(self, chosen: torch.Tensor) -> Division:
+        most = 0 if self.staged is None else self.staged.most
+        return divide(chosen, self.table, self.number, self.quota, most)
+
+    def products(self, x: torch.Tensor, division: Division, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the experts in slots and of fetched ones, float32 [tokens, hidden].
+
+        `x` [tokens, hidden], `weights` [tokens, k].
+        """
+        sums = []
+        if self.slots is not None:
+            sums.append(self.slots.products(x, division.slot, weights))
+        if self.staged is not None:
+            sums.append(self.staged.products(x, division.staged, weights, division.fetched))
+        return sums[0] if len(sums) == 1 else sums[0].add_(sums[1])
+
+
 class ExpertCache:
-    """The slots of all blocks, and what changes in them from pass to pass.
+    """The slots of all blocks, and what changes in them from pass to pass; and the memory of staged experts.
 
     The host knows what is in them and how often each expert was used: it asks for that behind a pass of many tokens, waits for nothing,
     and adds what the cores counted since.
@@ -181,7 +321,10 @@ class ExpertCache:
         self.streams, self.transfers = DeviceStreams(device), transfers
         self.copy_stream = self.streams.stream()
         counts = residency.expert_slots
-        forms = {index: residency.blocks[index].experts for index in counts}
+        others = (
+            sorted(residency.computed.intersection(residency.expert_blocks) - counts.keys()) if residency.quota else []
+        )
+        forms = {index: residency.blocks[index].experts for index in (*counts, *others)}
         numbers = [form.number for form in forms.values()]
         # a row each for a block; its last column, or those behind its experts, stand for none
         shape, pinned = (len(numbers), max(numbers) + 1), self.streams.on_gpu
@@ -196,9 +339,27 @@ class ExpertCache:
         self.slots = {
             index: ExpertSlots(form, residency.layouts[index], counts[index], store.buffers[index], scheme, *rows)
             for (index, form), rows in zip(forms.items(), zip(self.tables, self.uses, self.use))
+            if index in counts
         }
         self.blocks = list(self.slots.values())
-        self.sizes = [slots.expert_bytes for slots in self.blocks]
+        self.sizes = [residency.expert_bytes(index) for index in forms]
+        quota = torch.tensor([*residency.quota, *[0] * (1 + max(numbers))][: 1 + max(numbers)], device=device)
+        most, staging = max(residency.quota, default=0), None
+        if most:
+            staging = torch.zeros(residency.staging_bytes, dtype=torch.uint8, device=device)
+        self.on_device = {
+            index: OnDevice(
+                form.number,
+                table,
+                use,
+                quota,
+                self.slots.get(index),
+                None
+                if staging is None
+                else StagedExperts(form, residency.layouts[index], store.buffers[index], scheme, staging, most),
+            )
+            for (index, form), table, use in zip(forms.items(), self.tables, self.use)
+        }
         self.loaded_bytes = 0
         self.passes = 0  # of few tokens, since the last of many
         self.asked: Any = None  # event behind the copies of what the host wants to know
@@ -209,6 +370,8 @@ class ExpertCache:
 
     def pass_begins(self, few: bool) -> None:
         """A pass of few tokens, or of many, in which `seen` will be called for each block."""
+        if not self.blocks:
+            return
         self._install()
         if not few:
             if self.known:
@@ -229,13 +392,17 @@ class ExpertCache:
 
     def counts(self) -> ExpertCounts:
         """So far, of passes of few tokens."""
-        choices, hits, unread = self.use[:, [CHOICES, HITS, UNREAD]].unbind(1)
-        saved = sum(count * size for count, size in zip(unread.tolist(), self.sizes))
-        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved, self.loaded_bytes)
+        choices, hits, unread, fetched = self.use[:, [CHOICES, HITS, UNREAD, FETCHED]].unbind(1)
+        saved, crossed = (
+            sum(count * size for count, size in zip(each.tolist(), self.sizes)) for each in (unread, fetched)
+        )
+        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved, self.loaded_bytes, crossed)
 
     def close(self) -> None:
         """Let go of the slots; nothing may be under way."""
+        self.transfers.host_to_device_bytes += self.counts().fetched_bytes  # a last snapshot has them, too
         self.transfers.expert_counts = None
+        self.on_device.clear()
         self.slots.clear()
         self.blocks.clear()
 

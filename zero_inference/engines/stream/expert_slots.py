@@ -5,13 +5,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout
 from zero_inference.models.experts import FusedExperts
 
 
 def expert_bytes(layout: BlockLayout, experts: FusedExperts) -> int:
     """Bytes of one expert as it is stored, scales and minima included."""
     return sum(piece.nbytes for name in experts.parameters for piece in layout[name].pieces) // experts.number
+
+
+def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tuple[int, int]:
+    """Return the bytes that `count` experts take on the device: of their first weights, and of their last ones, with biases."""
+
+    def nbytes(*names: str) -> int:
+        sizes = [count * (piece.nbytes // experts.number) for name in filter(None, names) for piece in layout[name].pieces]
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+    return nbytes(experts.first, experts.first_bias), nbytes(experts.last, experts.last_bias)
 
 
 def share_out(numbers: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:

@@ -269,7 +269,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         no_graph,
         no_attention,
         weight_bytes=residency.stored_bytes,
-        fetched_bytes=residency.nbytes_of(residency.fetched),
+        fetched_bytes=residency.nbytes_of(residency.fetched) + round(residency.staged_bytes),
         cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),
         carries_kv=not attends,
         preallocated_cache=True,
@@ -308,7 +308,7 @@ def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | 
     if found.fetched or job.config.ring_depth is not None or found.depth <= USUAL_DEPTH:
         return found
     placed = replace(_residency(job, scheme, divided=True, depth=USUAL_DEPTH), few_tokens=found.few_tokens)
-    placed = placed.with_shares_computed(1.0, 1.0).with_budget_used()
+    placed = placed.with_shares_computed(1.0, 1.0).with_budget_used().with_quota(found.quota)
     return found if placed.fetched else placed
 
 

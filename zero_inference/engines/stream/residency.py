@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_inference.engines.stream.blocks import Block
-from zero_inference.engines.stream.expert_slots import expert_bytes, share_out, spread
+from zero_inference.engines.stream.expert_slots import expert_bytes, expert_memory, share_out, spread
 from zero_inference.engines.stream.layout import BlockLayout
 
 
@@ -31,6 +31,8 @@ class Residency:
         outside_bytes: parameters that are in no block, or tied to one that is not; on the device.
         blocks: what each block is; None where that does not matter.
         expert_budget: bytes of device memory for single experts of the blocks that the cores multiply.
+        quota: by the number of experts of a layer that tokens chose and that the device does not keep, how many of them it fetches
+            in a pass of few tokens; the CPU multiplies the others. Empty where it fetches none.
     """
 
     layouts: list[BlockLayout]
@@ -42,6 +44,7 @@ class Residency:
     computed: frozenset[int] = frozenset()
     few_tokens: int = 1
     expert_budget: int = 0
+    quota: tuple[int, ...] = ()
 
     @property
     def fetched(self) -> list[int]:
@@ -73,6 +76,24 @@ class Residency:
     @property
     def expert_slot_bytes(self) -> int:
         return sum(count * self.expert_bytes(block) for block, count in self.expert_slots.items())
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory for the experts that it fetches for one pass, which all layers use in turn."""
+        blocks = self.computed.intersection(self.expert_blocks) if self.quota else ()
+        return max(
+            (sum(expert_memory(self.layouts[block], self.blocks[block].experts, max(self.quota))) for block in blocks),
+            default=0,
+        )
+
+    @property
+    def staged_bytes(self) -> float:
+        """Stored bytes of experts that cross the link for one pass of few tokens, as `read_bytes` expects."""
+        slots = self.expert_slots
+        return sum(
+            self._fetched(block, self._missed(block, slots)) * self.expert_bytes(block)
+            for block in self.computed.intersection(self.expert_blocks)
+        )
 
     @property
     def resident_bytes(self) -> int:
@@ -135,8 +156,17 @@ class Residency:
         stored, experts = self.layouts[block].stored_bytes, None if self.blocks is None else self.blocks[block].experts
         if experts is None:
             return stored
-        slots = self.expert_slots if slots is None else slots
-        return stored * experts.share_read(self.few_tokens) * (1 - slots.get(block, 0) / experts.number)
+        missed = self._missed(block, self.expert_slots if slots is None else slots)
+        return stored * (missed - self._fetched(block, missed)) / experts.number
+
+    def _missed(self, block: int, slots: Mapping[int, int]) -> float:
+        """Experts of `block` that a pass of few tokens is expected to choose, and that the device does not keep."""
+        experts = self.blocks[block].experts
+        return experts.number * experts.share_read(self.few_tokens) * (1 - slots.get(block, 0) / experts.number)
+
+    def _fetched(self, block: int, missed: float) -> int:
+        """How many of them the device fetches."""
+        return self.quota[round(missed)] if self.quota and block in self.computed else 0
 
     def with_share_computed(self, share: float) -> Residency:
         """The same with `share` of the bytes in host memory multiplied by the cores, as near as whole blocks come to it, spread
@@ -163,6 +193,11 @@ class Residency:
         share = min(1.0, abs(nbytes) / max(1, self.nbytes_of(movable)))
         moved = self._spread_in_turn(movable, share, feed_forwards_last=to_link)
         return replace(self, computed=self.computed ^ moved) if moved else self
+
+    def with_quota(self, quota: tuple[int, ...]) -> Residency:
+        """The same with some missed experts fetched, whose memory single experts leave free."""
+        staged = replace(self, quota=quota)
+        return replace(staged, expert_budget=max(0, self.expert_budget - staged.staging_bytes))
 
     def with_budget_used(self) -> Residency:
         """The same with fetched blocks on the device, evenly spaced, where single experts leave room for them."""
@@ -210,4 +245,5 @@ class Residency:
     @property
     def device_bytes(self) -> int:
         """Bytes of weights, slots and workspace on the device of each rank."""
-        return self.outside_bytes + self.resident_bytes + self.workspace_bytes + self.depth * self.slot_bytes
+        slots = self.depth * self.slot_bytes + self.staging_bytes
+        return self.outside_bytes + self.resident_bytes + self.workspace_bytes + slots

@@ -28,14 +28,20 @@ def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int
 
 
 def experts_in_words(found: Residency) -> list[str]:
-    """A line about the experts that the device keeps of those in host memory, if it does."""
-    if not (slots := found.expert_slots):
-        return []
-    number = sum(found.blocks[block].experts.number for block in found.expert_blocks)
-    return [
-        f"the device also keeps the {sum(slots.values())} most used of the {number} experts in host memory: "
-        f"{amount(found.expert_slot_bytes)}"
-    ]
+    """Return lines about the experts in host memory that the device keeps, and fetches."""
+    lines = []
+    if slots := found.expert_slots:
+        number = sum(found.blocks[block].experts.number for block in found.expert_blocks)
+        lines.append(
+            f"the device also keeps the {sum(slots.values())} most used of the {number} experts in host memory: "
+            f"{amount(found.expert_slot_bytes)}"
+        )
+    if found.quota:
+        lines.append(
+            f"of {len(found.quota) - 1} chosen experts that the device does not keep, it fetches {found.quota[-1]} itself, and "
+            "the CPU multiplies the others"
+        )
+    return lines
 
 
 def cores_in_words(cores: CoresPlan, found: Residency) -> str:
