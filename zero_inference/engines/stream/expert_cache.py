@@ -164,6 +164,7 @@ class StagedExperts:
         buffer: the block in host memory; page-locked where the device is a GPU.
         memory: uint8 on the device.
         most: experts to fetch.
+        streams, stream: where they are fetched, beside what the model's stream does.
     """
 
     def __init__(
@@ -174,8 +175,11 @@ class StagedExperts:
         scheme: GroupQuantization | None,
         memory: torch.Tensor,
         most: int,
+        streams: DeviceStreams,
+        stream: Any,
     ):
         self.experts, self.scheme, self.most = experts, scheme, most
+        self.streams, self.stream = streams, stream
         half = expert_memory(layout, experts, most)[0]
         self.weights = [
             _Weights(layout, name, bias, experts.number, most, buffer, memory.device, part)
@@ -189,16 +193,21 @@ class StagedExperts:
         self.pairs, self.in_vectors = pairs, not any(number % 16 for row in addresses for number in row)
         self.pieces = torch.tensor(addresses, device=memory.device)
 
-    def products(
-        self, x: torch.Tensor, staged: torch.Tensor, weights: torch.Tensor, fetched: torch.Tensor
-    ) -> torch.Tensor:
-        """Fetch the experts `fetched`, and return their weighted sum as of `ExpertSlots.products`."""
-        if fetched.is_cuda:
-            torch.ops.zero_inference.expert_fetch(fetched, self.pieces, self.in_vectors)
-        else:
-            for place, expert in enumerate(fetched.tolist()):
-                for waiting, kept in self.pairs if expert >= 0 else ():
-                    kept[place] = waiting[expert]
+    def fetch(self, fetched: torch.Tensor) -> Any:
+        """Fetch the experts `fetched`, int64 [most], and return the event that follows it; the products of those before are done."""
+        self.stream.wait_event(self.streams.recorded(self.streams.current()))
+        with self.streams.on(self.stream):
+            if fetched.is_cuda:
+                torch.ops.zero_inference.expert_fetch(fetched, self.pieces, self.in_vectors)
+            else:
+                for place, expert in enumerate(fetched.tolist()):
+                    for waiting, kept in self.pairs if expert >= 0 else ():
+                        kept[place] = waiting[expert]
+        return self.streams.recorded(self.stream)
+
+    def products(self, x: torch.Tensor, staged: torch.Tensor, weights: torch.Tensor, there: Any) -> torch.Tensor:
+        """Return the weighted sum of fetched experts, as of `ExpertSlots.products`; `there` as of `fetch`."""
+        self.streams.current().wait_event(there)
         first, last = (partial(each.times, scheme=self.scheme) for each in self.weights)
         return weighted_sum(self.experts, first, last, x, staged, weights)
 
@@ -296,10 +305,11 @@ class OnDevice:
         `x` [tokens, hidden], `weights` [tokens, k].
         """
         sums = []
+        there = None if self.staged is None else self.staged.fetch(division.fetched)
         if self.slots is not None:
             sums.append(self.slots.products(x, division.slot, weights))
         if self.staged is not None:
-            sums.append(self.staged.products(x, division.staged, weights, division.fetched))
+            sums.append(self.staged.products(x, division.staged, weights, there))
         return sums[0] if len(sums) == 1 else sums[0].add_(sums[1])
 
 
@@ -344,7 +354,7 @@ class ExpertCache:
         self.blocks = list(self.slots.values())
         self.sizes = [residency.expert_bytes(index) for index in forms]
         quota = torch.tensor([*residency.quota, *[0] * (1 + max(numbers))][: 1 + max(numbers)], device=device)
-        most, staging = max(residency.quota, default=0), None
+        most, staging, fetches = max(residency.quota, default=0), None, self.streams.stream()
         if most:
             staging = torch.zeros(residency.staging_bytes, dtype=torch.uint8, device=device)
         self.on_device = {
@@ -356,7 +366,9 @@ class ExpertCache:
                 self.slots.get(index),
                 None
                 if staging is None
-                else StagedExperts(form, residency.layouts[index], store.buffers[index], scheme, staging, most),
+                else StagedExperts(
+                    form, residency.layouts[index], store.buffers[index], scheme, staging, most, self.streams, fetches
+                ),
             )
             for (index, form), table, use in zip(forms.items(), self.tables, self.use)
         }
