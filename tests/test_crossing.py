@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from zero_inference.cores.choice import Choice
 from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
 from zero_inference.cores.crossing import Crossing, HostSide
-from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Between, Expert, add_experts, elsewhere
+from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Between, Expert, add_experts
 from zero_inference.cores.meeting_place import Agreement, MeetingPlace, own_place
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.attended import AttendedCache
@@ -152,7 +152,7 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
     for rows in (1, 5):
         x, choice = torch.randn(rows, HIDDEN), a_choice(rows, 3)
         there, of_device = choice.experts < 2, []
-        numbers = torch.where(there, elsewhere(choice.experts), choice.experts)
+        numbers = torch.where(there, ~choice.experts, choice.experts)
         on_device = Choice(choice.experts, choice.weights.masked_fill(~there, 0))
         (out,) = calls(
             task, x, Choice(numbers, choice.weights), lambda: of_device.append(mixture.expected(x, on_device))

@@ -18,7 +18,9 @@ def expert_memory(layout: BlockLayout, experts: FusedExperts, count: int) -> tup
     """Return the bytes that `count` experts take on the device: of their first weights, and of their last ones, with biases."""
 
     def nbytes(*names: str) -> int:
-        sizes = [count * (piece.nbytes // experts.number) for name in filter(None, names) for piece in layout[name].pieces]
+        sizes = [
+            count * (piece.nbytes // experts.number) for name in filter(None, names) for piece in layout[name].pieces
+        ]
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
     return nbytes(experts.first, experts.first_bias), nbytes(experts.last, experts.last_bias)
