@@ -200,12 +200,17 @@ def test_multi_token_prediction_that_the_config_announces_casts_no_doubt(run, fo
     assert run()[::2] == (0, expected) and "warning" not in caplog.text
 
 
-def test_a_config_without_a_limit_of_positions(tmp_path):
-    """XLNet's says -1."""
-    from transformers import XLNetConfig
+@pytest.mark.parametrize("engine", ["resident", "stream"])
+def test_a_model_without_a_limit_of_positions_or_a_cache_of_the_usual_form(run, folder, engine):
+    """XLNet's config says -1, and it remembers hidden states."""
+    from transformers import AutoModelForCausalLM, XLNetConfig
 
-    XLNetConfig(vocab_size=VOCAB, d_model=64, n_layer=2, n_head=4, d_inner=96).save_pretrained(tmp_path)
-    assert resolve_model(RunConfig(model=str(tmp_path)), "cpu").max_positions is None
+    torch.manual_seed(0)
+    config = XLNetConfig(vocab_size=VOCAB, d_model=64, n_layer=2, n_head=4, d_inner=96, initializer_range=0.3)
+    shutil.rmtree(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    wanted = output_ids_sha256(plain_ids(folder, random_ids(0, 1, PROMPT, VOCAB), TOKENS))
+    assert run("--engine", engine)[::2] == (0, wanted)
 
 
 @pytest.mark.parametrize(

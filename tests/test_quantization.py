@@ -70,6 +70,24 @@ def test_logits_stay_close(family, bits, checkpoints):
         assert facts["quantized_fraction"] > 0.9 and not any("proj" in name for name in facts["not_quantized"])
 
 
+def test_a_matrix_that_is_too_narrow_for_groups_keeps_its_dtype_under_both_engines(tmp_path):
+    """The low ranks of DeepSeek's attention, 24 and 16 columns."""
+    from transformers import DeepseekV3Config
+
+    sizes = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    ranks = dict(q_lora_rank=24, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, head_dim=8)
+    DeepseekV3Config(**sizes, **ranks, num_key_value_heads=4, first_k_dense_replace=2).save_pretrained(tmp_path)
+    config = RunConfig(model=str(tmp_path), dummy=True, dtype="float32", cpu_offload=True)
+    ids = random_ids(5, 1, 8, VOCAB)
+    exact, _ = logits_of(config, ids)
+    for engine in ("deepspeed", "stream"):
+        asked = replace(config, engine=engine, quant_bits=8, quant_group_size=32).validate()
+        found, facts = logits_of(asked, ids)
+        assert relative_error(found, exact) < BOUND[8]
+        kept = {name.rpartition("self_attn.")[2] for name in facts["not_quantized"] if "self_attn" in name}
+        assert kept == {"q_b_proj.weight", "kv_b_proj.weight"}, engine
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_float16_checkpoint_in_bfloat16_is_not_garbage(bits, checkpoints):
     folder = str(checkpoints("llama", "float16", lively=False))

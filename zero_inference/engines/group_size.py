@@ -1,9 +1,13 @@
-"""What is said where groups do not fit a weight."""
+"""Which matrices are too narrow for groups, and what is said where groups do not fit a wider one."""
 
 from __future__ import annotations
 
 from zero_inference.errors import UsageError
 from zero_inference.runtime.divisors import nearest_divisor
+
+LEAST_COLUMNS = (
+    32  # a matrix with fewer keeps its dtype: it is no large projection (a low rank, the kernel of a convolution)
+)
 
 
 def group_size_refusal(asked: int, name: str, shape: tuple[int, ...], packs: int = 1) -> UsageError:

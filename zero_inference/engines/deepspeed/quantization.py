@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero_inference.cores.quantize import quantize
-from zero_inference.engines.group_size import group_size_refusal
+from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.link.compute import median_s
+from zero_inference.models.layers import parameters_of_towers
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.host_memory import host_empty
 
@@ -32,8 +33,8 @@ class QuantizationPlan:
     Attributes:
         settings: DeepSpeed's quantized_initialization block.
         names: parameters that are quantized.
-        skipped: matrices (and larger) that are not, because DeepSpeed quantizes only nn.Linear and nn.Embedding, or because
-            their family keeps them in float32.
+        skipped: matrices (and larger) that are not, because DeepSpeed quantizes only nn.Linear and nn.Embedding, because their family
+            keeps them in float32, or because they are narrow and groups do not fit them.
         fraction: share of the elements that is quantized.
     """
 
@@ -51,21 +52,24 @@ class QuantizationPlan:
 
 
 def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
-    """Decide by layer type, as DeepSpeed does, and leave alone what is not in `dtype`, the model's own.
+    """Decide by layer type, as DeepSpeed does, and leave alone what is not in `dtype`, the model's own, and the tower of a wrapper.
 
     Raises:
-        UsageError: a weight's last dimension is not a multiple of the group size, or too odd to pack.
+        UsageError: the last dimension of a weight that is not narrow is not a multiple of the group size, or too odd to pack.
     """
     plan = QuantizationPlan(settings)
     size = settings["group_size"]
     chosen: set[int] = set()
+    towers = {id(p) for p in parameters_of_towers(model)}
     for module_name, module in model.named_modules():
-        if type(module) in QUANTIZED_LAYERS and module.weight is not None and module.weight.dtype == dtype:
-            chosen.add(id(module.weight))
-            last = module.weight.shape[-1]
-            packing = module.weight.element_size() * 8 // settings["num_bits"]
-            if last % size or last % packing:
-                raise group_size_refusal(size, f"{module_name}.weight", tuple(module.weight.shape), packing)
+        weight = module.weight if type(module) in QUANTIZED_LAYERS else None
+        if weight is None or weight.dtype != dtype or id(weight) in towers:
+            continue
+        last, packing = weight.shape[-1], weight.element_size() * 8 // settings["num_bits"]
+        if last % size == 0 and last % packing == 0:
+            chosen.add(id(weight))
+        elif last >= LEAST_COLUMNS:
+            raise group_size_refusal(size, f"{module_name}.weight", tuple(weight.shape), packing)
     total = quantized = 0
     for name, parameter in model.named_parameters():
         total += parameter.numel()

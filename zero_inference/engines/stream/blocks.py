@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from zero_inference.engines.group_size import group_size_refusal
+from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
 from zero_inference.engines.stream.layout import BlockLayout, lay_out
 from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
@@ -26,7 +26,6 @@ from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.quantization.groups import GroupQuantization
 
-LEAST_COLUMNS = 32  # a matrix with fewer is no projection (the kernel of a convolution)
 SMALL_SHARE = 1 / 16  # of a layer or block: that much may stay on the device, so that the cores can multiply the rest
 
 
