@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from conftest import ROOT, start_python
+from forks import LIBRARIES
 
 from zero_inference.cores import library, products
 from zero_inference.runtime import extension
@@ -53,6 +59,37 @@ def test_a_build_is_made_once_and_again_where_it_is_damaged(no_cache, monkeypatc
     assert library.find_or_build(said.append) == path and len(said) == 2 and path.read_text() == "made\n"
 
 
+BUILDING = "from pathlib import Path; from zero_inference.cores import library; library.find_or_build(print)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_compilers_end_with_the_process_that_compiles_and_the_next_one_begins_anew(
+    number, no_cache, monkeypatch, fork_server
+):
+    pids = no_cache / "pids"
+    slow = (
+        f"""case "$*" in *--version*) exit;; esac; echo $$ >>{pids}; sleep 100 & wait; {COMPILER.format(calls=pids)}"""
+    )
+    monkeypatch.setenv("CXX", a_compiler(no_cache, slow))
+    program, said = no_cache / "building.py", no_cache / "said"
+    program.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{BUILDING}")
+    process = start_python(fork_server(LIBRARIES), [program], no_cache, said, said, dict(os.environ))
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().splitlines()) < len(library.sources()):
+        assert time.monotonic() < deadline and process.poll() is None, said.read_text()
+        time.sleep(0.05)
+    compilers = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    compilers += [child for one in compilers for child in one.children()]
+    os.kill(process.pid, number)
+    assert process.wait(60) == -number
+    assert len(compilers) == 2 * len(library.sources()) and not psutil.wait_procs(compilers, timeout=20)[1]
+    assert len(list(no_cache.glob(".building-*"))) == 1
+    monkeypatch.setenv(
+        "CXX", a_compiler(no_cache, f'case "$*" in *--version*) exit;; esac; {COMPILER.format(calls=pids)}')
+    )
+    assert library.find_or_build(print).read_text() == "made\n" and not list(no_cache.glob(".building-*"))
+
+
 def test_a_compiler_with_arguments(no_cache, monkeypatch):
     source = no_cache / "a source.cpp"
     source.write_text('extern "C" int answer() { return ANSWER; }\n')
@@ -72,12 +109,20 @@ def test_why_there_is_no_library_is_said(no_cache, monkeypatch):
         monkeypatch.setattr(library, name, value)
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
     assert library.load_library(print) is None
-    assert (
-        library.why_unavailable()
-        == "no C++ compiler: no-such-compiler of CXX=no-such-compiler -O3 was not found on PATH"
+    words = (
+        "no C++ compiler: no-such-compiler of CXX=no-such-compiler -O3 was not found on PATH; unset CXX, or install one"
     )
+    assert library.why_unavailable().startswith(words)
     with pytest.raises(RuntimeError, match="not found on PATH"):
         products.linear(torch.ones(1, 8), torch.ones(2, 8))
+    for path, why in ((no_cache, "apt install g++"), (no_cache / "file", "file is a file; remove it")):
+        monkeypatch.setattr(library, "_tried", False)
+        (no_cache / "file").touch()
+        with monkeypatch.context() as changed:
+            changed.setenv("TORCH_EXTENSIONS_DIR", str(path / "cache"))
+            changed.setenv("PATH", "" if path == no_cache else os.environ["PATH"])
+            changed.delenv("CXX")
+            assert library.load_library(print) is None and why in library.why_unavailable()
     monkeypatch.setattr(library, "_tried", False)
     failing = 'case "$*" in *portable*) echo "product.cpp:3: error: no such thing"; exit 1;; esac'
     monkeypatch.setenv("CXX", a_compiler(no_cache, failing))

@@ -6,10 +6,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, start_python
@@ -140,6 +144,7 @@ print(json.dumps([answers, extension.why_unavailable(), said, shared]), flush=Tr
 # Writes down what it is asked to compile, and fails where it is to fail.
 NVCC = """#!/bin/sh
 echo "$*" >>"$NVCC_CALLS"
+[ -z "$NVCC_STOPS" ] || { echo $$ >>"$NVCC_STOPS"; sleep 100 & wait; }
 [ -z "$NVCC_ERROR" ] || { echo "dequantize.cu(7): error: $NVCC_ERROR"; exit 2; }
 while [ "$1" != -o ]; do shift; done
 : >"$2"
@@ -172,7 +177,9 @@ def load(fork_server, tmp_path):
     names = ("TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST", "PYTORCH_NVCC", extension.SWITCH)
     kept = {name: value for name, value in os.environ.items() if name not in names}
 
-    def start(more: str = "", toolkit: bool = True, times: int = 1, **environment: str) -> Loaded:
+    def start(
+        more: str = "", toolkit: bool = True, times: int = 1, stop: Callable | None = None, **environment: str
+    ) -> Loaded | None:
         program, out, err = tmp_path / "loading.py", tmp_path / "out", tmp_path / "err"
         program.write_text(LOADING.format(root=str(ROOT), more=more))
         out.write_text(""), err.write_text("")
@@ -184,6 +191,8 @@ def load(fork_server, tmp_path):
         }
         command = [program, programs.parent if toolkit else "", times]
         process = start_python(fork_server(LIBRARIES), command, tmp_path, out, err, env)
+        if stop is not None:
+            return stop(process)
         assert wait_for_all([process], timeout=120) == [0], err.read_text()
         # ninja's own lines come before
         return Loaded(*json.loads(out.read_text().splitlines()[-1]), err.read_text())
@@ -234,6 +243,25 @@ def test_a_finished_build_is_loaded_and_made_again_only_where_it_is_damaged(load
     (library.parent / "lock").touch()  # what a killed build leaves, for which torch would wait for ever
     third = load()
     assert third.answers == [True] and len(third.said) == 1 and library.stat().st_size == len(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_what_torch_has_started_to_compile_ends_with_the_process(number, load, tmp_path):
+    pids = tmp_path / "pids"
+
+    def stop(process) -> None:
+        deadline = time.monotonic() + 60
+        while not pids.exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        compilers = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        os.kill(process.pid, number)
+        process.wait(60)
+        assert compilers and not psutil.wait_procs(compilers, timeout=20)[1]
+
+    load(stop=stop, NVCC_STOPS=str(pids))
+    assert not list((tmp_path / OURS).glob("zero_inference_*/")) and load().answers == [True]
+    assert not list((tmp_path / OURS).glob(".building-*"))
 
 
 def a_device_of_capability_9(monkeypatch) -> None:

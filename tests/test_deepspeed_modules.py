@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from zero_inference.engines.deepspeed import modules
 from zero_inference.engines.deepspeed.modules import LIGHT_HEADER, TOGETHER, _load_joined, join_sources
+from zero_inference.errors import UsageError
+from zero_inference.runtime.cache_folder import OURS
 
 NAME, PLACE = "async_io", TOGETHER["async_io"]
 
@@ -74,3 +77,58 @@ def test_what_does_not_compile_as_one_file_is_compiled_apart_from_then_on(source
     assert loaded[3:] == [(sources, light), (sources, ["csrc"])], "whose sources have names in common"
     _load_joined(Builder("quantizer", sources, loaded), tmp_path / "third")
     assert loaded[5:] == [(sources, ["csrc"])], "which is compiled for a GPU"
+
+
+class Compiled(Builder):
+    """One that writes a module as torch does, and notes the folder; `error` comes after."""
+
+    def __init__(self, loaded: list, error: Exception | None = None):
+        super().__init__("quantizer", [], loaded)
+        self.fails = error
+        self.cxx_args = list
+
+    def load(self, verbose: bool) -> None:
+        folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], self.name)
+        self.loaded.append(folder)
+        (folder / "quantizer.o").write_text("half")
+        if self.fails:
+            raise self.fails
+        (folder / "quantizer.so").touch()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_module_is_compiled_in_a_folder_of_its_own_that_takes_its_place_when_it_is_complete(
+    ours, monkeypatch, tmp_path
+):
+    extensions = tmp_path / OURS if ours else tmp_path
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
+    extensions.mkdir(parents=True, exist_ok=True)
+    kept, folders = extensions / "quantizer", []
+    if ours:  # what a version before this one left of a build that was ended
+        kept.mkdir()
+        (kept / "quantizer.o").write_text("half")
+    (extensions / ".building-quantizer-killed").mkdir()
+    with pytest.raises(RuntimeError):
+        modules._load(Compiled(folders, RuntimeError("Error building extension")), kept)
+    assert not list(extensions.glob(".building-*")) and kept.exists() == ours
+    for _ in range(2):
+        modules._load(Compiled(folders), kept)
+    assert kept not in folders[:2] and folders[2] == kept, "the third found it"
+    assert sorted(path.name for path in kept.iterdir()) == ["quantizer.o", "quantizer.so"]
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(extensions)
+
+
+def test_without_a_compiler_it_is_said_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match=r"module has to be compiled here: no C\+\+ compiler.*apt install g\+\+"):
+        modules.check_compilers(True, False, False)
+    with pytest.raises(UsageError, match=r"reads NVMe: no C\+\+ compiler.*apt install g\+\+"):
+        modules.check_aio(False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UsageError, match=r"/file is a file; remove it, or name another folder with TORCH_EXTENSIONS_DIR"
+    ):
+        modules.check_compilers(True, False, False)

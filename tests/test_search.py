@@ -19,7 +19,7 @@ from test_timing import FAST
 from zero_inference.cli import console_main, main
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.link.description_file import write_description
+from zero_inference.link.description_file import read_description, write_description
 from zero_inference.machine import kept
 from zero_inference.machine.choose import machine_of
 from zero_inference.machine.kept import kept_description, why_outdated
@@ -563,6 +563,24 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path,
     with pytest.raises(UsageError, match="describes no machine; remove it"):
         kept.measure_and_keep(lines.append)
     assert path.read_text() == "a letter"
+
+
+@pytest.mark.parametrize("newer", [{"schema_version": 2}, {"measured_with": 1000, "fabric_gb_per_s": 900.0}])
+def test_a_file_of_a_newer_version_stays_and_is_ignored(newer, kept_here, monkeypatch):
+    path, here = kept_here
+    text = json.dumps(json.loads(path.read_text()) | newer)
+    path.write_text(text)
+    assert kept_description() is None
+    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("zero_inference.link.saved.measure_this_machine", lambda *_: ({"warnings": []}, here))
+    kept.measure_and_keep(lambda line: None)
+    assert kept_description() == here and path.read_text() == text
+    lines: list[str] = []
+    kept.say_ignored(lines.append)
+    (line,) = lines
+    assert line.startswith(f"{path} is ignored: a newer version wrote it (") and kept.kept_path().name in line
+    with pytest.raises(UsageError, match="a newer version wrote it .*; update this package"):
+        read_description(path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine file has no GPU")

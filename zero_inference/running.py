@@ -35,6 +35,7 @@ from zero_inference.records.run_log import RunLog, refuse_shared_files
 from zero_inference.records.schema import Chosen, Quality, Result
 from zero_inference.report.results import publish
 from zero_inference.runtime import garbage
+from zero_inference.runtime.compilers import compile_s
 from zero_inference.runtime.distributed import Ranks, detect_ranks, start_process_group, stop_process_group
 from zero_inference.runtime.environment import describe_environment
 from zero_inference.runtime.invocation import run_command
@@ -89,6 +90,7 @@ def _run(
     progress: Progress,
     publish: Callable[..., None],
 ) -> Finished | None:
+    compiled_before_s = compile_s()  # by an earlier run in this process
     check_alone(config, ranks)
     check_launch(config, ranks, machine)
     asked = config
@@ -111,7 +113,7 @@ def _run(
     )
     files.check()
     with leaving_a_record(config, ranks, files, release=close_all) as watch:
-        output_ids, tokenizer, prompts = _measured(config, spec, ranks, files, progress, questions)
+        output_ids, tokenizer, prompts = _measured(config, spec, ranks, files, progress, questions, compiled_before_s)
         progress.clear()
         ranks.barrier()
     ends = end_ids(spec, tokenizer)
@@ -173,7 +175,13 @@ def _dry_run(config: RunConfig, spec: ModelSpec, ranks: Ranks, machine: Machine,
 
 
 def _measured(
-    config: RunConfig, spec: ModelSpec, ranks: Ranks, files: RunLog, progress: Progress, questions: Questions
+    config: RunConfig,
+    spec: ModelSpec,
+    ranks: Ranks,
+    files: RunLog,
+    progress: Progress,
+    questions: Questions,
+    compiled_before_s: float,
 ) -> tuple[Any, Any, list[str]]:
     """All that may fail on the way: (generated ids int64 [batch, gen_len], tokenizer, prompts in short). Fills `files`."""
     start_process_group(ranks)
@@ -201,7 +209,8 @@ def _measured(
         progress.say(warning)
     with loaded_model(plan, progress) as (loaded, load_s):
         session = measure_run(plan, loaded, ids, progress)
-        _note_results(session, load_s, files, progress)
+        files.result.measured = measured_of(session, load_s, compile_s() - compiled_before_s)
+        _note_results(session, files, progress)
         files.result.quality = (
             score_run(plan.job, loaded, questions, tokenizer, files, progress) if questions else Quality(None)
         )
@@ -209,8 +218,8 @@ def _measured(
         return session.measurement.output_ids, tokenizer, in_short(config, ids, tokenizer)
 
 
-def _note_results(session: Session, load_s: float, files: RunLog, progress: Progress) -> None:
-    files.result.measured = measured_of(session, load_s)
+def _note_results(session: Session, files: RunLog, progress: Progress) -> None:
+    assert files.result.measured is not None
     if warning := steadiness.warning_of(files.result.measured.evenness):
         progress.say(warning)
     trace = session.plan.job.config.trace

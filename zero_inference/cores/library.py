@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from zero_inference.cores.matrix import INSTRUCTIONS, Matrix
-from zero_inference.runtime.cache_folder import extensions_folder
-from zero_inference.runtime.extension import FOR_CORES, file_digest, in_one_line, source_folder
+from zero_inference.runtime.cache_folder import extensions_folder, made_folder
+from zero_inference.runtime.compilers import find_compiler, new_build, timed
+from zero_inference.runtime.extension import COMPLETE, FOR_CORES, file_digest, in_one_line, is_complete, source_folder
 from zero_inference.runtime.locks import held_lock
+from zero_inference.runtime.processes import group
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
 
@@ -81,15 +82,16 @@ def find_or_build(say: Callable[[str], None], extra_flags: Sequence[str] = ()) -
     """
     compiler = find_compiler()
     name = library_name(*compiler, compiler_version(compiler), *extra_flags)
-    folder = extensions_folder() / name
-    folder.mkdir(parents=True, exist_ok=True)
-    library, mark = folder / f"{name}.so", folder / "complete"
-    with held_lock(folder / "zero-inference.lock"):
-        if not (mark.exists() and library.exists() and mark.read_bytes() == file_digest(library)):
-            mark.unlink(missing_ok=True)
+    folder = made_folder(extensions_folder()) / name
+    library = folder / f"{name}.so"
+    if is_complete(library):
+        return library
+    with timed(), held_lock(folder.with_suffix(".lock")):
+        if not is_complete(library):
             say("compiling the kernels for the host's cores (once per machine, some seconds) ...")
-            build(compiler, folder, library, extra_flags)
-            mark.write_bytes(file_digest(library))
+            with new_build(folder) as building:
+                build(compiler, building, building / library.name, extra_flags)
+                (building / COMPLETE).write_bytes(file_digest(building / library.name))
     return library
 
 
@@ -107,24 +109,6 @@ def library_name(*parts: str) -> str:
     for part in (platform.machine(), *FLAGS, *parts):
         digest.update(f"{part}\0".encode())
     return f"zero_inference_cpu_{digest.hexdigest()[:16]}"
-
-
-def find_compiler() -> list[str]:
-    """CXX, which may bring arguments ("ccache g++"), else g++ or c++ of PATH.
-
-    Raises RuntimeError where none is there.
-    """
-    wanted = os.environ.get("CXX", "").strip()
-    try:
-        command, *arguments = shlex.split(wanted) or ["g++" if shutil.which("g++") else "c++"]
-    except ValueError as error:
-        raise RuntimeError(f"CXX={wanted} is no command line: {error}") from error
-    found = shutil.which(command)
-    if found is None:
-        raise RuntimeError(
-            f"no C++ compiler: {f'{command} of CXX={wanted} was' if wanted else 'g++ and c++ were'} not found on PATH"
-        )
-    return [found, *arguments]
 
 
 def compiler_version(compiler: Sequence[str]) -> str:
@@ -145,17 +129,17 @@ def build(compiler: Sequence[str], folder: Path, library: Path, extra_flags: Seq
         [*compiler, *flags, "-c", str(source), "-o", str(out)] for source, out in zip(sources(), objects, strict=True)
     ]
     _run_all(commands)
-    linked = folder / f"{library.name}.new"
-    _run_all([[*compiler, *flags, "-shared", *map(str, objects), "-o", str(linked)]])
-    linked.replace(library)
+    _run_all([[*compiler, *flags, "-shared", *map(str, objects), "-o", str(library)]])
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run `commands` side by side; all are waited for before the first failure is raised."""
-    running = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for line in commands]
-    said = [process.communicate()[0] for process in running]
-    for process, text in zip(running, said, strict=True):
-        if process.returncode:
+    """Run `commands` side by side, which end with this process; all are waited for before the first failure is raised."""
+    with ExitStack() as groups:
+        files: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running = [groups.enter_context(group(line, **files)) for line in commands]
+        said = [(process.stdout.read(), process.wait()) for process in running if process.stdout is not None]
+    for text, code in said:
+        if code:
             raise RuntimeError(f"the C++ compiler failed\n{text}")
 
 

@@ -203,6 +203,9 @@ class EnginePlan(UseOfMachine, PlanInWords):
         generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
         return max(weights.loading, weights.host + on_device + measuring_bytes, generating)
 
+    def prepare(self) -> None:
+        """Compile what `load` needs, if that was not done on this machine before. A second call does nothing."""
+
     def alternative(self) -> EnginePlan | None:
         """The same run planned otherwise, to be preferred where it is predicted to decode faster; None where there is nothing to choose."""
         return None

@@ -59,10 +59,11 @@ def main(args: argparse.Namespace) -> int:
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
     if args.save == HERE:
-        from zero_inference.runtime.cache_folder import machine_path
+        from zero_inference.machine.kept import kept_path
+        from zero_inference.runtime.cache_folder import made_folder
 
-        args.save = machine_path()
-        args.save.parent.mkdir(parents=True, exist_ok=True)
+        args.save = kept_path()
+        made_folder(args.save.parent)
     if args.save is not None:
         check_output_file("--save", str(args.save))
         if os.environ.get("WORLD_SIZE", "1") != "1":

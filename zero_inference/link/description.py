@@ -13,6 +13,7 @@ from zero_inference.runtime.tables import one_line
 MOST = 1e18  # of anything here; a number above it is a mistake
 LONGEST_NAME = 200  # characters that are shown
 
+SCHEMA_VERSION = 1
 # Raised where `link --save` measures more than before, or otherwise, so that machines are measured anew.
 MEASURED_WITH = 6
 

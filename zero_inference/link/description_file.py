@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from zero_inference.errors import UsageError
-from zero_inference.link.description import Description
+from zero_inference.link.description import MEASURED_WITH, SCHEMA_VERSION, Description
 from zero_inference.runtime.replace import replacing
 
 
@@ -29,7 +30,27 @@ def read_description(path: Path) -> Description:
     try:
         return Description.model_validate_json(text)
     except ValidationError as error:
+        if version := newer_version_of(path):
+            raise UsageError(
+                f"--machine {path}: {version}; update this package, or write one with `zero-inference link --save FILE`."
+            ) from error
         raise UsageError(f"--machine {path}: {_first(error)}; `zero-inference link --save FILE` writes one.") from error
+
+
+def newer_version_of(path: Path) -> str | None:
+    """Say how a newer version of this package wrote the file; None of any other file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        Description.model_validate(found)
+    except (OSError, ValueError) as error:
+        if not isinstance(error, ValidationError) or not isinstance(found, dict):
+            return None
+    else:
+        return None
+    for key, known in (("schema_version", SCHEMA_VERSION), ("measured_with", MEASURED_WITH)):
+        if isinstance(found.get(key), int) and found[key] > known:
+            return f"a newer version wrote it ({key} {found[key]}, this one knows {known})"
+    return None
 
 
 def write_description(description: Description, path: Path) -> None:

@@ -9,21 +9,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_inference.errors import UsageError
-from zero_inference.runtime.cache_folder import machine_path
+from zero_inference.runtime.cache_folder import machine_path, made_folder
 from zero_inference.runtime.environment import describe_environment, versions_of
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
 
 
+def kept_path() -> Path:
+    """Return the file that this version reads and writes: that of the cache, or one beside it where a newer version has written that."""
+    path = machine_path()
+    if _newer_version() is None:
+        return path
+    from zero_inference.link.description import MEASURED_WITH
+
+    return path.with_name(f"{path.stem}-v{MEASURED_WITH}{path.suffix}")
+
+
 def kept_description() -> Description | None:
     """None where there is no file, or where it cannot be read, or is out of date."""
-    path = machine_path()
+    path = kept_path()
     try:
         changed = path.stat().st_mtime_ns
     except OSError:
         return None
     return _read(path, changed)
+
+
+def say_ignored(say: Callable[[str], None]) -> None:
+    """Tell of a file that a newer version keeps here."""
+    if (version := _newer_version()) is not None:
+        say(f"{machine_path()} is ignored: {version}; this version's rates are in {kept_path().name} beside it")
+
+
+def _newer_version() -> str | None:
+    path = machine_path()
+    try:
+        return _version_of(path, path.stat().st_mtime_ns)
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _version_of(path: Path, changed: int) -> str | None:
+    from zero_inference.link.description_file import newer_version_of
+
+    return newer_version_of(path)
 
 
 @functools.lru_cache(maxsize=1)
@@ -64,7 +95,7 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
     from zero_inference.link.saved import measure_this_machine
     from zero_inference.runtime.distributed import detect_ranks
 
-    path = machine_path()
+    path = kept_path()
     again = ""
     if path.exists():
         try:
@@ -79,5 +110,5 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
         report, description = measure_this_machine(detect_ranks(), engines, None, say)
     for line in report["warnings"]:
         say(f"warning: {line}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    made_folder(path.parent)
     write_description(description, path)

@@ -13,7 +13,7 @@ from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.environment import peak_host_bytes
 
 
-def measured_of(session: Session, load_s: float) -> Measured:
+def measured_of(session: Session, load_s: float, compile_s: float) -> Measured:
     """Sums and maxima are over all ranks, which call it together."""
     job, loaded, measurement, around = session.plan.job, session.loaded, session.measurement, session.around
     config, ranks, log = job.config, job.ranks, log_sizes(job)
@@ -24,13 +24,16 @@ def measured_of(session: Session, load_s: float) -> Measured:
     work = limits.least_work(job, loaded.weight_bytes, moved.cores_bytes_per_step or 0)
     ahead_bytes = ranks.total(around.ahead_bytes)
     limit = limits.decode_limits(session.rates, moved, ahead_bytes, work, job.on_gpu, steps, decode_s)
-    peak_gpu_bytes, host_bytes = ranks.maximum([float(around.peak_gpu_bytes or 0), float(peak_host_bytes())])
+    peak_gpu_bytes, host_bytes, compile_s = ranks.maximum(
+        [float(around.peak_gpu_bytes or 0), float(peak_host_bytes()), compile_s]
+    )
     return Measured(
         model_bytes=log.model_bytes,
         cache_bytes=log.cache_bytes,
         hidden_bytes=log.hidden_bytes,
         weight_bytes=loaded.weight_bytes,
         load_s=load_s,
+        compile_s=compile_s,
         cold_total_s=measurement.cold_total_s,
         warmup_total_s=measurement.warmup_s,
         warmed_up=measurement.warmed_up,

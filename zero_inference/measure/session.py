@@ -30,8 +30,7 @@ from zero_inference.runtime.replace import replacing
 
 @contextlib.contextmanager
 def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, float]]:
-    """The model of `plan` with its norm kernels, and the seconds that loading took, without compiling and trying those; released at
-    the end.
+    """The model of `plan` with its norm kernels, and the seconds that loading took, without compiling; released at the end.
 
     Raises:
         UsageError: --norm-kernels cuda, and they cannot be used.
@@ -46,9 +45,11 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
         job.spec.text_config.hidden_size,
         progress.say,
     )
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
+        plan.weights.prepare()
     job.ranks.barrier()  # that a rank compiled kernels, or tried them, is not loading for the others either
     start = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
+    with contextlib.redirect_stdout(sys.stderr):
         loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
     try:
         job.ranks.barrier()

@@ -104,6 +104,7 @@ class Plan:
     def load(self, progress: Progress = lambda done: None) -> LoadedModel:
         """The model, ready to generate. Call it once: it fills the plan's own skeleton. Raises RunError."""
         self.predicted  # noqa: B018  while the model is empty
+        self.weights.prepare()
         return engine_module(self.job.config.engine).load(self.weights, progress)
 
 

@@ -91,8 +91,12 @@ class Measured:
     weight_bytes: int = key("byte", "exact size of the weights as stored, including scales", required="when measured")
     load_s: float = key(
         "s",
-        "time until every rank has its weights in place; compiling and checking the norm kernels is not included",
+        "time until every rank has its weights in place; compiling (compile_s) and checking the norm kernels is not included",
         required="when measured",
+    )
+    compile_s: float = key(
+        "s",
+        "time spent compiling, or waiting for another process that compiled, before the loops; 0 if all was compiled before",
     )
     cold_total_s: float | None = key(
         "s", "total latency of the first warm-up loop; null without one", required="when measured"

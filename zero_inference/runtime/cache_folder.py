@@ -15,6 +15,8 @@ import platform
 import re
 from pathlib import Path
 
+from zero_inference.errors import UsageError
+
 OURS = "zero-inference/extensions"
 
 
@@ -40,3 +42,22 @@ def machine_path() -> Path:
     if given := os.environ.get("ZERO_INFERENCE_MACHINE"):
         return Path(given).expanduser().absolute()
     return models_folder() / f"machine-{re.sub(r'[^A-Za-z0-9.-]', '_', platform.node()) or 'this'}.json"
+
+
+def made_folder(folder: Path) -> Path:
+    """Return `folder`, made if need be.
+
+    Raises:
+        UsageError: it cannot be made, for instance because a file is in its way.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        file = next((path for path in (folder, *folder.parents) if os.path.lexists(path) and not path.is_dir()), None)
+        names = ("ZERO_INFERENCE_CACHE", "TORCH_EXTENSIONS_DIR")
+        name = next((name for name in names if str(folder).startswith(os.environ.get(name) or "\0")), "XDG_CACHE_HOME")
+        raise UsageError(
+            f"the cache folder {folder} cannot be made: {error.strerror if file is None else f'{file} is a file; remove it'}, "
+            f"or name another folder with {name}."
+        ) from error
+    return folder

@@ -13,18 +13,19 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from zero_inference.runtime.cache_folder import extensions_folder
+from zero_inference.runtime.cache_folder import extensions_folder, made_folder
+from zero_inference.runtime.compilers import check_nvcc, new_build, timed, torch_builds
 from zero_inference.runtime.locks import held_lock
 from zero_inference.runtime.progress import QUIET_S, current
 
 SWITCH = "ZERO_INFERENCE_BUILD_CUDA"
 PREBUILT = "prebuilt"  # folder in an installed package
+COMPLETE = "complete"  # file beside a finished library, with its digest
 FOR_CORES = "cpu"  # folder of csrc with sources of a library of its own (zero_inference/cores/library.py)
 WITHOUT_DEVICES = ("8.0", "9.0", "10.0")  # what is compiled for where no device says: A100, H100 and H200, B200
 DEFINES = [
@@ -90,21 +91,20 @@ def _load(say: Callable[[str], None]) -> str | None:
             return None
         architectures = choose_architectures()
         name = library_name(architectures)
-        folder = extensions_folder() / name
-        folder.mkdir(parents=True, exist_ok=True)
-        with held_lock(folder / "zero-inference.lock"):  # ends with its holder, unlike torch's own mark
-            (folder / "lock").unlink(missing_ok=True)
-            library, mark = folder / f"{name}.so", folder / "complete"
-            if mark.exists() and library.exists() and mark.read_bytes() == file_digest(library):
-                torch.ops.load_library(str(library))
-            else:  # also a file that lost its end, which would end the process when it is loaded
-                mark.unlink(missing_ok=True)
-                library.unlink(missing_ok=True)  # or ninja would find nothing to do
-                _check_compiler()
-                say("compiling the CUDA kernels (once per machine, about a minute) ...")
-                with current().slow("compiling the CUDA kernels", QUIET_S):
-                    _build(name, folder, architectures)
-                mark.write_bytes(file_digest(library))
+        folder = made_folder(extensions_folder()) / name
+        library = folder / f"{name}.so"
+        if not is_complete(library):
+            with timed(), held_lock(folder.with_suffix(".lock")):
+                if not is_complete(
+                    library
+                ):  # also a file that lost its end, which would end the process when it is loaded
+                    _check_compiler()
+                    say("compiling the CUDA kernels (once per machine, about a minute) ...")
+                    with current().slow("compiling the CUDA kernels", QUIET_S), new_build(folder) as building:
+                        _build(name, building, architectures)
+                        (building / COMPLETE).write_bytes(file_digest(building / library.name))
+                    return None
+        torch.ops.load_library(str(library))
     except Exception as error:  # a missing compiler, a full disk, a version that does not fit: each costs only speed
         reason = in_one_line(error)
         say(f"warning: the CUDA kernels could not be compiled, slower PyTorch code is used: {reason}")
@@ -126,12 +126,12 @@ def prebuild(folder: Path) -> str:
         else os.environ.get("TORCH_CUDA_ARCH_LIST") or _known_to_nvcc()
     )
     name = library_name(PREBUILT)
-    work = folder / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    _build(name, work, architectures)
-    shutil.move(work / f"{name}.so", folder / f"{name}.so")
+    folder.mkdir(parents=True, exist_ok=True)
+    with new_build(folder / "work") as work:
+        _build(name, work, architectures)
+        shutil.move(work / f"{name}.so", folder / f"{name}.so")
     (folder / f"{name}.txt").write_text(architectures)
-    shutil.rmtree(work)
+    shutil.rmtree(folder / "work")
     return architectures
 
 
@@ -159,23 +159,16 @@ def _known_to_nvcc() -> str:
 
 def _check_compiler() -> None:
     """Raises RuntimeError where a build need not be tried."""
-    from torch.utils import cpp_extension
-
     if not sources():
         raise RuntimeError(f"no sources in {source_folder()}")
-    if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
-        raise RuntimeError(
-            f"nvcc of CUDA {torch.version.cuda} was not found (looked on PATH, in CUDA_HOME and /usr/local/cuda)"
-        )
+    check_nvcc()
 
 
 def _build(name: str, folder: Path, architectures: str) -> None:
     """Compile, link and load; raises whatever went wrong."""
     from torch.utils import cpp_extension
 
-    # ninja lies beside the interpreter of an environment that need not be activated
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    with _environment(PATH=path, TORCH_CUDA_ARCH_LIST=architectures):
+    with torch_builds(folder.parent, TORCH_CUDA_ARCH_LIST=architectures):
         cpp_extension.load(
             name,
             [str(file) for file in sources()],
@@ -222,6 +215,12 @@ def library_name(architectures: str, folder: Path | None = None) -> str:
     return f"zero_inference_{digest.hexdigest()[:16]}"
 
 
+def is_complete(library: Path) -> bool:
+    """Whether `library` was compiled to its end, and is as it was then."""
+    mark = library.with_name(COMPLETE)
+    return mark.exists() and library.exists() and mark.read_bytes() == file_digest(library)
+
+
 def file_digest(file: Path) -> bytes:
     """What the mark of a finished build holds."""
     return hashlib.sha256(file.read_bytes()).hexdigest().encode()
@@ -230,20 +229,6 @@ def file_digest(file: Path) -> bytes:
 def trial_mark(*parts: str) -> Path:
     """A file that says that kernels of this library passed a trial under the conditions `parts`."""
     return extensions_folder() / "trials" / re.sub(r"[^\w.-]+", "_", "-".join((library_name("trial"), *parts)))
-
-
-@contextmanager
-def _environment(**changes: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def in_one_line(error: Exception) -> str:

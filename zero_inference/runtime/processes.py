@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from zero_inference.runtime.signals import held
 from zero_inference.runtime.text import printable
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import psutil
 
 GRACE_S = 15
+POLL_S = 0.1
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _PRELUDE = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1))\n"
 LOOK_S = 1.0
@@ -70,18 +71,29 @@ def run_with_group(
         OSError: `output` cannot be written.
         subprocess.TimeoutExpired: it took longer than `limit_s`, and was ended.
     """
+    with output.open("w") as out, group(command, stdout=out, stderr=subprocess.STDOUT, env=env) as leader:
+        return leader.wait(limit_s)
+
+
+@contextlib.contextmanager
+def group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
+    """Start `command` in a process group of its own, and end what is left of it at the end of the block.
+
+    Also SIGKILL of this process leaves nothing: see `run_with_group`.
+
+    Args:
+        options: of subprocess.Popen, but not stdin.
+
+    Yields:
+        a process that ends as `command` does, when all of the group has ended.
+    """
     leader = None
     try:
-        with output.open("w") as out, held():  # a signal between its start and its name here would leave it behind
+        with held():  # a signal between its start and its name here would leave it behind
             leader = subprocess.Popen(
-                isolated_python(_LEAD, *command),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-                env=env,
+                isolated_python(_LEAD, *command), stdin=subprocess.PIPE, start_new_session=True, **options
             )
-        return leader.wait(limit_s)
+        yield leader
     finally:
         if leader is not None and leader.stdin is not None:
             leader.stdin.close()
@@ -90,6 +102,16 @@ def run_with_group(
             except (KeyboardInterrupt, SystemExit):  # a further stop signal: go on without waiting
                 leader.terminate()
                 leader.wait()
+
+
+def run_for(parent: int, command: Sequence[str]) -> NoReturn:
+    """Run `command` in a process group, and end with its exit code, or with the process `parent`, which has started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent ends this process, if it ends
+    with group(command) as leader:
+        while os.getppid() == parent:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                os._exit(leader.wait(POLL_S) & 0xFF)
+    os._exit(1)
 
 
 _LEAD = "from zero_inference.runtime.processes import lead; lead(sys.argv[1:])"

@@ -31,6 +31,7 @@ from zero_inference.engines.deepspeed.memory import places_of_weights
 from zero_inference.engines.deepspeed.modules import (
     build_modules,
     check_aio,
+    check_compilers,
     init_distributed,
     stderr_of_process,
     use_private_folder,
@@ -107,6 +108,19 @@ class DeepSpeedPlan(EnginePlan):
             )
         return lines
 
+    @property
+    def modules(self) -> tuple[bool, bool, bool]:
+        """The modules that a run needs, as `build_modules` takes them."""
+        config = self.job.config
+        by_kernel = config.quantized and _dequantizes_by_kernel(self.job, self.job.spec.dtype)
+        return config.disk_offload, config.use_gds, by_kernel
+
+    def prepare(self) -> None:
+        """See `EnginePlan`."""
+        _prepare_environment(self.job.config.verbose, self.job.ranks)
+        with stderr_of_process():
+            build_modules(*self.modules, say=current().say)
+
     def measure_restored_gb_per_s(self, dtype: torch.dtype) -> float | None:
         """See `EnginePlan`."""
         if self.quantization is None:
@@ -153,8 +167,9 @@ def plan(job: Job) -> DeepSpeedPlan:
 
 
 def check(plan: DeepSpeedPlan) -> None:
-    """Raises UsageError where libaio, or GPUDirect Storage, or the offload folder cannot be used, or has too little space."""
+    """Raises UsageError where a compiler, libaio, GPUDirect Storage or the offload folder cannot be used, or has too little space."""
     config, ranks = plan.job.config, plan.job.ranks
+    check_compilers(*plan.modules)
     if config.disk_offload:
         check_aio(config.use_gds)
         if not config.dry_run:  # the plan has a line for it
@@ -163,11 +178,8 @@ def check(plan: DeepSpeedPlan) -> None:
 
 def load(plan: DeepSpeedPlan, progress: Progress = lambda done: None) -> LoadedModel:
     """Fill and partition the model; see `zero_inference.engines.base`."""
-    config, spec, ranks = plan.job.config, plan.job.spec, plan.job.ranks
+    config, ranks = plan.job.config, plan.job.ranks
     _prepare_environment(config.verbose, ranks)
-    by_kernel = config.quantized and _dequantizes_by_kernel(plan.job, spec.dtype)
-    with stderr_of_process():
-        build_modules(config.disk_offload, config.use_gds, by_kernel, say=current().say)
     init_distributed(ranks)
     releases = ExitStack()
     workspace = OffloadWorkspace(config.offload_path) if config.disk_offload else None

@@ -10,14 +10,25 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from zero_inference.errors import UsageError
-from zero_inference.runtime.cache_folder import OURS, user_cache
+from zero_inference.runtime.cache_folder import OURS, made_folder, user_cache
+from zero_inference.runtime.compilers import (
+    BUILDING,
+    check_ninja,
+    check_nvcc,
+    find_compiler,
+    new_build,
+    timed,
+    torch_builds,
+)
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.locks import held_lock
 from zero_inference.runtime.progress import QUIET_S, current
@@ -31,15 +42,17 @@ LIGHT_HEADER = """#pragma once
 #include <torch/types.h>
 #include <torch/csrc/utils/pybind.h>
 """
-APART = "apart"  # the file in a module's folder that says that its sources are compiled one by one, with all headers
+SOURCES = "-sources"  # ends the name of the folder with what a module is compiled from
+APART = "apart"  # the file in it that says that its sources are compiled one by one, with all headers
 SHARED = Path("/dev/shm")
+_loaded: set[str] = set()
 AIO_HEADERS = "libaio's headers (Debian and Ubuntu: apt install libaio-dev; RHEL: dnf install libaio-devel)"
 
 
 def use_private_folder(device_type: str) -> None:
     """One build folder an environment (a build names its paths), our flags and kind of device (async_io is built otherwise for CUDA),
     unless TORCH_EXTENSIONS_DIR says where."""
-    how = [sys.prefix, *FLAGS, *TOGETHER, *TOGETHER.values(), *LIGHT, LIGHT_HEADER]
+    how = [sys.prefix, *FLAGS, *TOGETHER, *TOGETHER.values(), *LIGHT, LIGHT_HEADER, SOURCES]
     built_with = hashlib.sha256(" ".join(how).encode()).hexdigest()[:8]
     pair = f"torch-{torch.__version__}-deepspeed-{version('deepspeed')}-{built_with}"
     os.environ.setdefault(
@@ -54,6 +67,10 @@ def check_aio(use_gds: bool) -> None:
     with stderr_of_process():
         found = AsyncIOBuilder().is_compatible(verbose=False)
     if not found:
+        try:
+            find_compiler()  # by which DeepSpeed looks for libaio
+        except RuntimeError as error:
+            raise UsageError(f"--disk-offload: DeepSpeed compiles what reads NVMe: {error}.") from error
         raise UsageError(
             f"--disk-offload reads NVMe through libaio, which cannot be compiled against here: install {AIO_HEADERS}."
         )
@@ -81,6 +98,23 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         dequantize_on_gpu: the float16 dequantization kernel.
         say: told what takes a minute, where it does; None is not told.
     """
+    folder = made_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    for builder in needed_modules(disk, use_gds, dequantize_on_gpu):
+        if builder.name in _loaded or not builder.is_compatible(verbose=False):
+            continue
+        kept = folder / builder.name
+        compiles = not _is_kept(builder)
+        if say is not None and compiles:
+            say(f"compiling DeepSpeed's {builder.name} module (once per machine, may take minutes) ...")
+        waiting = current().slow(f"compiling or loading DeepSpeed's {builder.name} module", QUIET_S)
+        with waiting, redirect_stdout(sys.stderr), timed() if compiles else nullcontext():
+            with held_lock(folder / f"{builder.name}.lock"):
+                _load(builder, kept)
+        _loaded.add(builder.name)
+
+
+def needed_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> list[Any]:
+    """Return DeepSpeed's builders of the modules that `build_modules` loads."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder, QuantizerBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
@@ -92,21 +126,52 @@ def build_modules(disk: bool, use_gds: bool, dequantize_on_gpu: bool, say: Calla
         builders += [PinMemoryBuilder(), GDSBuilder() if use_gds else AsyncIOBuilder()]
     if dequantize_on_gpu:
         builders.append(QuantizerBuilder())
+    return [builder for builder in builders if builder is not None]
+
+
+def check_compilers(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> None:
+    """Raises UsageError where a module has to be compiled, and what compiles it is not there.
+
+    Args:
+        as of `build_modules`.
+    """
+    made_folder(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    for builder in needed_modules(disk, use_gds, dequantize_on_gpu):
+        try:
+            if not _is_kept(builder):
+                find_compiler()
+                check_ninja()
+                if builder.name == "quantizer":
+                    check_nvcc()
+        except RuntimeError as error:
+            raise UsageError(f"DeepSpeed's {builder.name} module has to be compiled here: {error}.") from error
+
+
+def _is_kept(builder) -> bool:
+    """Whether its module was compiled before, here or as DeepSpeed was installed."""
+    from deepspeed.git_version_info import installed_ops
+
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    folder.mkdir(parents=True, exist_ok=True)
-    for builder in builders:
-        if builder is None or not builder.is_compatible(verbose=False):
-            continue
-        if say is not None and not list(folder.glob(f"{builder.name}/*.so")):
-            say(f"compiling DeepSpeed's {builder.name} module (once per machine, may take minutes) ...")
-        waiting = current().slow(f"compiling or loading DeepSpeed's {builder.name} module", QUIET_S)
-        with waiting, held_lock(folder / f"{builder.name}.lock"), redirect_stdout(sys.stderr), _own_programs_first():
-            if OURS in str(folder):
-                (folder / builder.name / "lock").unlink(missing_ok=True)
-                _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
-                _load_joined(builder, folder / builder.name)
-            else:
-                builder.load(verbose=False)
+    return bool(list(folder.glob(f"{builder.name}/*.so"))) or installed_ops.get(builder.name, False)
+
+
+def _load(builder, kept: Path) -> None:
+    """Load its module from the folder `kept`, or compile it; hold its lock."""
+    ours = OURS in str(kept)
+    if ours:
+        (kept / "lock").unlink(missing_ok=True)
+        _add_flags(builder)  # not in a folder that others share: a change of flags compiles everything again
+    with ExitStack() as within:
+        if not list(kept.glob("*.so")) and (ours or not kept.exists()):  # else others may be compiling there
+            place = within.enter_context(new_build(kept)).parent
+            within.enter_context(torch_builds(place, TORCH_EXTENSIONS_DIR=str(place)))
+        else:
+            place = Path(within.enter_context(TemporaryDirectory(prefix=f"{BUILDING}{kept.name}-", dir=kept.parent)))
+            within.enter_context(torch_builds(place))
+        if ours:
+            _load_joined(builder, kept.with_name(f"{kept.name}{SOURCES}"))
+        else:
+            builder.load(verbose=False)
 
 
 def _add_flags(builder) -> None:
@@ -187,14 +252,3 @@ def init_distributed(ranks: Ranks) -> None:
         SHARED.joinpath(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{ranks.rank}").unlink(
             missing_ok=True
         )
-
-
-@contextmanager
-def _own_programs_first():
-    """One ninja for one folder: another version does not trust the log of the first and compiles everything again."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), before])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before

@@ -26,7 +26,6 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import DecodeGraph
 from zero_inference.runtime.distributed import new_group
-from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import Transfers
 
 TOO_SHORT = "no generation was long enough to try a graph"
@@ -43,8 +42,6 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     """Fill the block store, place the rest on the device, and hook the ring and the cores into the model."""
     job, residency, scheme = plan.job, plan.residency, plan.scheme
     model, ranks = job.skeleton.model, job.ranks
-    if (scheme is not None or plan.cores is not None) and job.on_gpu:
-        load_extension(None if ranks.is_first and job.config.verbose > 0 else lambda line: None)
     store = BlockStore(residency.layouts, set(residency.resident), ranks, plan.pinned, residency.computed)
     prefix, _ = decoder_layers(model)
     placed = _Placement(prefix, residency, store, scheme, ranks.device)

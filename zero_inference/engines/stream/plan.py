@@ -25,6 +25,7 @@ from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
+from zero_inference.runtime.extension import load_extension
 
 RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's rounding, the graph of a step and the display
 # Of the activations, an estimate of what the allocator holds in free blocks that are too small for what is asked for next: it keeps
@@ -52,6 +53,12 @@ class StreamPlan(EnginePlan):
     cores_stay_out: str | None = None
     no_graph: str | None = None
     no_attention: str | None = None
+
+    def prepare(self) -> None:
+        """See `EnginePlan`."""
+        job = self.job
+        if (self.scheme is not None or self.cores is not None) and job.on_gpu:
+            load_extension(None if job.ranks.is_first and job.config.verbose > 0 else lambda line: None)
 
     @property
     def least_free_device_bytes(self) -> int:
