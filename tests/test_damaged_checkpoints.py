@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -155,6 +156,28 @@ def test_whole_numbers_are_no_weights(run, folder, key):
     save_file(tensors, folder / "model.safetensors")
     code, error, _ = run()
     assert code == 1 and key in error and "--quant-bits" in error
+
+
+@pytest.mark.parametrize(
+    "error, word",
+    [
+        (MemoryError(), "out of memory at 1 x ("),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
+            "out of memory",
+        ),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory"),
+        (PermissionError(errno.EACCES, "Permission denied"), "cannot be read (Permission denied)"),
+    ],
+    ids=["python", "torch", "system", "permission"],
+)
+def test_what_is_no_damage_is_not_called_so(run, monkeypatch, error, word):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("safetensors.safe_open", fail)
+    code, said, _ = run()
+    assert code == 1 and word in said and "damaged" not in said and "fetch it again" not in said
 
 
 @pytest.mark.parametrize(

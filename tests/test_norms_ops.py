@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, start_python
+from forks import LIBRARIES
 from norm_cases import ERROR, NAMES, arguments, check_against_float64, norm_error, operator, plain
 
 from zero_inference.norms import fused_add_rms_norm, fused_mul_grouped_poly_norm, layers, ops, poly_norm, rms_norm
@@ -27,6 +29,28 @@ RAW_NAMES = {
     "fused_mul_poly_norm": "poly_norm",
     "fused_mul_grouped_poly_norm": "poly_norm",
 }
+
+
+REIMPORTED = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+for _ in range(2):
+    import zero_inference.norms.layers, zero_inference.quantization.products, zero_inference.cores.products
+    from zero_inference.norms import rms_norm
+    x = torch.randn(3, 8, requires_grad=True)
+    rms_norm(x, torch.ones(8), 1e-6).sum().backward()
+    assert x.grad is not None and torch.ops.zero_inference.linear_groups.default
+    for name in [name for name in sys.modules if name.split(".")[0] == "zero_inference"]:
+        del sys.modules[name]
+"""
+
+
+def test_a_second_import_after_the_modules_were_removed(fork_server, tmp_path):
+    program, said = tmp_path / "reimported.py", tmp_path / "said"
+    program.write_text(REIMPORTED.format(root=str(ROOT)))
+    process = start_python(fork_server(LIBRARIES), [program], tmp_path, said, said, dict(os.environ))
+    assert process.wait(60) == 0, said.read_text()
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,20 @@ def test_with_a_length_it_is_cut_or_filled_up(folder):
     filled = ids_of(folder, "--prompt", text, "--prompt-len", "20")[0]
     assert len(filled) == 20 and filled[0] == plain[0] and torch.equal(filled[-5:], plain[1:])
     assert torch.equal(ids_of(folder, "--prompt", text, "--prompt-len", "3")[0], plain[:3])
+
+
+def test_a_chat_template_that_never_ends_is_refused(folder, tmp_path, monkeypatch, capsys):
+    endless = shutil.copytree(folder, tmp_path / "endless")
+    loop = "{% for one in range(99999) %}{% for other in range(99999) %}{% endfor %}{% endfor %}"
+    (endless / "chat_template.jinja").write_text(loop)
+    monkeypatch.setattr(prompts, "TEMPLATE_S", 0.2)
+    threads = threading.active_count()
+    assert main(["run_model.py", str(endless), "--prompt", "x", "--chat", "--dry-run"]) == 2
+    assert "the chat template did not end within 0.2 s; drop --chat" in capsys.readouterr().err
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.05)
 
 
 def test_a_chat_is_what_the_template_makes_of_it(folder):

@@ -97,6 +97,18 @@ def test_a_trace_that_cannot_be_written_costs_no_result(run, tmp_path):
     assert read_records(tmp_path / "run.jsonl")[0]["status"] == "ok"
 
 
+@pytest.mark.parametrize("free", [0, 4096], ids=["name alone", "half a line"])
+def test_a_full_disk_leaves_no_empty_file(free, tmp_path):
+    with small_disk(tmp_path / "disk", "12k") as disk:
+        (disk / "there").write_bytes(b"whole\n")
+        (disk / "full").write_bytes(bytes(8192 - free))
+        for name in ("new", "there"):
+            with pytest.raises(OSError, match="No space left|bytes fitted"):
+                append_bytes(disk / name, bytes(8192))
+        assert sorted(path.name for path in disk.iterdir()) == ["full", "there"]
+        assert (disk / "there").read_bytes() == b"whole\n"
+
+
 def test_a_failed_run_whose_record_cannot_be_written_says_both(run, tmp_path, monkeypatch):
     def fails(*args, **kwargs):
         raise ZeroDivisionError("the first cause")
@@ -312,4 +324,4 @@ def test_a_terminal_that_hangs_up_is_the_reason_in_the_record(checkpoints, tmp_p
     os.close(ours)
     assert run.wait(60) != 0
     record = read_records(tmp_path / "run.jsonl")[-1]
-    assert record["status"] == "failed" and record["error"].startswith("stopped by a signal"), record["error"]
+    assert record["status"] == "failed" and record["error"] == "stopped by SIGHUP", record["error"]

@@ -40,6 +40,8 @@ def run_command(args: argparse.Namespace, argv: list[str]) -> int:
     config = config_of(args)  # before torch is imported
     if model_of(args) is None and not args.config and not config.json:
         Progress(config.verbose > 0 and first_rank()).say(f"no model was named, so this is the default, {config.model}")
+    if config.verbose < 2:  # where a rank is gone, torch's store warns with a page of C++ frames at each question
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with garbage.postponed():
         with importing("torch and transformers", config.verbose > 0):
             from zero_inference.running import run

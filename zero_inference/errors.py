@@ -4,6 +4,10 @@
 ONLY_PLANNED = "warning: planned from the built-in configuration; a run would fail:"
 
 
+# Of Linux, PyTorch on a CPU and PyTorch on a GPU.
+NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory", "unable to mmap")
+
+
 class UsageError(Exception):
     """Bad usage, or a configuration that cannot work: exit code 2, before anything is loaded."""
 
@@ -18,6 +22,17 @@ class DoesNotFit(UsageError):
 
     FITS = "It fits."
     VERDICT = "It does not fit."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was missing, also where a library said so in words of its own: nothing else is then wrong with what it read."""
+    while True:
+        text = str(error).lower()
+        if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):
+            return True
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__
 
 
 class RunError(Exception):

@@ -30,6 +30,7 @@ from zero_inference.planning.checks import check_launch, check_model
 from zero_inference.planning.plan import Plan, describe_job, make_plan
 from zero_inference.records.failure import explain
 from zero_inference.runtime import garbage
+from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.distributed import Ranks, detect_ranks, hold_process_group
 from zero_inference.runtime.progress import Progress
 from zero_inference.search.choose import choose, hint
@@ -100,7 +101,7 @@ def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
             releases.close()
             free_memory()
             if isinstance(error, Exception) and not isinstance(error, (UsageError, RunError)):
-                raise RunError(explain(error, plan.job.config)) from error
+                raise RunError(explain(error, plan.job.config, plan.job.ranks)) from error
             raise
 
 
@@ -307,7 +308,7 @@ def _in_words(plan: Plan, loaded: LoadedModel) -> list[str]:
         "in host memory": footprint.host,
         "on disk": footprint.disk,
     }
-    parts = [f"{nbytes / 2**30:.2f} GiB {where}" for where, nbytes in places.items() if nbytes]
+    parts = [f"{amount(nbytes)} {where}" for where, nbytes in places.items() if nbytes]
     return [
         f"engine {config.engine}, {config.quant_bits} bits: weights {', '.join(parts)}",
         *plan.weights.in_words(),

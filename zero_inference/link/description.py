@@ -11,6 +11,7 @@ from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.tables import one_line
 
 MOST = 1e18  # of anything here; a number above it is a mistake
+LEAST_RATE = 1e-9  # a byte a second: with less a step would take inf seconds
 LONGEST_NAME = 200  # characters that are shown
 
 SCHEMA_VERSION = 1
@@ -18,7 +19,7 @@ SCHEMA_VERSION = 1
 MEASURED_WITH = 6
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
-Rate = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 Source = Literal["measured", "datasheet", "assumed"]

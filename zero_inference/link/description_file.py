@@ -32,7 +32,7 @@ def read_description(path: Path) -> Description:
     except ValidationError as error:
         if version := newer_version_of(path):
             raise UsageError(
-                f"--machine {path}: {version}; update this package, or write one with `zero-inference link --save FILE`."
+                f"--machine {path}: {version}; update this package, or `zero-inference link --save FILE` writes one."
             ) from error
         raise UsageError(f"--machine {path}: {_first(error)}; `zero-inference link --save FILE` writes one.") from error
 

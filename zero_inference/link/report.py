@@ -20,7 +20,7 @@ from zero_inference.link.rooflines import measure_rooflines
 from zero_inference.link.system import GpuLink
 from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.tables import Column, print_rows
+from zero_inference.runtime.tables import Column, print_rows, three_digits
 
 PIPED_WIDTH = 160  # of the table where stdout is no terminal; its texts are sentences
 
@@ -108,7 +108,7 @@ def _facts(report: dict[str, Any]) -> list[str]:
     for gpu in report["gpus"]:
         rank = f"rank {gpu['rank']}, " if report["world_size"] > 1 else ""
         told = f"told by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi told"
-        limit = f", {gpu['limit_gbps']:.1f} GB/s before packet headers" if gpu["limit_gbps"] else ""
+        limit = f", {three_digits(gpu['limit_gbps'])} GB/s before packet headers" if gpu["limit_gbps"] else ""
         lines.append(
             f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express generation {_shown(gpu['generation'])} of "
             f"{_shown(gpu['generation_max'])}, lanes {_shown(gpu['width'])} of {_shown(gpu['width_max'])}{limit}; "

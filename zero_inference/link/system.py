@@ -13,6 +13,7 @@ from typing import Any
 
 from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.environment import available_host_bytes
+from zero_inference.runtime.tables import three_digits
 
 # Generation -> (GT/s of a lane, share of the transferred bits that are data), PCI Express Base Specification, revisions 1.0 to
 # 6.0: 8b/10b, then 128b/130b; from 6.0 flits of 256 bytes with 236 of packets (6 are link control, 8 CRC, 6 error correction).
@@ -198,8 +199,8 @@ def _link_warnings(gpu: GpuLink, host: Host, pinned_gb_per_s: float | None) -> l
     limit = gpu.limit_gb_per_s
     if pinned_gb_per_s is not None and limit is not None and pinned_gb_per_s < EXPECTED_SHARE * limit:
         found.append(
-            f"{name}: page-locked copies reach {pinned_gb_per_s:.1f} GB/s, {pinned_gb_per_s / limit:.0%} of the "
-            f"{limit:.1f} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
+            f"{name}: page-locked copies reach {three_digits(pinned_gb_per_s)} GB/s, {pinned_gb_per_s / limit:.0%} of the "
+            f"{three_digits(limit)} GB/s of generation {gpu.generation} x{gpu.width} (at least {EXPECTED_SHARE:.0%} is "
             "usual); other GPUs on the same switch, remote or busy host memory, or a virtual machine may be why."
         )
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from zero_inference.errors import UsageError
-from zero_inference.link.description import MOST, CoreRates, Cores, Description, Gpu, Products, Source
+from zero_inference.link.description import LEAST_RATE, MOST, CoreRates, Cores, Description, Gpu, Products, Source
 from zero_inference.runtime.near import did_you_mean
 from zero_inference.runtime.sizes import BYTES_OF, UNITS, number_and_unit
 
@@ -167,8 +167,10 @@ def _in_range(name: str, text: str, value: float, least: float | None = None) ->
     """`value` if it is at least `least`, or without one more than 0."""
     if value < 0 or (least is None and value == 0):
         raise UsageError(f"--assume {_said(name, text)}: must be {'more than 0' if least is None else '0 or more'}.")
-    if value > MOST:
-        raise UsageError(f"--assume {_said(name, text)}: that is more than any machine has.")
+    if value > MOST or (least is None and value < LEAST_RATE):
+        raise UsageError(
+            f"--assume {_said(name, text)}: that is {'more' if value > MOST else 'less'} than any machine has."
+        )
     return value
 
 

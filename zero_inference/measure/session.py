@@ -26,6 +26,7 @@ from zero_inference.records.schema import Result
 from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.progress import Progress
 from zero_inference.runtime.replace import replacing
+from zero_inference.runtime.tables import three_digits
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
         job.ranks.barrier()
         load_s = time.perf_counter() - start
         progress.clear()
-        progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {load_s:.1f} s")
+        progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {three_digits(load_s)} s")
         for line in plan.weights.in_words():
             progress.say(line)
         loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)

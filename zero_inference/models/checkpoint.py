@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_inference.errors import RunError, UsageError
+from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.models.dummy import WEIGHT_STD, embedding_std, fill_dummy
 from zero_inference.models.files import few
 from zero_inference.models.layers import decoder_layers
@@ -253,6 +253,8 @@ def _converter(
         try:
             info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=load_config)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise RunError(f"{folder}: the checkpoint cannot be read ({error}); fetch it again.") from error
         for key in without_floats(tensors):
             if (

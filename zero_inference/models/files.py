@@ -59,7 +59,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         names = set(found.values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise RunError(f"{index}: cannot be read ({error.strerror}).") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(
             f"{index}: damaged, or no index of weight files ({first_line(error)}); fetch it again."
         ) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import torch
 
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import OWN_LENGTH
-from zero_inference.errors import UsageError
+from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.spec import ModelSpec, load_tokenizer
 from zero_inference.runtime.text import first_line
 
 SHORT = 60  # characters of a prompt that are shown beside what was generated
+TEMPLATE_S = 10.0  # templates of published models take milliseconds
 INSTEAD = "replace the tokenizer files, or remove them to run on random ids."
 TEXT = (
     "A library card and a quiet table were all she needed to begin. The first book was about rivers, and it said that "
@@ -186,7 +189,38 @@ def prompt_parts(tokenizer, text: str, chat: bool) -> Parts:
 
 def _message(tokenizer, text: str) -> list[int]:
     message = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return _within(
+        TEMPLATE_S,
+        lambda: tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False),
+    )
+
+
+def _within(limit_s: float, template: Callable[[], list[int]]) -> list[int]:
+    """Return what `template` returns: a checkpoint's program, which may never end.
+
+    Raises:
+        UsageError: it takes longer than `limit_s`; it is ended.
+    """
+    found: list[list[int]] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(template())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise UsageError(
+            f"--chat: the chat template did not end within {limit_s:g} s; drop --chat, or mend the template."
+        )
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 def _same(one: list[int], other: list[int]) -> int:
@@ -207,6 +241,8 @@ def _explained(name: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UsageError(
             f"--model {name}: its tokenizer cannot encode the prompts ({first_line(error)}); {INSTEAD}"
         ) from error

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_inference.errors import RunError
+from zero_inference.errors import RunError, is_out_of_memory
 from zero_inference.models.files import checkpoint_files, few, indexed
 from zero_inference.models.quantized import SCALE, plain_tensors
 from zero_inference.models.spec import ModelSpec
@@ -103,4 +103,8 @@ def _open(path: Path, files: ExitStack) -> dict[str, Callable[[], Any]]:
     except RunError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if isinstance(error, OSError) and error.strerror:
+            raise RunError(f"{path}: cannot be read ({error.strerror}).") from error
         raise RunError(f"{path}: damaged or not a weight file ({first_line(error)}); fetch it again.") from error

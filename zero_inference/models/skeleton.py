@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from zero_inference.errors import UsageError
+from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.activations import prefill_peak_bytes
 from zero_inference.models.greedy import drop_own_settings
 from zero_inference.models.head import multiply_rows_at_once
@@ -94,6 +94,8 @@ def empty_model(spec: ModelSpec):
         with init_empty_weights(include_buffers=False), LazyZeros():
             model = family.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
     except Exception as error:  # whatever a config makes transformers and torch stumble over
+        if is_out_of_memory(error):
+            raise
         raise UsageError(
             f"--model {spec.name}: transformers cannot build it as a causal language model ({first_line(error)})."
         ) from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_inference.config import RunConfig
-from zero_inference.errors import UsageError
+from zero_inference.errors import UsageError, is_out_of_memory
 from zero_inference.models.files import has_tokenizer
 from zero_inference.models.hub import Snapshot, open_snapshot
 from zero_inference.models.preset_table import find_preset, near_names
@@ -204,6 +204,8 @@ def load_tokenizer(spec: ModelSpec):
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UsageError(
             f"--model {spec.name}: its tokenizer cannot be read ({first_line(error)}); "
             "replace or remove the tokenizer files."
@@ -219,6 +221,8 @@ def _load_config(folder: Path, config: RunConfig):
         loaded = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         sizes = loaded.get_text_config(decoder=True)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
     _check_sizes(config.model, [{name: getattr(sizes, name, None) for name in SIZES}], SIZES)
     # kernels may be a name on the hub, whose code would run; and what is timed is this machine's choice, the same for each checkpoint

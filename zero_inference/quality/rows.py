@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_inference.errors import UsageError
+from zero_inference.errors import UsageError, is_out_of_memory
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".csv.gz")
 TEXT_SUFFIXES = (".txt", ".md")
@@ -104,6 +104,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except ImportError as error:
         raise UsageError(f"--quality-data {path}: reading it needs pyarrow; pip install pyarrow.") from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UsageError(
             f"--quality-data {path}: not a parquet file that pandas can read ({str(error)[:200]})."
         ) from error

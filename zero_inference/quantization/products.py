@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zero_inference.quantization.groups import dequantize, dequantize_reference
-from zero_inference.runtime.extension import load_extension
+from zero_inference.runtime.extension import load_extension, operators_of
 
 # Tokens up to which the fused operator is taken: all that it can do in one call. With 32 tokens it took 114 us for int4 weights of
 # 28672 x 8192, where dequantizing first took 288 (h200-cores/quantized_products_bf16.tsv).
@@ -27,7 +27,7 @@ ALIGNMENT = 16  # bytes: rows and tensors are read in vectors of this size
 # Scales of groups of 16 take so much shared memory that a block of a device with 99 KB of it (8.6, 8.9, 12.0) cannot hold them.
 GROUP_16_SHARED_BYTES = 132 << 10
 
-LIBRARY = torch.library.Library("zero_inference", "FRAGMENT")
+LIBRARY = operators_of(__name__)
 # The last three are for tests and benchmarks: the launch, where 0 leaves the choice to csrc/launch_sizes.cuh. Warps of a block
 # that split the columns (1 to 8), blocks that do (1 to 8), steps between barriers (2 to 64), all powers of two.
 SCHEMA = (

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from zero_inference.config import RunConfig
-from zero_inference.errors import RunError, UsageError
+from zero_inference.errors import RunError, UsageError, is_out_of_memory
 from zero_inference.records.run_log import RunLog
 from zero_inference.runtime import signals
 from zero_inference.runtime.distributed import Ranks, stop_process_group
+from zero_inference.runtime.signals import STOPPING
 from zero_inference.runtime.text import printable
-from zero_inference.runtime.watch import STOPPED, PeerWatch, lost_connection
+from zero_inference.runtime.watch import PeerWatch, lost_connection, stopped_by
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def leaving_a_record(
         if ranks.world_size > 1:
             signals.ignore_stop()  # the launcher sends one while this is being said
         with signals.held():
-            reason = watch.report(explain(error, config))
+            reason = watch.report(explain(error, config, ranks))
             watch.stop(failed=True)
         leave_process_group(ranks)
         if isinstance(error, KeyboardInterrupt):
@@ -74,11 +75,14 @@ def leave_process_group(ranks: Ranks) -> None:
         stop_process_group()
 
 
-def explain(error: BaseException, config: RunConfig) -> str:
+def explain(error: BaseException, config: RunConfig, ranks: Ranks) -> str:
     """What went wrong, in one or two lines."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, (KeyboardInterrupt, SystemExit)):
-        return "stopped by the user" if isinstance(error, KeyboardInterrupt) else STOPPED
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by the user"
+    if isinstance(error, SystemExit):  # of signals.exit_on_stop, or of a program that calls this package
+        number = error.code - 128 if isinstance(error.code, int) else 0
+        return stopped_by(number, ranks) if number in STOPPING else f"the process was told to exit ({error.code})"
     if isinstance(error, torch.OutOfMemoryError):
         unused = re.search(r"([\d.]+ [KMG]iB) is reserved by PyTorch but unallocated", text)
         held = f" PyTorch held {unused[1]} more that it could not use for this." if unused else ""
@@ -86,7 +90,7 @@ def explain(error: BaseException, config: RunConfig) -> str:
             f"the device is out of memory ({text.partition(' Including')[0][:160]}{held}); lower --batch-size or --prompt-len, "
             "add --kv-offload, or see what fits with --dry-run."
         )
-    if isinstance(error, MemoryError) or "allocate memory" in text or "not enough memory" in text:
+    if is_out_of_memory(error):
         return (
             f"out of memory at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
             "lower --batch-size, or see what fits with --dry-run."

@@ -19,8 +19,10 @@ from zero_inference.report.advice import advice, what_else_takes_time
 from zero_inference.report.run_table import line_width, run_in_words, sizes_in_words, times_table
 from zero_inference.runtime import signals
 from zero_inference.runtime.amounts import amount
+from zero_inference.runtime.tables import three_digits
 from zero_inference.runtime.text import printable
 
+LEAST_SHARE = 0.001  # that is shown as a figure
 SHOWN_TEXTS = 3
 
 
@@ -135,27 +137,28 @@ def limit_in_words(limit: Limit, moved: MovedPerStep, on_gpu: bool) -> str | Non
         source = ", measured in the loops" if rates.link_from == "loops" else ""
         of = "the link's limit"
         what = (
-            f"{amount(moved.host_to_device_bytes_per_step or 0)} a step at {rates.link_gb_per_s:.1f} GB/s{spread} "
+            f"{amount(moved.host_to_device_bytes_per_step or 0)} a step at {three_digits(rates.link_gb_per_s)} GB/s{spread} "
             f"({rates.link_kind}{source})"
         )
     elif limit.bound_by == "link_and_cores":
         of = "the limit"
         what = (
             f"{amount(moved.host_to_device_bytes_per_step or 0)} a step over the link "
-            f"({rates.link_beside_cores_gb_per_s or 0:.1f} GB/s) and {amount(moved.cores_bytes_per_step or 0)} "
-            f"on the host's cores ({rates.cores_gb_per_s or 0:.1f} GB/s)"
+            f"({three_digits(rates.link_beside_cores_gb_per_s or 0)} GB/s) and {amount(moved.cores_bytes_per_step or 0)} "
+            f"on the host's cores ({three_digits(rates.cores_gb_per_s or 0)} GB/s)"
         )
     elif limit.bound_by == "disk":
         read = amount(moved.disk_read_bytes_per_step or 0)
-        of, what = "the disk's limit", f"{read} a step at {rates.disk_gb_per_s:.2f} GB/s"
+        of, what = "the disk's limit", f"{read} a step at {three_digits(rates.disk_gb_per_s)} GB/s"
     elif limit.bound_by == "device_memory":
         memory = "device memory" if on_gpu else "this machine's memory"
-        of, what = f"the limit of {memory}", f"copies at {rates.device_copy_gb_per_s:.1f} GB/s"
+        of, what = f"the limit of {memory}", f"copies at {three_digits(rates.device_copy_gb_per_s)} GB/s"
     elif limit.bound_by == "matmul":
-        of, what = "the limit of matrix products", f"{rates.matmul_tflops:.2f} TFLOP/s"
+        of, what = "the limit of matrix products", f"{three_digits(rates.matmul_tflops)} TFLOP/s"
     else:
         return None
-    return f"{limit.fraction_of_limit:.1%} of {of}: {what}"
+    share = limit.fraction_of_limit or 0.0
+    return f"{f'{share:.1%}' if share >= LEAST_SHARE else 'less than 0.1%'} of {of}: {what}"
 
 
 def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | None, on_gpu: bool) -> str:
@@ -166,8 +169,8 @@ def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | N
     if not moved.cores_busy_s_per_step:
         return line
     busy = moved.cores_busy_s_per_step / step_s
-    planned = "" if cores_gb_per_s is None else f" (planned: {cores_gb_per_s:.1f})"
-    return f"{line} at {of_cores / moved.cores_busy_s_per_step / 1e9:.1f} GB/s{planned}, busy {busy:.0%}"
+    planned = "" if cores_gb_per_s is None else f" (planned: {three_digits(cores_gb_per_s)})"
+    return f"{line} at {three_digits(of_cores / moved.cores_busy_s_per_step / 1e9)} GB/s{planned}, busy {busy:.0%}"
 
 
 def experts_in_words(use: ExpertUse) -> str:
@@ -185,11 +188,11 @@ def graph_in_words(graph: DecodeGraph, on_gpu: bool) -> str:
     """One line: how a graph compared, or why there is none."""
     if graph.unused_because is not None:
         return f"decode steps are launched kernel by kernel: {graph.unused_because}"
-    graph_ms, launched_ms = (1e3 * (seconds or 0) for seconds in (graph.graph_s, graph.launched_s))
+    graph_ms, launched_ms = (three_digits(1e3 * (seconds or 0)) for seconds in (graph.graph_s, graph.launched_s))
     if not on_gpu:
-        return f"no CUDA graph without a GPU: a step in its graph form took {graph_ms:.2f} ms, as usual {launched_ms:.2f} ms"
+        return f"no CUDA graph without a GPU: a step in its graph form took {graph_ms} ms, as usual {launched_ms} ms"
     graphs = "one CUDA graph" if graph.graphs == 1 else f"{graph.graphs} CUDA graphs"
-    return f"a decode step took {graph_ms:.2f} ms as {graphs}, {launched_ms:.2f} ms launched kernel by kernel"
+    return f"a decode step took {graph_ms} ms as {graphs}, {launched_ms} ms launched kernel by kernel"
 
 
 _HOST_LATE = {

@@ -27,10 +27,16 @@ def append_bytes(path: str | os.PathLike, data: bytes, *, sync: bool = False, on
         size = os.fstat(opened.fd).st_size
         if on_new_line and size and os.pread(opened.fd, 1, size - 1) != b"\n":
             data = b"\n" + data
-        written = os.write(opened.fd, data)
-        if written != len(data):  # a full disk writes a part: take it back, half a line helps nobody
-            os.ftruncate(opened.fd, size)
-            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes fitted", str(path))
+        try:
+            written = os.write(opened.fd, data)
+            if written != len(data):
+                raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes fitted", str(path))
+        except OSError:  # of a full disk, which writes a part, or has room for a name alone
+            if opened.regular:
+                os.ftruncate(opened.fd, size)
+                if opened.made and opened.locked and not size:
+                    os.unlink(opened.path)
+            raise
         if sync and opened.regular:
             os.fsync(opened.fd)
 

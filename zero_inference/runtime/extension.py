@@ -57,6 +57,16 @@ def why_unavailable() -> str | None:
     return _reason
 
 
+def operators_of(owner: str) -> torch.library.Library:
+    """Return a new fragment of `torch.ops.zero_inference`, in place of what an earlier import of the module `owner` defined: a notebook
+    may remove modules from sys.modules to import them again."""
+    fragments = vars(torch.ops.zero_inference).setdefault("_fragments", {})
+    if owner in fragments:
+        fragments[owner]._destroy()
+    fragments[owner] = torch.library.Library("zero_inference", "FRAGMENT")
+    return fragments[owner]
+
+
 def package_folder() -> Path:
     """zero_inference, as it is installed or in a checkout."""
     return Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from zero_inference.runtime.amounts import GIB
+from zero_inference.runtime.amounts import UNITS
 from zero_inference.runtime.durations import duration, to_go
 from zero_inference.runtime.invocation import first_rank
 from zero_inference.runtime.text import printable
@@ -251,8 +251,9 @@ class Moved:
         if not progress.enabled or now < self._next_shown:
             return
         total = max(self._total, done)
-        digits = 1 if total >= 10 * GIB else 2
-        words = f"{done / GIB:.{digits}f} of {total / GIB:.{digits}f} GiB"
+        unit, size = next((found for found in UNITS if total >= found[1]), UNITS[-1])
+        digits = 1 if total >= 10 * size else 2
+        words = f"{done / size:.{digits}f} of {total / size:.{digits}f} {unit}"
         if (moved := done - self._already) >= max(LEAST_SHARE * total, 1):
             rate = moved / max(now - self._start, 1e-9)
             words += f" ({rate / 1e9:.2g} GB/s){to_go((total - done) / rate)}"

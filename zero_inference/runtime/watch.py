@@ -29,9 +29,6 @@ SILENT_S = 15.0
 JOIN_S = 300.0  # until the first beat: processes start at different times, and import from disks of different speed
 GRACE_S = 5.0
 ANSWER_S = 3.0
-STOPPED = (
-    "stopped by a signal (of several ranks, the launcher stops all when one ends: the output of that rank says why)"
-)
 DONE, FAILED = b"done", b"failed"  # instead of a beat: the last word of a rank
 STORE = -1  # among ranks: whoever keeps the store
 
@@ -136,8 +133,8 @@ class PeerWatch:
                 last[source] = beat
             if lost := self._lost(last, silent_s):
                 self._give_up(f"{lost}; the output of that rank says why, if anything does")
-            if self._told_to_stop():
-                self._give_up(STOPPED)
+            if number := self._told_to_stop():
+                self._give_up(stopped_by(number, self.ranks))
 
     def _lost(self, last: dict[int, Any], silent_s: dict[int, float]) -> str | None:
         if self.store_is_gone:
@@ -152,12 +149,12 @@ class PeerWatch:
                 return f"{who} has said nothing for {SILENT_S:.0f} s"
         return None
 
-    def _told_to_stop(self) -> bool:
+    def _told_to_stop(self) -> int | None:
         try:
             numbers = os.read(self.signals, 64)
         except BlockingIOError:
-            return False
-        return any(number in numbers for number in STOPPING)
+            return None
+        return next((number for number in STOPPING if number in numbers), None)
 
     def _give_up(self, reason: str) -> None:
         """End the process, unless the main thread does it first."""
@@ -169,6 +166,14 @@ class PeerWatch:
                 time.sleep(2 * BEAT_S)
         finally:
             end_now(reason)
+
+
+def stopped_by(number: int, ranks: Ranks) -> str:
+    """Return what to say of a run that signal `number` ended."""
+    words = f"stopped by {signal.Signals(number).name}"
+    if ranks.world_size == 1:
+        return words
+    return f"{words} (the launcher stops all ranks when one ends: the output of that one says why)"
 
 
 def lost_connection(error: BaseException) -> str | None:

@@ -14,6 +14,7 @@ from zero_inference.link.cores import BesideLink
 from zero_inference.machine.machine import Work
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.records.schema import CoresUse
+from zero_inference.runtime.tables import three_digits
 from zero_inference.utils import heads_of_key
 
 WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
@@ -193,7 +194,9 @@ def place_on_cores(
     carried = kv_bytes * plan.kv_slowness
     best = best_split(residency.with_shares_computed(1.0, 0.0), found, kv_bytes, can_attend, carried)
     if not (best.of_experts or best.of_others or best.attends):
-        rates_of_both = f"{found.cores_gb_per_s:.1f} GB/s beside a link at {found.link_gb_per_s:.1f} GB/s"
+        rates_of_both = (
+            f"{three_digits(found.cores_gb_per_s)} GB/s beside a link at {three_digits(found.link_gb_per_s)} GB/s"
+        )
         return residency, f"they would hardly help ({rates_of_both})"
     plan = replace(plan, attends=best.attends, automatic=True)
     # blocks of experts are so large that they may come late, though the link has time for them

@@ -6,6 +6,7 @@ from zero_inference.engines.base import Job
 from zero_inference.engines.stream.cores import CoresPlan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.runtime.amounts import amount
+from zero_inference.runtime.tables import three_digits
 
 
 def places_in_words(found: Residency) -> str:
@@ -71,8 +72,11 @@ def rates_in_words(cores: CoresPlan) -> list[str]:
     if cores.rates is None:
         return []
     rates, tokens = cores.rates, cores.few_rows * cores.ranks
+    link, link_alone, found, alone = map(
+        three_digits,
+        (rates.link_gb_per_s, rates.link_alone_gb_per_s, rates.cores_gb_per_s, rates.cores_alone_gb_per_s),
+    )
     return [
-        f"working side by side: link{'s' * (cores.ranks > 1)} {rates.link_gb_per_s:.1f} GB/s (alone {rates.link_alone_gb_per_s:.1f}), "
-        f"cores {rates.cores_gb_per_s:.1f} GB/s (alone {rates.cores_alone_gb_per_s:.1f}) with {tokens} "
-        f"token{'s' * (tokens > 1)} a pass"
+        f"working side by side: link{'s' * (cores.ranks > 1)} {link} GB/s (alone {link_alone}), "
+        f"cores {found} GB/s (alone {alone}) with {tokens} token{'s' * (tokens > 1)} a pass"
     ]

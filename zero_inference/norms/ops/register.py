@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LIBRARY = torch.library.Library("zero_inference", "FRAGMENT")
+from zero_inference.runtime.extension import operators_of
+
+LIBRARY = operators_of(__name__)
 OPS = torch.ops.zero_inference
 _said: set[str] = set()
 
