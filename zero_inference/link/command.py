@@ -109,7 +109,7 @@ def _measure(args: argparse.Namespace, engines: EnginesProcess | None) -> int:
         )
         failed = False
     except RuntimeError as error:
-        if lost := lost_connection(error):
+        if lost := lost_connection(error, ranks):
             raise RunError(f"{lost}.") from error
         raise
     finally:

@@ -105,10 +105,10 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
                 f"{path}: this machine's rates are kept here, but the file describes no machine; remove it, or let ZERO_INFERENCE_MACHINE "
                 "name another file."
             ) from error
+    made_folder(path.parent)
     say(f"measuring this machine{again}; the results are kept until a version, the CPU or a GPU changes ...")
     with contextlib.closing(EnginesProcess()) as engines:
         report, description = measure_this_machine(detect_ranks(), engines, None, say)
     for line in report["warnings"]:
         say(f"warning: {line}")
-    made_folder(path.parent)
     write_description(description, path)

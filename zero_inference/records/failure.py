@@ -95,6 +95,6 @@ def explain(error: BaseException, config: RunConfig, ranks: Ranks) -> str:
             f"out of memory at {config.batch_size} x ({config.prompt_len} + {config.gen_len}) tokens ({text[:120]}); "
             "lower --batch-size, or see what fits with --dry-run."
         )
-    if lost := lost_connection(error):
+    if lost := lost_connection(error, ranks):
         return lost
     return text[:400] if isinstance(error, RunError) else f"{type(error).__name__}: {text[:400]}"

@@ -54,8 +54,9 @@ def made_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         file = next((path for path in (folder, *folder.parents) if os.path.lexists(path) and not path.is_dir()), None)
-        names = ("ZERO_INFERENCE_CACHE", "TORCH_EXTENSIONS_DIR")
-        name = next((name for name in names if str(folder).startswith(os.environ.get(name) or "\0")), "XDG_CACHE_HOME")
+        given = ((name, os.environ.get(name, "")) for name in ("ZERO_INFERENCE_CACHE", "TORCH_EXTENSIONS_DIR"))
+        asked = (name for name, value in given if value and OURS not in value and str(folder).startswith(value))
+        name = next(asked, "XDG_CACHE_HOME")
         raise UsageError(
             f"the cache folder {folder} cannot be made: {error.strerror if file is None else f'{file} is a file; remove it'}, "
             f"or name another folder with {name}."

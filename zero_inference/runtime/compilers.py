@@ -16,7 +16,9 @@ import torch
 
 from zero_inference.runtime.processes import isolated_python
 
-HOW_TO_INSTALL = "install one (Debian and Ubuntu: apt install g++; RHEL: dnf install gcc-c++)"
+HOW_TO_INSTALL = (
+    "install g++ 10 or newer (Debian and Ubuntu: apt install g++; RHEL: dnf install gcc-c++), or set CXX to clang++ 14"
+)
 # torch starts ninja itself, and kills it alone. This stands in for it: what compiles runs in a group that ends with this process.
 NINJA = """#!/bin/sh
 [ "$1" != --version ] || exec {ninja} "$@"
@@ -109,7 +111,7 @@ def find_compiler() -> list[str]:
     if found is None:
         if wanted:
             raise RuntimeError(
-                f"no C++ compiler: {command} of CXX={wanted} was not found on PATH; unset CXX, or {HOW_TO_INSTALL}"
+                f"no C++ compiler: {command} of CXX={wanted} was not found on PATH; unset CXX, or name another one"
             )
         raise RuntimeError(f"no C++ compiler: g++ and c++ were not found on PATH; {HOW_TO_INSTALL}")
     return [found, *arguments]

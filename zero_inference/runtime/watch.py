@@ -176,10 +176,10 @@ def stopped_by(number: int, ranks: Ranks) -> str:
     return f"{words} (the launcher stops all ranks when one ends: the output of that one says why)"
 
 
-def lost_connection(error: BaseException) -> str | None:
+def lost_connection(error: BaseException, ranks: Ranks) -> str | None:
     """What to say where `error` is a collective's that another rank left; None for any other error."""
     text = (str(error).strip().splitlines() or [""])[0]
-    if any(
+    if ranks.world_size > 1 and any(
         sign in text for sign in ("Connection reset by peer", "Connection closed by peer", "Connection refused", "NCCL")
     ):
         return f"another rank ended or cannot be reached; its output says why ({text[:120]})"

@@ -127,8 +127,7 @@ def why_cores_stay_out(job: Job) -> str | None:
         missing = next(filter(None, job.ranks.gather_objects(missing)), None)
     if missing and share is not None:
         raise UsageError(
-            f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled ({missing}); install a C++ compiler (g++ 10 or "
-            "newer, or one named by CXX, such as clang++ 14), or use --cpu-compute off."
+            f"--cpu-compute {job.config.cpu_compute}: its code could not be compiled: {missing.rstrip('.')}; or use --cpu-compute off."
         )
     return f"their code could not be compiled: {missing}" if missing else None
 
