@@ -19,7 +19,7 @@ from test_timing import FAST
 from zero_inference.cli import console_main, main
 from zero_inference.config import RunConfig
 from zero_inference.errors import RunError, UsageError
-from zero_inference.link.description_file import read_description, write_description
+from zero_inference.link.description_file import kept_path, read_description, write_description
 from zero_inference.machine import kept
 from zero_inference.machine.choose import machine_of
 from zero_inference.machine.kept import kept_description, why_outdated
@@ -578,7 +578,7 @@ def test_a_file_of_a_newer_version_stays_and_is_ignored(newer, kept_here, monkey
     lines: list[str] = []
     kept.say_ignored(lines.append)
     (line,) = lines
-    assert line.startswith(f"{path} is ignored: a newer version wrote it (") and kept.kept_path().name in line
+    assert line.startswith(f"{path} is ignored: a newer version wrote it (") and kept_path().name in line
     with pytest.raises(UsageError, match="a newer version wrote it .*; update this package"):
         read_description(path)
 

@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     if args.disk is not None and not args.disk.is_dir():
         raise UsageError(f"--disk {args.disk}: there is no such folder.")
     if args.save == HERE:
-        from zero_inference.machine.kept import kept_path
+        from zero_inference.link.description_file import kept_path
         from zero_inference.runtime.cache_folder import made_folder
 
         args.save = kept_path()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from zero_inference.errors import UsageError
 from zero_inference.link.description import MEASURED_WITH, SCHEMA_VERSION, Description
+from zero_inference.runtime.cache_folder import machine_path
 from zero_inference.runtime.replace import replacing
 
 
@@ -37,8 +39,22 @@ def read_description(path: Path) -> Description:
         raise UsageError(f"--machine {path}: {_first(error)}; `zero-inference link --save FILE` writes one.") from error
 
 
+def kept_path() -> Path:
+    """Return the file that this version reads and writes: that of the cache, or one beside it where a newer version has written that."""
+    path = machine_path()
+    return path if newer_version_of(path) is None else path.with_name(f"{path.stem}-v{MEASURED_WITH}{path.suffix}")
+
+
 def newer_version_of(path: Path) -> str | None:
     """Say how a newer version of this package wrote the file; None of any other file."""
+    try:
+        return _newer_version(path, path.stat().st_mtime_ns)
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=2)
+def _newer_version(path: Path, changed: int) -> str | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
         Description.model_validate(found)

@@ -16,18 +16,12 @@ if TYPE_CHECKING:
     from zero_inference.link.description import Description
 
 
-def kept_path() -> Path:
-    """Return the file that this version reads and writes: that of the cache, or one beside it where a newer version has written that."""
-    path = machine_path()
-    if _newer_version() is None:
-        return path
-    from zero_inference.link.description import MEASURED_WITH
-
-    return path.with_name(f"{path.stem}-v{MEASURED_WITH}{path.suffix}")
-
-
 def kept_description() -> Description | None:
     """None where there is no file, or where it cannot be read, or is out of date."""
+    if not machine_path().exists():
+        return None
+    from zero_inference.link.description_file import kept_path
+
     path = kept_path()
     try:
         changed = path.stat().st_mtime_ns
@@ -37,24 +31,11 @@ def kept_description() -> Description | None:
 
 
 def say_ignored(say: Callable[[str], None]) -> None:
-    """Tell of a file that a newer version keeps here."""
-    if (version := _newer_version()) is not None:
+    """Say that a newer version keeps a file here."""
+    from zero_inference.link.description_file import kept_path, newer_version_of
+
+    if (version := newer_version_of(machine_path())) is not None:
         say(f"{machine_path()} is ignored: {version}; this version's rates are in {kept_path().name} beside it")
-
-
-def _newer_version() -> str | None:
-    path = machine_path()
-    try:
-        return _version_of(path, path.stat().st_mtime_ns)
-    except OSError:
-        return None
-
-
-@functools.lru_cache(maxsize=1)
-def _version_of(path: Path, changed: int) -> str | None:
-    from zero_inference.link.description_file import newer_version_of
-
-    return newer_version_of(path)
 
 
 @functools.lru_cache(maxsize=1)
@@ -90,7 +71,7 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
     Raises:
         UsageError: there is a file in its place that describes no machine.
     """
-    from zero_inference.link.description_file import read_description, write_description
+    from zero_inference.link.description_file import kept_path, read_description, write_description
     from zero_inference.link.engines import EnginesProcess
     from zero_inference.link.saved import measure_this_machine
     from zero_inference.runtime.distributed import detect_ranks
