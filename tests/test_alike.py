@@ -93,9 +93,12 @@ def test_the_first_layer_of_a_kind_is_read_by_the_calls_that_read_it_where_all_r
     monkeypatch.setattr(meta_pass, "kinds_of_layers", lambda model: Kinds(()))
     whole = trace_reads.__wrapped__(model)
     assert few.inside.items() <= whole.inside.items()
-    assert all(one.items() <= every.items() for one, every in zip(few.calls, whole.calls))
+    assert len(few.inside) < len(whole.inside) or not kinds.repeated, "a few have run"
     firsts = {f"{prefix}.{first}" for first in kinds.first.values()} or {f"{prefix}.{n}" for n in range(LAYERS)}
-    assert all(calls[first] == 1 for calls in few.calls for first in firsts)
+    for one, every in zip(few.calls, whole.calls):
+        of_firsts = [name for name in every if any(f"{name}.".startswith(f"{first}.") for first in firsts)]
+        assert [one[name] for name in of_firsts] == [every[name] for name in of_firsts]
+        assert all(one[first] == 1 for first in firsts)
     layer = f"{prefix}.0"
     assert all(few.only_inside(each, layer) for each, _ in model.named_parameters() if each.startswith(f"{layer}."))
 

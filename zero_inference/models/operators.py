@@ -220,8 +220,8 @@ class Reads:
         return module in self.inside.get(parameter, (module,))
 
     def once_a_call(self, module: str, of: str) -> bool:
-        """Whether `module` is called once in each call of module `of`."""
-        return all(calls[module] == calls[of] for calls in self.calls)
+        """Whether `module` is called at most once in each call of module `of`."""
+        return all(calls[module] <= calls[of] for calls in self.calls)
 
 
 @remembered
@@ -255,10 +255,12 @@ class _Reading(Watching):
     def __init__(self, shapes: Any) -> None:
         super().__init__()
         self.layers = decoder_layers(shapes)[0]
-        self.modules = {id(module): name for name, module in shapes.named_modules()}
+        self.modules: dict[int, str] = {}
         self.parameters: dict[int, list[str]] = {}  # by storage
-        for name, parameter in shapes.named_parameters(remove_duplicate=False):
-            self.parameters.setdefault(storage_of(parameter), []).append(name)
+        for name, module in shapes.named_modules():  # of a layer that stands for others, the first place
+            self.modules[id(module)] = name
+            for own, parameter in module.named_parameters(name, recurse=False):
+                self.parameters.setdefault(storage_of(parameter), []).append(own)
         self.stack: list[str] = []
         self.inside: dict[str, frozenset[str]] = {}
         self.calls: Counter[str] = Counter()

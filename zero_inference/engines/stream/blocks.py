@@ -237,7 +237,7 @@ class _Layer:
         return found
 
     def _comes_with_its_calls(self, name: str, module: nn.Module) -> bool:
-        """Whether module `name` is called once in each call of the layer, and nothing else reads its parameters."""
+        """Whether module `name` is called at most once in a call of the layer, and nothing else reads its parameters."""
         return self._reads_its_own(name, module) and self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
 
     def _reads_its_own(self, name: str, module: nn.Module) -> bool:
