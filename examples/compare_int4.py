@@ -30,9 +30,12 @@ table = pandas.DataFrame(
             "first token (s)": result.prefill_s,
             "weights (GB)": result.record["weight_bytes"] / 1e9,
             "perplexity": result.quality["perplexity"]["perplexity"],
-            "+-": result.quality["perplexity"]["stderr"],  # None for a text of a single window
+            "+-": result.quality["perplexity"]["stderr"],  # not known for a text of a single window
         }
         for bits, result in results.items()
     }
 )
+table = table.dropna(how="all")
 print(table.to_string(float_format="{:.3g}".format))
+if "+-" not in table.index:
+    print("The text is too short to say how exact its perplexity is.")

@@ -1,6 +1,7 @@
-"""What can a machine do with a model? python examples/plan_a_machine.py [MODEL] [MACHINE] [HOST_GIB]
+"""What can a machine do with a model? python examples/plan_a_machine.py [MODEL] [MACHINE] [HOST_GIB] [CORES_GB_PER_S]
 
-No weights and no GPU are needed. `zero-inference plan --machines` lists the typical machines; without a machine it is about this one.
+No weights and no GPU are needed. `zero-inference plan --machines` lists the typical machines. How fast CPU cores read memory is in no
+datasheet: without it, a plan leaves out what they would compute. `zero-inference link` measures it.
 """
 
 import sys
@@ -8,9 +9,10 @@ import sys
 from zero_inference import plan
 
 given = dict(enumerate(sys.argv))
-model, machine, host_gib = given.get(1, "llama-3.1-70b"), given.get(2, "rtx4090"), given.get(3, "128")
+model, machine = given.get(1, "llama-3.1-70b"), given.get(2, "rtx4090")
+assume = {"host": f"{given.get(3, '128')}GiB", "cores": f"{given.get(4, '60')}GB/s"}
 
-found = plan(model, machine=machine, assume={"host": f"{host_gib}GiB"}, batch_size=[1, 8], prompt_len=512, gen_len=128)
+found = plan(model, machine=machine, assume=assume, batch_size=[1, 8])
 print(found)
 
 if found.best is not None:

@@ -43,12 +43,19 @@ def test_plan_a_machine(example):
     assert re.search(r"^16 +\w+ +\d", printed, re.MULTILINE)  # the data frame
 
 
+def test_plan_a_machine_says_of_readmes_machine_what_readme_says(example):
+    rate = re.search(r"^\*1 +stream: int4 .* 1 +≤([\d.]+) ", (ROOT / "README.md").read_text(), re.MULTILINE)[1]
+    (row,) = [line.split() for line in example("plan_a_machine.py").splitlines() if line.startswith("4 ")]
+    assert row[1] == "stream" and float(row[2]) == pytest.approx(float(rate), rel=0.005)
+
+
 def test_compare_int4(example, readable, tmp_path):
     need_lm_eval()
     text = tmp_path / "text.txt"
     text.write_text("The river was low that year, and the boats lay on the mud.")
     printed = example("compare_int4.py", readable, text)
-    rows = {line[:15].strip(): line[15:].split() for line in printed.splitlines()[1:]}
+    assert "NaN" not in printed and printed.endswith("The text is too short to say how exact its perplexity is.\n")
+    rows = {line[:15].strip(): line[15:].split() for line in printed.splitlines()[1:-1]}
     assert all(float(perplexity) > 1 for perplexity in rows["perplexity"])
     assert len(rows["token/s"]) == 2 and all(float(speed) > 0 for speed in rows["token/s"])
     assert float(rows["weights (GB)"][0]) > float(rows["weights (GB)"][1])

@@ -282,6 +282,7 @@ def test_the_report_of_two_gpus(monkeypatch, capsys):
     args.json = False
     assert command.main(args) == 0
     shown = capsys.readouterr()
+    assert max(map(len, shown.out.splitlines())) <= 100
     assert "host to all 2 GPUs at once" in shown.out and "3900" in shown.out and "70.2" in shown.out
     assert "generation 5 of 5, lanes 8 of 16, 31.5 GB/s before packet headers; NUMA node ? (told by nvml)" in shown.out
     assert shown.err.count("warning: ") == 3
@@ -465,6 +466,7 @@ def test_the_table_of_one_process(no_gpu, monkeypatch, capsys):
         "NUMA nodes",
     ):
         assert words in shown.out, shown.out
+    assert max(map(len, shown.out.splitlines())) <= 100
     assert "warning" not in shown.out + shown.err
 
 

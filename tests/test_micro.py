@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero_inference.cli import console_main
 from zero_inference.errors import RunError, UsageError
 from zero_inference.machine import cards
-from zero_inference.micro import arguments, blocks, elementwise, flops, layer, matmul, timing
+from zero_inference.micro import arguments, blocks, command, elementwise, flops, layer, matmul, timing
 from zero_inference.micro.flops import BlockShape
 from zero_inference.micro.norms import norm_patch
 from zero_inference.runtime.progress import Progress, reporting
@@ -532,6 +532,18 @@ def micro(*options) -> subprocess.CompletedProcess:
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
+
+
+def test_the_table_of_layer_fits_100_columns_and_says_what_it_leaves_out():
+    """Also with the columns that a GPU of a known card and norm kernels add."""
+    every = [*layer.COLUMNS, command.NOT_MEASURED]
+    shown, hidden = command._fitting(every, layer.LEAST_SHOWN, 100)
+    printer = RowPrinter(shown, "table", gap=1)
+    assert printer.width <= 100 and max(map(len, printer._head())) <= 100
+    names = [column.name for column in shown]
+    assert {"forward_s", "of_datasheet", "feed_forward_tflops", "attention_tflops", "norm_speedup"} <= set(names)
+    assert sorted([*hidden, *(column.header for column in shown)]) == sorted(column.header for column in every)
+    assert command._fitting(every, layer.LEAST_SHOWN, 400) == (every, [])
 
 
 def test_the_command_prints_and_draws(copied_runs, tmp_path):

@@ -345,7 +345,8 @@ def test_a_model_is_needed(capfd):
 def test_typical_machines_are_listed(capfd):
     assert console_main(["zero-inference", "plan", "--machines"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert "--machine" in lines[0] and "link (GB/s)" in lines[0] and "host memory (GiB, assumed)" in lines[0]
+    head = " ".join(" ".join(lines[:2]).split())
+    assert max(map(len, lines)) <= 100 and "--machine" in head and "link GB/s" not in lines[0] and "assumed" in head
     (line,) = [line for line in lines if line.split()[0] == "rtx4090"]
     assert line.split() == [
         "rtx4090",
@@ -365,7 +366,7 @@ def test_typical_machines_are_listed(capfd):
     ]
     assert console_main(["zero-inference", "plan", "--machines", "--json"]) == 0
     names = [each["name"] for each in json.loads(capfd.readouterr().out)]
-    assert len(names) == len(lines) - 2 and "a100-80" in names and "h100-sxm" in names
+    assert len(names) == len(lines) - 3 and "a100-80" in names and "h100-sxm" in names
 
 
 def test_a_plan_from_a_datasheet_says_that_it_is_one(capfd):

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 import platform
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,7 @@ from zero_inference.link.rooflines import measure_rooflines
 from zero_inference.link.system import GpuLink
 from zero_inference.runtime.amounts import amount
 from zero_inference.runtime.distributed import Ranks
-from zero_inference.runtime.tables import Column, print_rows, three_digits
-
-PIPED_WIDTH = 160  # of the table where stdout is no terminal; its texts are sentences
+from zero_inference.runtime.tables import PIPED_WIDTH, Column, print_rows, three_digits
 
 
 def make_report(ranks: Ranks, disk: Path | None, cores: Cores | None = None) -> dict[str, Any]:
@@ -76,8 +76,10 @@ def print_report(report: dict[str, Any]) -> None:
     ]
     rows = [vars(each.roofline) | {"value": each.value, "all_ranks": each.all_ranks} for each in report["rooflines"]]
     print_rows(rows, columns, "table", piped_width=PIPED_WIDTH)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
     for line in _facts(report):
-        print(line)
+        for part in line.split("\n"):
+            print(textwrap.fill(part, width, subsequent_indent="  ", break_long_words=False))
     sys.stdout.flush()
     for line in report["warnings"]:
         print(f"warning: {line}", file=sys.stderr)
@@ -110,7 +112,7 @@ def _facts(report: dict[str, Any]) -> list[str]:
         told = f"told by {gpu['source']}" if gpu["source"] else "neither NVML nor nvidia-smi told"
         limit = f", {three_digits(gpu['limit_gbps'])} GB/s before packet headers" if gpu["limit_gbps"] else ""
         lines.append(
-            f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express generation {_shown(gpu['generation'])} of "
+            f"{rank}GPU {_shown(gpu['pci_id'])} ({gpu['name']}): PCI Express\n  generation {_shown(gpu['generation'])} of "
             f"{_shown(gpu['generation_max'])}, lanes {_shown(gpu['width'])} of {_shown(gpu['width_max'])}{limit}; "
             f"NUMA node {_shown(gpu['numa_node'])} ({told})"
         )

@@ -120,7 +120,7 @@ def _of_link(ranks: Ranks) -> list[Roofline]:
         Roofline(
             "both_directions_gbps",
             "GB/s",
-            "both ways at once, page-locked, summed",
+            "both ways at once, summed",
             "at best the sum of both: the KV cache leaves while weights arrive",
             lambda: copy.both_directions_gb_per_s(device),
         ),
@@ -136,7 +136,7 @@ def _of_all_links(devices: list[torch.device]) -> Roofline:
     return Roofline(
         "all_devices_gbps",
         "GB/s",
-        f"host to all {count} GPUs at once, page-locked, summed",
+        f"host to all {count} GPUs at once, summed",
         f"bounds decode of {count} ranks; less than {count} times one GPU means that they share a link or host memory",
         lambda: copy.several_devices_gb_per_s(devices),
     )
@@ -147,15 +147,15 @@ def _of_host_memory(device: torch.device) -> list[Roofline]:
         Roofline(
             "host_memory_copy_gbps",
             "GB/s",
-            f"{copy.kind_of(device)} (bytes counted once)",
-            "without a GPU, fetching offloaded weights is a copy like this",
+            f"{copy.kind_of(device)}, counted once",
+            "how weights are fetched without a GPU",
             lambda: copy.host_to_device_gb_per_s(device, pinned=False),
         ),
         Roofline(
             "host_memory_two_copies_gbps",
             "GB/s",
-            f"{copy.kind_of(device)}, two at once, summed",
-            "the KV cache is written while weights are fetched",
+            "two such copies at once, summed",
+            "the KV cache is written meanwhile",
             lambda: copy.both_directions_gb_per_s(device),
         ),
     ]
@@ -172,7 +172,7 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
             "cores_read_gbps",
             "GB/s",
             f"host memory read by {many}",
-            "bounds what the cores can multiply (--cpu-compute)",
+            "bounds what the cores can multiply",
             lambda: cores.read_gb_per_s(cpus),
         )
     ]
@@ -193,8 +193,8 @@ def _of_cores(ranks: Ranks, known: Cores | None = None) -> list[Roofline]:
                 Roofline(
                     f"cores_{name}_{rows}_rows_gbps",
                     "GB/s",
-                    f"{name} weights multiplied by {many}, {rows} token{'s' if rows > 1 else ''}",
-                    f"bounds decode with batch size {rows} where the cores multiply",
+                    f"{name} x {rows} token{'s' if rows > 1 else ''}, {many}",
+                    f"bounds decode of batch {rows} on the cores",
                     functools.partial(product_gb_per_s, name, scheme, rows),
                 )
             )
@@ -212,14 +212,14 @@ def _of_cores_beside_link(
         Roofline(
             "cores_beside_link_gbps",
             "GB/s",
-            f"bfloat16 weights multiplied by {many}, 1 token, while the link is busy",
+            f"bfloat16 x 1 token, {many}, link busy",
             "together with the next line: bounds decode with weights in host memory",
             lambda: measured().cores_gb_per_s,
         ),
         Roofline(
             "link_beside_cores_gbps",
             "GB/s",
-            "host to GPU, page-locked, while the cores multiply",
+            "host to GPU, while the cores multiply",
             "cores and link read the same memory",
             lambda: measured().link_gb_per_s,
         ),
@@ -231,7 +231,7 @@ def _of_device(device: torch.device) -> list[Roofline]:
     memory = Roofline(
         "device_copy_gbps",
         "GB/s",
-        f"copy inside {'GPU' if on_gpu else 'host'} memory, read + write",
+        f"copy in {'GPU' if on_gpu else 'host'} memory, read + write",
         "bounds decode with weights on the device",
         lambda: compute.device_copy_gb_per_s(device),
     )
@@ -245,7 +245,7 @@ def _of_products(device: torch.device, dtype: torch.dtype) -> Roofline:
         f"matmul_{name}_tflops",
         "TFLOP/s",
         f"matrix product in {name}",
-        "bounds prefill, and decode with a large batch",
+        "bounds prefill, and large batches",
         lambda: compute.matmul_tflops(device, dtype),
     )
 

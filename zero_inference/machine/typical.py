@@ -11,7 +11,7 @@ from zero_inference.link.system import link_gb_per_s
 from zero_inference.machine.assume import CONTEXT_BYTES, MOST_GPUS
 from zero_inference.machine.cards import Card, card_of
 from zero_inference.runtime.near import closest
-from zero_inference.runtime.tables import Column, decimals, print_rows
+from zero_inference.runtime.tables import PIPED_WIDTH, Column, decimals, print_rows
 
 LANES = 16
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}  # by dtype its name among a card's rates
@@ -86,14 +86,14 @@ def _as_printed(value: float) -> str:
 COLUMNS = (
     Column("name", "--machine", dtype="string", whole=True),
     Column("gpu", "GPU", dtype="string", whole=True),
-    Column("memory_gib", "memory (GiB)", _as_printed),
-    Column("memory_gbps", "memory (GB/s)", decimals(0)),
+    Column("memory_gib", "GPU\nGiB", _as_printed),
+    Column("memory_gbps", "GPU\nGB/s", decimals(0)),
     Column("link", "link", dtype="string", whole=True),
-    Column("link_gbps", "link (GB/s)", decimals(1)),
-    Column("peers", "between GPUs", dtype="string"),
-    Column("float16_tflops", "float16 (TFLOP/s)", _as_printed),
-    Column("bfloat16_tflops", "bfloat16 (TFLOP/s)", _as_printed),
-    Column("host_gib", "host memory (GiB, assumed)", decimals(0), "Int64"),
+    Column("link_gbps", "link\nGB/s", decimals(1)),
+    Column("peers", "GPU to\nGPU", dtype="string"),
+    Column("float16_tflops", "fp16\nTFLOP/s", _as_printed),
+    Column("bfloat16_tflops", "bf16\nTFLOP/s", _as_printed),
+    Column("host_gib", "assumed\nhost GiB", decimals(0), "Int64"),
 )
 
 
@@ -113,7 +113,7 @@ def near_names(name: str) -> list[str]:
 
 def print_typical(format: str = "table") -> None:
     """All of them with their figures, on stdout."""
-    print_rows([_row(each) for each in TYPICAL], COLUMNS, format)
+    print_rows([_row(each) for each in TYPICAL], COLUMNS, format, piped_width=PIPED_WIDTH, gap=2)
 
 
 def _row(machine: Typical) -> dict[str, Any]:

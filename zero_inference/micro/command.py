@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +20,7 @@ from zero_inference.micro.arguments import ELEMENTWISE_SIZES, LAYER_BATCHES, LAY
 from zero_inference.micro.norms import norm_patch
 from zero_inference.runtime.progress import Progress, importing, reporting
 from zero_inference.runtime.replace import replacing
-from zero_inference.runtime.tables import Column, RowPrinter
+from zero_inference.runtime.tables import PIPED_WIDTH, Column, RowPrinter
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +67,12 @@ def main(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(json.dumps(_context(args, rates, device_name(rates.device)) | {"rows": rows}, indent=2, allow_nan=False))
     if args.format in ("table", "md"):
-        for line in _captions(rates, device_name(rates.device), benchmark.note):
-            print(("\n" if args.format == "md" else "") + line)
+        lines = _captions(rates, device_name(rates.device), benchmark.note)
+        if args.format == "table" and (hidden := _fitting(_columns(args, module, rates), _least(module), _width())[1]):
+            lines.append(f"not shown for want of width, but in --format csv: {', '.join(hidden)}")
+        for line in lines:
+            wrapped = textwrap.fill(line, _width(), subsequent_indent="  ") if args.format == "table" else line
+            print(("\n" if args.format == "md" else "") + wrapped)
     if args.plot is not None:
         _plot(args.plot, module, rows, rates, device_name(rates.device))
     failed = [row for row in rows if row.get("error")]
@@ -81,7 +87,12 @@ def _measured(
     args: argparse.Namespace, benchmark: Benchmark, rates: MachineRates, module: ModuleType, progress: Progress
 ) -> list[dict[str, Any]]:
     """All rows, each printed when it is there."""
-    printer = RowPrinter(_columns(args, module, rates), args.format)
+    columns = _columns(args, module, rates)
+    printer = RowPrinter(
+        _fitting(columns, _least(module), _width())[0] if args.format == "table" else columns,
+        args.format,
+        gap=1 if _least(module) else 2,
+    )
     told = args.format == "json" or (sys.stderr.isatty() and not sys.stdout.isatty())
     total, measuring = benchmark.rows(args, rates, module)
     rows: list[dict[str, Any]] = []
@@ -213,6 +224,24 @@ def _columns(args, module: ModuleType, rates: MachineRates) -> list[Column]:
     if getattr(args, "norm_kernels", "off") == "off" or (args.norm_kernels == "auto" and rates.device.type != "cuda"):
         left_out |= {"norms", "norm_modules_patched", "norm_speedup"}
     return [*(column for column in module.COLUMNS if column.name not in left_out), NOT_MEASURED]
+
+
+def _fitting(columns: list[Column], least_shown: Sequence[str], width: int) -> tuple[list[Column], list[str]]:
+    """Return the columns of a table at most `width` wide, as far as leaving out `least_shown` makes it so, and the headers left out."""
+    shown, hidden = columns, []
+    for name in least_shown:
+        if RowPrinter(shown, "table", gap=1).width > width:
+            hidden += [column.header for column in shown if column.name == name]
+            shown = [column for column in shown if column.name != name]
+    return shown, hidden
+
+
+def _least(module: ModuleType) -> Sequence[str]:
+    return getattr(module, "LEAST_SHOWN", ())
+
+
+def _width() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
 
 def _in_words(row: dict[str, Any]) -> str:

@@ -114,6 +114,7 @@ def render(
     colour: bool = False,
     width: int | None = None,
     turn: bool = False,
+    gap: int = 3,
 ) -> str:
     """The rows as text that ends in a newline; a key that a row lacks, or None, is a value that is not known.
 
@@ -142,7 +143,7 @@ def render(
         return markdown(columns, texts)
     if turn and width and texts and max(map(len, terminal_table(columns, texts, False, None).splitlines())) > width:
         columns, texts = turned(columns, texts)
-    return terminal_table(columns, texts, colour, width)
+    return terminal_table(columns, texts, colour, width, gap)
 
 
 def turned(columns: Sequence[Column], texts: list[list[str]]) -> tuple[list[Column], list[list[str]]]:
@@ -220,10 +221,15 @@ class RowPrinter:
     its line.
     """
 
-    def __init__(self, columns: Sequence[Column], format: str):
-        self.columns, self.format = columns, format
+    def __init__(self, columns: Sequence[Column], format: str, gap: int = 2):
+        self.columns, self.format, self.gap = columns, format, " " * gap
         self.widths = [max(column.width, *map(len, column.header.split())) for column in columns]
         self.begun = False
+
+    @property
+    def width(self) -> int:
+        """Characters of a line of a table, its last column's values apart."""
+        return sum(self.widths) + len(self.gap) * (len(self.widths) - 1)
 
     def add(self, row: Mapping[str, Any]) -> None:
         if self.format == "csv":
@@ -251,14 +257,14 @@ class RowPrinter:
         ]
         height = max(map(len, wrapped))
         lines = [[""] * (height - len(lines)) + lines for lines in wrapped]
-        return [*(self._line(line) for line in zip(*lines)), "  ".join("-" * width for width in self.widths)]
+        return [*(self._line(line) for line in zip(*lines)), self.gap.join("-" * width for width in self.widths)]
 
     def _line(self, texts: Sequence[str]) -> str:
         cells = [
             text.rjust(width) if column.numeric else text.ljust(width)
             for text, column, width in zip(texts, self.columns, self.widths)
         ]
-        return pipe_row(cells) if self.format == "md" else "  ".join(cells).rstrip()
+        return pipe_row(cells) if self.format == "md" else self.gap.join(cells).rstrip()
 
 
 def print_rows(
@@ -268,6 +274,7 @@ def print_rows(
     turn: bool = False,
     piped_width: int | None = None,
     folded: bool = True,
+    gap: int = 3,
 ) -> None:
     """`render` on stdout, in the width and with the colours of the terminal, if it is one; else `piped_width` columns wide. Where it
     is not `folded`, a table is as wide as its columns."""
@@ -276,4 +283,4 @@ def print_rows(
 
     terminal = sys.stdout.isatty()
     width = (shutil.get_terminal_size().columns if terminal else piped_width) if folded else None
-    print(render(rows, columns, format, colour=terminal, width=width, turn=turn), end="", flush=True)
+    print(render(rows, columns, format, colour=terminal, width=width, turn=turn, gap=gap), end="", flush=True)
