@@ -327,6 +327,39 @@ def test_quality_benchmark_gives_the_same_scores(plain, expected):
     assert correct == sum(acc for _, acc, _ in expected["mmlu"])
 
 
+def test_log_probabilities_are_float32_and_lm_evals_default_stands_beside_them(small, plain):
+    """In bfloat16 likelihoods of -10 are multiples of 1/16, and choices tie."""
+    need_lm_eval()
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM
+
+    from zero_inference.quality.evaluate import in_words
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(small, dtype=torch.bfloat16).eval(), plain[1]
+    benchmark, found = QualityBenchmark(model, tokenizer, batch_size=BATCH), {}
+    for name, dtype in (("float32", "float32"), ("own", None)):
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=BATCH, softmax_dtype=dtype)
+        asked = [
+            Instance("loglikelihood", {}, (item["prompt"], f" {choice}"), 0)
+            for item in mmlu_items()
+            for choice in item["choices"]
+        ]
+        answers = torch.tensor([value for value, _ in lm.loglikelihood(asked, disable_tqdm=True)]).view(-1, 4)
+        right = answers.argmax(1) == torch.tensor([item["answer"] for item in mmlu_items()])
+        nll = -lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (TEXT,), 0)], disable_tqdm=True)[0]
+        found[name] = answers, right.float().mean().item(), nll
+    assert not torch.equal(found["float32"][0], found["own"][0])
+    scores = benchmark.evaluate_task("mmlu", mmlu_items())
+    assert scores["accuracy"] == pytest.approx(found["float32"][1])
+    beside = scores["accuracy_in_dtype"]
+    assert (scores["accuracy"] if beside is None else beside) == pytest.approx(found["own"][1])
+    text = benchmark.evaluate_task("perplexity", [{"text": TEXT}])
+    for key, name in (("perplexity", "float32"), ("perplexity_in_dtype", "own")):
+        assert math.log(text[key]) * text["tokens"] == pytest.approx(found[name][2], rel=1e-6)
+    assert f"; lm-eval's default {text['perplexity_in_dtype']:.3f})" in in_words("perplexity", text)
+
+
 def test_quality_benchmark_refuses_what_it_cannot_do(plain):
     model, tokenizer = plain
     with pytest.raises(ValueError, match="arc.*mmlu, hellaswag, humaneval, perplexity"):

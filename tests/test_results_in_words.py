@@ -23,7 +23,7 @@ RATES = Rates(50.0, 0.02, "host to device, pinned", 2000.0, 500.0, None)
 MOVED = MovedPerStep(10**9, 0, 0)
 IN_STREAM = LinkUse(4, 6.0, 3.0, 0.3, 0.7, 240 * 10**9, 0)
 LOOPS = [Loop(0.49, 0.1, 0.6, [0.025] * 4), Loop(0.51, 0.1, 0.6, [0.025] * 4)]
-SCORES = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes": "0110"}
+SCORES = {"accuracy": 0.5, "stderr": 0.25, "correct": 2, "total": 4, "outcomes": "0110", "accuracy_in_dtype": None}
 
 
 def measured(link_use) -> Measured:

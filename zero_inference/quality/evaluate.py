@@ -120,7 +120,8 @@ def in_words(task: str, scores: dict) -> str:
     if task == "perplexity":
         return (
             f"perplexity: {scores['perplexity']:.3f}{_plus_minus(scores['stderr'], '.3f')} a token "
-            f"({scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']})"
+            f"({scores['tokens']} tokens, windows of {scores['window']}, stride {scores['stride']}"
+            f"{_in_dtype(scores['perplexity_in_dtype'], '.3f')})"
         )
     if task == "humaneval":
         parts = [
@@ -129,10 +130,15 @@ def in_words(task: str, scores: dict) -> str:
         how = "greedy" if scores["n"] == 1 else f"{scores['n']} samples each at temperature {scores['temperature']:g}"
         return f"humaneval: {', '.join(parts)} ({scores['problems']} problems, {how})"
     line = f"{task}: accuracy {scores['accuracy']:.1%}{_plus_minus(scores['stderr'], '.1%')}"
-    line += f" ({scores['correct']} of {scores['total']})"
+    line += f" ({scores['correct']} of {scores['total']}{_in_dtype(scores['accuracy_in_dtype'], '.1%')})"
     if "acc_norm" in scores:
         line += f", acc_norm {scores['acc_norm']:.1%}{_plus_minus(scores['acc_norm_stderr'], '.1%')}"
+        line += _in_dtype(scores["acc_norm_in_dtype"], ".1%")
     return line
+
+
+def _in_dtype(value: float | None, format: str) -> str:
+    return "" if value is None else f"; lm-eval's default {value:{format}}"
 
 
 def _plus_minus(value: float | None, format: str) -> str:

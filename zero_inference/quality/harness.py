@@ -10,7 +10,8 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,6 +22,7 @@ import torch
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import Collator
 from lm_eval.tasks.hellaswag.utils import process_docs as hellaswag_docs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -41,7 +43,12 @@ class LoadedLM(HFLM):
     """HFLM over a loaded model: its device is the one that the engine names, its weights stay untouched, its progress is ours.
 
     The device of the first parameter, which HFLM asks, is meta under accelerate; tying the weights again would put plain
-    parameters where an engine manages its own.
+    parameters where an engine manages its own. Log-probabilities are float32; HFLM's default is the dtype of the logits, in
+    which bfloat16 has three digits.
+
+    Attributes:
+        in_own_dtype: the last log-likelihoods with log-probabilities in the dtype of the logits; None where that is float32.
+        replayed: log-likelihoods to return in place of asking the model; None asks it.
     """
 
     def __init__(
@@ -53,8 +60,10 @@ class LoadedLM(HFLM):
     ):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         with _weights_untouched(model):
-            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
         self._device = device
+        self.in_own_dtype: list[float] | None = None
+        self.replayed: list[float] | None = None
         self.label, self.truncated = "", 0
         self.under_way = Task(Progress(enabled=False), "quality", None, None)
 
@@ -65,7 +74,18 @@ class LoadedLM(HFLM):
         with self._counted():
             return super().generate_until(requests)
 
+    def _model_call(self, inps, *args, **kwargs):
+        self._logits, self._row = super()._model_call(inps, *args, **kwargs), 0  # [B, T, vocabulary]
+        return self._logits
+
+    def _select_cont_toks(self, logits, contlen=None, inplen=None):
+        row, self._row = self._logits[self._row], self._row + 1
+        self.own_logits = super()._select_cont_toks(row, contlen, inplen)  # [answer, vocabulary]
+        return super()._select_cont_toks(logits, contlen, inplen)
+
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, override_bs=None):
+        if self.replayed is not None:
+            return [(value, False) for value in self.replayed]
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
                 raise RunError(
@@ -75,8 +95,19 @@ class LoadedLM(HFLM):
         self.truncated += sum(
             len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests
         )
-        with self._counted():
+        with self._counted(), self._in_both_dtypes():
             return super()._loglikelihood_tokens(requests, override_bs=override_bs)
+
+    @contextmanager
+    def _in_both_dtypes(self) -> Iterator[None]:
+        """HFLM keeps the order of its answers in a Collator: one of ours has each answer in the dtype of the logits too."""
+        collator, self.in_own_dtype = lm_eval_models.Collator, None
+        lm_eval_models.Collator = partial(_InOwnDtype, self)
+        try:
+            yield
+        finally:
+            lm_eval_models.Collator = collator
+            self._logits = self.own_logits = None
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -87,6 +118,28 @@ class LoadedLM(HFLM):
             yield
         finally:
             lm_eval_models.tqdm = bars
+
+
+class _InOwnDtype(Collator):
+    """Computes each answer again from the logits as they are, with the log-softmax in their dtype."""
+
+    def __init__(self, lm: LoadedLM, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.lm = lm
+        self.answers: list[float] = []
+
+    def get_cache(self, req_str, cxt_toks, cont_toks, logits):
+        own = self.lm.own_logits
+        values = None if own.dtype == torch.float32 else own.log_softmax(-1)  # [answer, vocabulary]
+        for request, tokens, each in super().get_cache(req_str, cxt_toks, cont_toks, logits):
+            if values is not None:
+                chosen = torch.tensor(tokens, device=values.device)[:, None]
+                self.answers.append(float(values.gather(1, chosen).sum()))
+            yield request, tokens, each
+
+    def get_original(self, newarr):
+        self.lm.in_own_dtype = super().get_original(self.answers) if self.answers else None
+        return super().get_original(newarr)
 
 
 class _Requests:
@@ -109,12 +162,14 @@ class _Requests:
 class Choice:
     """One question: the summed log-likelihood (nat) of each choice, and whether the right one had the highest.
 
-    `correct_norm` is lm-eval's acc_norm: log-likelihoods divided by the choices' lengths in characters.
+    `correct_norm` is lm-eval's acc_norm: log-likelihoods divided by the choices' lengths in characters. `in_own_dtype` is the same with
+    log-probabilities in the dtype of the logits; None where that is float32.
     """
 
     log_likelihoods: list[float]
     correct: bool
     correct_norm: bool
+    in_own_dtype: Choice | None = None
 
 
 def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
@@ -128,15 +183,28 @@ def score_choices(lm: LoadedLM, task: str, items: list[dict]) -> list[Choice]:
     lm.label = task
     with TemporaryDirectory(prefix="zero-inference-") as folder, _no_bars():
         made = choice_task(task, items, Path(folder))
-        samples = evaluator.evaluate(lm, {task: made}, bootstrap_iters=0, log_samples=True)["samples"][task]
+        scored = _choices(task, lm, made)
+        for number, one in enumerate(scored):
+            if not all(map(math.isfinite, one.log_likelihoods)):
+                raise RunError(
+                    f"{task}: the model's log-likelihoods of item {number} are {one.log_likelihoods}, some of them not finite; "
+                    "try another --dtype or quantization."
+                )
+        if lm.in_own_dtype is None:
+            return scored
+        lm.replayed = lm.in_own_dtype
+        try:
+            own = _choices(task, lm, made)
+        finally:
+            lm.replayed = None
+    return [replace(one, in_own_dtype=other) for one, other in zip(scored, own)]
+
+
+def _choices(task: str, lm: LoadedLM, made) -> list[Choice]:
+    samples = evaluator.evaluate(lm, {task: made}, bootstrap_iters=0, log_samples=True)["samples"][task]
     scored = []
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
         values = [float(answer[0]) for answer in sample["filtered_resps"]]
-        if not all(math.isfinite(value) for value in values):
-            raise RunError(
-                f"{task}: the model's log-likelihoods of item {sample['doc_id']} are {values}, some of them not finite; "
-                "try another --dtype or quantization."
-            )
         scored.append(Choice(values, bool(sample["acc"]), bool(sample["acc_norm"])))
     return scored
 
@@ -206,8 +274,8 @@ def windows_of(lm: LoadedLM, texts: list[str], window: int, stride: int) -> list
     return windows
 
 
-def score_windows(lm: LoadedLM, windows: list[Window]) -> list[float]:
-    """The summed log-likelihood (nat) of each window's scored tokens.
+def score_windows(lm: LoadedLM, windows: list[Window]) -> list[tuple[float, float]]:
+    """The summed log-likelihood (nat) of each window's scored tokens, and the same with log-probabilities in the dtype of the logits.
 
     Raises:
         RunError: one is no number.
@@ -220,7 +288,7 @@ def score_windows(lm: LoadedLM, windows: list[Window]) -> list[float]:
     ]
     if not all(math.isfinite(value) for value in values):
         raise RunError("perplexity: the model's log-likelihoods are not finite; try another --dtype or quantization.")
-    return values
+    return list(zip(values, lm.in_own_dtype or values))
 
 
 def complete_programs(

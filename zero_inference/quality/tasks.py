@@ -48,6 +48,7 @@ def evaluate_choices(
         "correct": sum(one.correct for one in scored),
         "total": len(scored),
         "outcomes": "".join(str(int(one.correct)) for one in scored),
+        "accuracy_in_dtype": _in_dtype(scored, "correct"),
     }
     if task == "hellaswag":
         norm, norm_stderr = mean_and_stderr([float(one.correct_norm) for one in scored])
@@ -55,6 +56,7 @@ def evaluate_choices(
             "acc_norm": norm,
             "acc_norm_stderr": norm_stderr,
             "outcomes_norm": "".join(str(int(one.correct_norm)) for one in scored),
+            "acc_norm_in_dtype": _in_dtype(scored, "correct_norm"),
         }
     details = [
         {"log_likelihoods": one.log_likelihoods, "correct": one.correct}
@@ -62,6 +64,18 @@ def evaluate_choices(
         for one in scored
     ]
     return scores, details
+
+
+def _in_dtype(scored: list, outcome: str) -> float | None:
+    """Return the mean of `outcome` with log-probabilities in the dtype of the logits; None where no item differs."""
+    mine, own = (
+        [float(getattr(one, outcome)) for one in each] for each in (scored, [one.in_own_dtype or one for one in scored])
+    )
+    return sum(own) / len(own) if own != mine else None
+
+
+def _perplexity(nll: float) -> float:
+    return math.exp(nll) if nll < LARGEST_EXPONENT else math.inf  # null in the record, which has nll_per_token
 
 
 def evaluate_perplexity(
@@ -81,15 +95,16 @@ def evaluate_perplexity(
     windows = windows_of(lm, [item["text"] for item in items], window, stride)
     with in_step(lm.model, device, ranks):
         mine = score_windows(lm, share_of(windows, ranks))
-    values = joined(mine, ranks)
+    values, own = map(list, zip(*joined(mine, ranks)))
     counts = [len(one.scored) for one in windows]
     tokens, m = sum(counts), len(windows)
     nll = -sum(values) / tokens
     spread = sum((-value - nll * count) ** 2 for value, count in zip(values, counts))
     nll_stderr = math.sqrt(spread * m / (m - 1)) / tokens if m > 1 else None
-    perplexity = math.exp(nll) if nll < LARGEST_EXPONENT else math.inf  # null in the record, which has nll_per_token
+    perplexity = _perplexity(nll)
     scores = {
         "perplexity": perplexity,
+        "perplexity_in_dtype": _perplexity(-sum(own) / tokens) if own != values else None,
         "stderr": perplexity * nll_stderr if nll_stderr is not None else None,
         "nll_per_token": nll,
         "nll_stderr": nll_stderr,

@@ -15,6 +15,7 @@ _STDERR = ("share", "standard error of the mean over the items; null for a singl
 _ACCURACY = ("share", "share of items where the likeliest choice is the right one")
 _CORRECT = ("items", "number of items where the likeliest choice is the right one")
 _TOTAL = ("items", "number of items scored")
+_IN_DTYPE = "as lm-eval has it by default, with log-probabilities in the dtype of the logits; null where it is the same"
 _OUTCOMES = ("", "one digit per item, 1 (right) or 0, in the order of the data")
 
 
@@ -27,6 +28,7 @@ class ChoiceScores:
     correct: int = key(*_CORRECT)
     total: int = key(*_TOTAL)
     outcomes: str = key(*_OUTCOMES)
+    accuracy_in_dtype: float | None = key("share", f"`accuracy` {_IN_DTYPE}")
     batch_size: int = key(*_BATCH_SIZE)
     truncated: int = key(*_TRUNCATED)
     seconds: float = key(*_SECONDS)
@@ -41,12 +43,14 @@ class NormedChoiceScores:
     correct: int = key(*_CORRECT)
     total: int = key(*_TOTAL)
     outcomes: str = key(*_OUTCOMES)
+    accuracy_in_dtype: float | None = key("share", f"`accuracy` {_IN_DTYPE}")
     acc_norm: float = key(
         "share",
         "share of items where the likeliest choice is the right one, with log-likelihoods divided by the length of the choice",
     )
     acc_norm_stderr: float | None = key(*_STDERR)
     outcomes_norm: str = key("", "`outcomes` with log-likelihoods divided by the length of the choice")
+    acc_norm_in_dtype: float | None = key("share", f"`acc_norm` {_IN_DTYPE}")
     batch_size: int = key(*_BATCH_SIZE)
     truncated: int = key(*_TRUNCATED)
     seconds: float = key(*_SECONDS)
@@ -78,6 +82,7 @@ class PerplexityScores:
     """Of text that was read."""
 
     perplexity: float = key("", "exp of `nll_per_token`; null if it is too large for a floating-point number")
+    perplexity_in_dtype: float | None = key("", f"`perplexity` {_IN_DTYPE}")
     stderr: float | None = key("", "standard error of `perplexity`; null with a single window")
     nll_per_token: float = key("nat/token", "mean negative log-likelihood per token over all documents")
     nll_stderr: float | None = key("nat/token", "standard error of `nll_per_token`; null with a single window")
