@@ -468,6 +468,8 @@ def test_prompts_become_text_and_nothing_is_printed(readable, capsys):
         (lambda: run("x", dry_run=True), "zero_inference.plan"),
         (lambda: run("x", log=False, log_dir="y"), "drop one of the two"),
         (lambda: run("x", gpu_memory=False), "gpu_memory=False"),
+        (lambda: load("x", device_map="auto"), "load.* 'device_map'; did you mean engine"),
+        (lambda: run("x", max_new_tokens=4), "run.* 'max_new_tokens'; did you mean gen_len"),
         (lambda: load("x", cpu_offlod=True), "load.* 'cpu_offlod'; did you mean cpu_offload"),
         (lambda: load("x", prompt_len=3), "max_length"),
         (lambda: load("x", loops=3), "zero_inference.run"),

@@ -138,6 +138,10 @@ def test_rows_are_those_of_the_help():
         ("run_model.py opt-125m --gpu-memory 4", "add --engine stream, or drop --gpu-memory"),
         ("run_model.py opt-125m --engine resident --cpu-compute 0.5", "use that, or drop --cpu-compute"),
         ("run_model.py llama-2-7b.Q4_K_M.gguf", "--model llama-2-7b.Q4_K_M.gguf: GGUF is not read"),
+        (
+            "run_model.py https://huggingface.co/facebook/opt-1.3b/tree/main",
+            "give the repository's name, facebook/opt-1.3b.",
+        ),
         ("run_model.py model.safetensors", "--model model.safetensors is a file; give the folder"),
         ("zero-inference plan opt-13b -ngl 3", "there is no option -ngl; use --max-gpu-memory GIB"),
         ("zero-inference plan opt-13b --gpu rtx4090", "there is no option --gpu; use --machine NAME"),

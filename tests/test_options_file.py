@@ -97,6 +97,8 @@ def test_words_that_yaml_reads_otherwise_mean_what_was_written(file):
     "text, said",
     [
         ("cpu-offlod: true", "--config run.yaml: there is no option cpu-offlod; did you mean cpu-offload?"),
+        ("max_new_tokens: 5", "--config run.yaml: there is no option max_new_tokens; use --gen-len G"),
+        ("offload: cpu", "--config run.yaml: there is no option offload; use --cpu-offload"),
         ("save-config: x", "--config run.yaml: there is no option save-config"),
         ("cpu-offload: 1", "--config run.yaml: cpu-offload is 1: write true or false"),
         ("gen-len: many", "--config run.yaml: gen-len many: not a whole number"),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from zero_inference.config import DEFAULTS
+from zero_inference.config.spellings import OTHER_OPTIONS
 from zero_inference.runtime.near import closest
 
 
@@ -21,9 +22,16 @@ def check_names(function: str, given: Iterable[str], known: Collection[str], els
             continue
         if name in elsewhere:
             raise TypeError(f"{function}() has no keyword {name!r}: {elsewhere[name]}")
-        near = closest(name, known)
+        near = _of_another_tool(name, known) or closest(name, known)
         meant = f"did you mean {', '.join(near)}?" if near else f"help(zero_inference.{function}) lists them."
         raise TypeError(f"{function}() got an unexpected keyword {name!r}; {meant}")
+
+
+def _of_another_tool(name: str, known: Collection[str]) -> list[str]:
+    """Return the keyword that has the meaning of another tool's `name`, as far as the function has it."""
+    advice = OTHER_OPTIONS.get(name.replace("_", "-"), ())
+    found = (each.partition(" ")[0].strip("-,").replace("-", "_") for each in advice)
+    return [each for each in found if each in known][:1]
 
 
 def options_from(keywords: Mapping[str, Any]) -> list[str]:

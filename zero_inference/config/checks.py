@@ -56,6 +56,9 @@ def check_model(choices: Choices) -> None:
     name = choices.model
     if name.lower().endswith(".gguf"):
         raise UsageError(f"--model {name}: GGUF is not read; give the repository or folder in transformers' format.")
+    if name.startswith(("https://huggingface.co/", "http://huggingface.co/")):
+        repository = "/".join(name.split("/")[3:5])
+        raise UsageError(f"--model {name}: an address; give the repository's name, {repository}.")
     if os.path.isfile(os.path.expanduser(name)):
         raise UsageError(f"--model {name} is a file; give the folder that holds config.json and the weights.")
 

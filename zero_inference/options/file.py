@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_inference.config import FIELD_NAMES
+from zero_inference.config.spellings import other_option
 from zero_inference.errors import RunError, UsageError
 from zero_inference.options.parser import Parser
 from zero_inference.runtime.near import did_you_mean
@@ -42,7 +43,7 @@ def read_options(path: str, parser: Parser) -> dict[str, Any]:
     for key, value in _mapping(path).items():
         name = str(key).strip().removeprefix("--").replace("_", "-")
         if name not in known:
-            near = did_you_mean(name, known)
+            near = other_option(name, str(value), {f"--{each}" for each in known}) or did_you_mean(name, known)
             raise UsageError(f"--config {path}: there is no option {key}" + (f"; {near}" if near else "."))
         action = known[name]
         if action.dest in found:
