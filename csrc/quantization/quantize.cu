@@ -1,7 +1,7 @@
 // zero_inference::quantize_groups: float16, bfloat16 or float32 to int8 / int4 groups.
 //
-// What `_quantize_in_chunks` in zero_inference/quantization/groups.py does, which says how scale and minimum are chosen. A warp
-// adds in another order than PyTorch does, so that of tries that are as good as each other another one may stay.
+// What `_quantize_in_chunks` in zero_inference/quantization/groups.py does, which says how scale and minimum are chosen. Lanes
+// add in another order than PyTorch does, so that of tries that are as good as each other another one may stay.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -30,13 +30,24 @@ using zero_inference::Element;
 using zero_inference::rounded;
 
 constexpr int kWarp = 32;
+constexpr int kElementsOfLane = 8;  // of a group, at most; more lanes where it is longer
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
-__device__ __forceinline__ float warp_sum(float value) {
+// The lanes of a warp that have a group together: 8, 16 or 32 neighbours.
+template <int kLanes>
+struct Team {
+  const unsigned int lanes = (kAllLanes >> (kWarp - kLanes)) << (threadIdx.x % kWarp / kLanes * kLanes);
+
+  template <typename Combine>
+  __device__ __forceinline__ float all(float value, Combine combine) const {
 #pragma unroll
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) value += __shfl_xor_sync(kAllLanes, value, mask);
-  return value;
-}
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) value = combine(value, __shfl_xor_sync(lanes, value, mask));
+    return value;
+  }
+  __device__ __forceinline__ float sum(float value) const {
+    return all(value, [](float a, float b) { return a + b; });
+  }
+};
 
 // Of a group's range, what is clipped at either end before codes are fitted, and how often the best of those is fitted again;
 // as in zero_inference/quantization/groups.py.
@@ -113,10 +124,11 @@ struct Fit {
     squares += code * code;
     products += code * centered;
   }
-  __device__ __forceinline__ void finish(int64_t size) {  // by all lanes of the warp
-    codes = warp_sum(codes);
-    squares = warp_sum(squares);
-    products = warp_sum(products);
+  template <int kLanes>
+  __device__ __forceinline__ void finish(int64_t size, const Team<kLanes>& team) {  // by all of its lanes
+    codes = team.sum(codes);
+    squares = team.sum(squares);
+    products = team.sum(products);
     mean_code = codes / size;
     const float variance = __fsub_rn(squares, __fmul_rn(codes, mean_code));
     step = products / variance;
@@ -130,21 +142,23 @@ struct Fit {
   }
 };
 
-// A warp a group. A lane has neighbouring elements that share a byte of codes, as far as they do (`kTogether`), and reads them
-// again for each of the passes: they are in the first cache then.
-template <typename T, int kBits>
+// A team of lanes a group: few lanes with several elements each, because each pass ends in sums over the team. A lane has
+// neighbouring elements that share a byte of codes, as far as they do (`kTogether`), and reads them again for each of the
+// passes: they are in the first cache then.
+template <typename T, int kBits, int kLanes>
 __global__ void __launch_bounds__(kThreads)
-    quantize_warps(const T* __restrict__ weight, uint8_t* __restrict__ codes, T* __restrict__ scale, T* __restrict__ minimum,
+    quantize_teams(const T* __restrict__ weight, uint8_t* __restrict__ codes, T* __restrict__ scale, T* __restrict__ minimum,
                    int* __restrict__ refused, int64_t groups, int64_t group_size, bool divides) {
   constexpr int kTogether = 8 / kBits;
   constexpr float kLargest = (1 << kBits) - 1;
-  constexpr int kWarps = kThreads / kWarp;
-  const int lane = threadIdx.x % kWarp;
-  for (int64_t group = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; group < groups;
-       group += int64_t{gridDim.x} * kWarps) {
+  constexpr int kTeams = kThreads / kLanes;
+  const Team<kLanes> team;
+  const int lane = threadIdx.x % kLanes;
+  for (int64_t group = int64_t{blockIdx.x} * kTeams + threadIdx.x / kLanes; group < groups;
+       group += int64_t{gridDim.x} * kTeams) {
     const T* const values = weight + group * group_size;
     const auto for_each = [&](auto visit) {
-      for (int64_t byte = lane; byte < group_size / kTogether; byte += kWarp) {
+      for (int64_t byte = lane; byte < group_size / kTogether; byte += kLanes) {
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) visit(Element<T>::load(values[byte * kTogether + i]));
       }
@@ -158,12 +172,9 @@ __global__ void __launch_bounds__(kThreads)
       sum += value;
       finite = finite && isfinite(value);
     });
-#pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-      low = fminf(low, __shfl_xor_sync(kAllLanes, low, mask));
-      high = fmaxf(high, __shfl_xor_sync(kAllLanes, high, mask));
-    }
-    const float mean = warp_sum(sum) / group_size;
+    low = team.all(low, [](float a, float b) { return fminf(a, b); });
+    high = team.all(high, [](float a, float b) { return fmaxf(a, b); });
+    const float mean = team.sum(sum) / group_size;
     const float range = __fsub_rn(high, low);
     Line<T> best{stored_scale<T>(__fdiv_rn(range, kLargest), divides), rounded<T>(low), kLargest, divides};
     if (divides) {  // DeepSpeed's own, computed in the stored dtype
@@ -171,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
       best.scale = finite_factor<T>(factor, range);
     }
     finite = finite && isfinite(divides ? range : best.restored(kLargest));
-    if (!__all_sync(kAllLanes, finite)) {
+    if (!__all_sync(team.lanes, finite)) {
       if (lane == 0) *refused = 1;
       continue;
     }
@@ -183,8 +194,8 @@ __global__ void __launch_bounds__(kThreads)
       fit.add(best.best_code(value, of_value), value - mean);
       error += of_value;
     });
-    error = warp_sum(error);
-    fit.finish(group_size);
+    error = team.sum(error);
+    fit.finish(group_size, team);
     const auto try_line = [&](const Line<T>& line) {
       float found = 0.0f;
       for_each([&](float value) {
@@ -192,7 +203,7 @@ __global__ void __launch_bounds__(kThreads)
         line.best_code(value, of_value);
         found += of_value;
       });
-      found = warp_sum(found);
+      found = team.sum(found);
       if (found < error) {  // false for NaN
         best = line;
         error = found;
@@ -207,7 +218,7 @@ __global__ void __launch_bounds__(kThreads)
           const float centered = value - mean;
           found.add(nearest_code(centered * inverse + shift, kLargest), centered);
         });
-        found.finish(group_size);
+        found.finish(group_size, team);
         if (found.gain > fit.gain) fit = found;
       };
       for (const float below : kClipped) {
@@ -221,7 +232,7 @@ __global__ void __launch_bounds__(kThreads)
       try_line(fit.stored<T>(mean, kLargest, divides));
     }
 
-    for (int64_t byte = lane; byte < group_size / kTogether; byte += kWarp) {
+    for (int64_t byte = lane; byte < group_size / kTogether; byte += kLanes) {
       uint32_t packed = 0;
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
@@ -238,7 +249,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T, int kBits>
+template <typename T, int kBits, int kLanes>
 void launch(const Tensor& weight, int64_t group_size, const Tensor& codes, const Tensor& scale, const Tensor& minimum,
             const Tensor& refused, bool divides) {
   const int32_t device = weight.get_device_index();
@@ -248,9 +259,9 @@ void launch(const Tensor& weight, int64_t group_size, const Tensor& codes, const
   int processors = 0;
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int64_t groups = weight.numel() / group_size;
-  const int64_t wanted = (groups + kThreads / kWarp - 1) / (kThreads / kWarp);
+  const int64_t wanted = (groups + kThreads / kLanes - 1) / (kThreads / kLanes);
   const auto grid = static_cast<unsigned int>(std::min<int64_t>(wanted, int64_t{processors} * kBlocksOfProcessor));
-  quantize_warps<T, kBits><<<grid, kThreads, 0, static_cast<cudaStream_t>(current)>>>(
+  quantize_teams<T, kBits, kLanes><<<grid, kThreads, 0, static_cast<cudaStream_t>(current)>>>(
       static_cast<const T*>(weight.const_data_ptr()), static_cast<uint8_t*>(codes.mutable_data_ptr()),
       static_cast<T*>(scale.mutable_data_ptr()), static_cast<T*>(minimum.mutable_data_ptr()),
       static_cast<int*>(refused.mutable_data_ptr()), groups, group_size, divides);
@@ -288,8 +299,18 @@ void quantize_groups(const Tensor& weight, int64_t bits, int64_t group_size, boo
 
   const auto by_bits = [&](auto zero) {
     using T = decltype(zero);
-    bits == 8 ? launch<T, 8>(weight, group_size, codes, scale, minimum, refused, divides)
-              : launch<T, 4>(weight, group_size, codes, scale, minimum, refused, divides);
+    const auto by_lanes = [&](auto lanes) {
+      constexpr int kLanes = decltype(lanes)::value;
+      bits == 8 ? launch<T, 8, kLanes>(weight, group_size, codes, scale, minimum, refused, divides)
+                : launch<T, 4, kLanes>(weight, group_size, codes, scale, minimum, refused, divides);
+    };
+    if (group_size <= kElementsOfLane * 8) {
+      by_lanes(std::integral_constant<int, 8>{});
+    } else if (group_size <= kElementsOfLane * 16) {
+      by_lanes(std::integral_constant<int, 16>{});
+    } else {
+      by_lanes(std::integral_constant<int, 32>{});
+    }
   };
   if (dtype == ScalarType::Half) {
     by_bits(__half{});
