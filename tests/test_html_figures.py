@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from test_html_report import EVIL, FAILED, committed_records, limit, page_of, rich_record
 
+from zero_inference.records.limit import HOST_COPY
 from zero_inference.report.html.labels import make_runs
 from zero_inference.report.html.places import MARK_RADIUS, TEXT_HEIGHT, Box, places_beside
 from zero_inference.report.html.roofline import roofline
@@ -162,6 +163,34 @@ def test_each_machine_has_a_roofline_of_its_own(tmp_path):
     page = page_of(tmp_path / "one", [machine_record(), machine_record(44.0)])
     assert len(titles(page, "Roofline")) == 1, "a link differs so much from minute to minute"
     assert "link: 44 to 55 GB/s" in page.texts("text")
+    alone = {"gpus": [], "cpu_model": "EPYC", "cpu_cores": 2}
+    busy = [
+        rich_record(
+            limit=limit(
+                "device_memory",
+                0.5,
+                floor_step_s={"device_memory": 0.15},
+                link_gbps=None,
+                link_kind=HOST_COPY,
+                device_copy_gbps=rate,
+            ),
+            environment=alone,
+            device="cpu",
+            link_use={
+                "busy_s": 6.0,
+                "slot_wait_s": 3.0,
+                "host_late_s": 0.2,
+                "step_start_s": 0.1,
+                "gbps_while_busy": 54.1,
+            },
+        )
+        for rate in (20.0, 6.0)
+    ]
+    page = page_of(tmp_path / "host", busy)
+    assert titles(page, "Roofline") == ["Roofline: no GPU, EPYC with 2 cores"], (
+        "other work on a host makes no other host of it"
+    )
+    assert not titles(page, "Where the stream engine"), "without a GPU there is no link"
     many = [machine_record(environment=H200 | {"cpu_model": f"CPU {number}"}) for number in range(15)]
     page = page_of(tmp_path / "many", many)
     assert len(titles(page, "Roofline")) == 12 and "Not drawn: 3 more machines." in page.words

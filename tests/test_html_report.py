@@ -467,11 +467,25 @@ def test_what_binds_is_said_for_new_and_old_records_alike():
     moved = {"host_to_device_bytes_per_step": 26e9, "disk_read_bytes_per_step": 0}
     assert bound(limit=old, transfers=moved) == (
         "It reaches 20.0% of the nearest limit, the host-to-device link (24.2 GiB a step at 55.4 GB/s): "
-        "something else is slow."
+        "copies wait for the computation, and --engine stream copies meanwhile."
     )
     disk = bound(limit=old | {"disk_gbps": 2.0}, transfers=moved | {"disk_read_bytes_per_step": 25e9})
     assert "of the nearest limit, the disk (23.3 GiB a step at 2.00 GB/s)" in disk
     assert bound(limit=None) == "What bounds it was not measured."
+    for bound_by in ("device_memory", "matmul", "link", "disk"):  # no end without what to do
+        assert "--" in bound(limit=limit(bound_by, 0.3), engine="stream") and "something else" not in bound(
+            limit=limit(bound_by, 0.3)
+        )
+
+
+def test_a_throughput_that_varies_manifold_is_given_as_its_range(tmp_path):
+    """On a busy host the same run took 17 times as long: neither of the two, nor what lies between, is a headline."""
+    page = page_of(tmp_path, [rich_record(step_s=0.01), rich_record(step_s=0.17)])
+    rates = [run.decode_throughput for run in make_runs([rich_record(step_s=0.01), rich_record(step_s=0.17)])]
+    low, high = (f"{each:.3g}" for each in sorted(rates))
+    assert f"{low} to {high} token/s in" in page.words and "differ 17-fold" in page.words
+    steady = page_of(tmp_path, [rich_record(step_s=0.01), rich_record(step_s=0.011)])
+    assert "-fold" not in steady.words
 
 
 def test_failed_runs_are_listed_with_their_error_and_are_never_the_fastest(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.measure.steadiness import relative_range
+from zero_inference.records.limit import HOST_COPY
 from zero_inference.records.read import number_of, value_at
 from zero_inference.records.schema import STATUS_FAILED
 from zero_inference.report.short import model_in_short, weights_in_short
@@ -192,6 +194,14 @@ class Run:
         times = [each for loop in self._loops if (each := value_at(loop, key, "Float64")) is not None and each > 0]
         return relative_range(times) if len(times) > 1 else None
 
+    def loop_rates(self, key: str, rate: float) -> tuple[float, float]:
+        """The throughputs of the slowest and the fastest loop by their times `key`, of a run whose median loop has `rate`."""
+        times = [each for loop in self._loops if (each := value_at(loop, key, "Float64")) is not None and each > 0]
+        if not times:
+            return rate, rate
+        middle = statistics.median(times)
+        return rate * middle / max(times), rate * middle / min(times)
+
     @cached_property
     def step_s(self) -> list[float]:
         """Every decode step of every measured loop."""
@@ -206,7 +216,9 @@ class Run:
 
     @property
     def link_use(self) -> dict[str, float] | None:
-        """The parts of the link's time, or None where they were not observed."""
+        """The parts of the link's time, or None where they were not observed, or where there is no link: without a GPU."""
+        if self.text("limit.link_kind") == HOST_COPY:
+            return None
         parts = {name: self.amount(f"link_use.{name}") for name in LINK_PARTS}
         known = {name: max(0.0, value or 0.0) for name, value in parts.items()}
         return known if sum(known.values()) > 0 and not self.failed else None

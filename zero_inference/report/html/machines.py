@@ -48,7 +48,9 @@ def machines_of(runs: list[Run]) -> list[Machine]:
             alike.setdefault(_hardware(run), []).append(point)
     machines = []
     for points in alike.values():
-        parts = _by_link(points)
+        parts = (
+            _by_link(points) if _has_link(points[0].run) else [points]
+        )  # the memory of a host that is busy is no other machine
         for part in parts:
             if rates := _rates_of(part):
                 machines.append(Machine(_name(part, rates, several=len(parts) > 1), part, rates))
@@ -130,7 +132,7 @@ def _hardware(run: Run) -> tuple:
 
 
 def _by_link(points: list[Point]) -> list[list[Point]]:
-    """Machines of the same names whose links, or memories where there is none, differ too much to be one."""
+    """Machines of the same names whose links differ too much to be one."""
 
     def rate(point: Point) -> float:
         known = rates(point.run)

@@ -29,3 +29,12 @@ for (const table of document.querySelectorAll("table")) {
     });
   });
 }
+// Says that a table goes on beside the page, where it does.
+const sideways = () => {
+  for (const box of document.querySelectorAll(".scroll")) {
+    const hint = box.parentElement.querySelector(".sideways");
+    if (hint) hint.hidden = box.scrollWidth <= box.clientWidth + 1;
+  }
+};
+addEventListener("resize", sideways);
+sideways();

@@ -20,6 +20,7 @@ LIMIT_WORDS = {
     "matmul": "the limit of matrix products",
 }
 LEADERS_NAMED = 3
+UNSTEADY = 2.0  # times the slowest: from here on one throughput is no headline
 LINK_CAUSES = {
     "slot_wait_s": "the device computes longer than a layer copies",
     "host_late_s": "the host asked too late for the next layer",
@@ -92,6 +93,11 @@ def _finding(runs: list[Run]) -> Finding | None:
         speed += f"({_named(rival)}: {number(of(rival))})"
         if best.loop_spread(key) is None and rival.loop_spread(key) is None:
             speed += "; the spread of their loops was not recorded"
+    low, high = _range(best, [run for run in ranked if _named(run) == _named(best)], of, key)
+    figure = number(of(best))
+    if high > UNSTEADY * low:
+        figure = f"{number(low)} to {number(high)}"
+        speed += f"; its runs or loops differ {high / low:.{0 if high >= 10 * low else 1}f}-fold, so other work was on the machine"
     share = "" if best.share_of_limit is None else f"{best.share_of_limit:.1%} of {_limit_in_short(best)}"
     return Finding(
         best.group_name,
@@ -100,10 +106,16 @@ def _finding(runs: list[Run]) -> Finding | None:
         claim,
         speed,
         bound_in_words(best),
-        number(of(best)),
+        figure,
         phase,
         share,
     )
+
+
+def _range(best: Run, alike: list[Run], of: Callable[[Run], float | None], key: str) -> tuple[float, float]:
+    """The slowest and the fastest of the runs `alike`, and of the loops of `best`."""
+    found = [*(of(run) for run in alike), *best.loop_rates(key, of(best))]
+    return min(found), max(found)
 
 
 def _limit_in_short(run: Run) -> str:
@@ -134,12 +146,22 @@ def bound_in_words(run: Run) -> str:
     what = _limit_named(run)
     if share >= FAR_FROM_THE_LIMIT:
         return f"It is bound by {what} and reaches {share:.1%} of that limit."
-    text = f"It reaches {share:.1%} of the nearest limit, {what}: something else is slow"
+    return f"It reaches {share:.1%} of the nearest limit, {what}: {_what_took_the_rest(run)}."
+
+
+def _what_took_the_rest(run: Run) -> str:
+    """What a run far from its limit spent its time with, or what to do to find that out."""
     use = run.link_use
     worst = max(LINK_CAUSES, key=use.get) if use else None
     if worst and run.bound_by == "link" and use[worst] > 0.02 * sum(use.values()):
-        text += f"; the link was idle mostly because {LINK_CAUSES[worst]}"
-    return text + "."
+        return f"the link was idle mostly because {LINK_CAUSES[worst]}"
+    if run.bound_by in ("device_memory", "host_memory", "matmul"):
+        return "the rest is computing and starting operators, which a larger --batch-size shares"
+    if run.bound_by == "disk":
+        return "weights in host memory need no disk (--cpu-offload), if it is large enough"
+    if run.text("engine") in ("deepspeed", "accelerate"):
+        return "copies wait for the computation, and --engine stream copies meanwhile"
+    return "--trace FILE shows what the copies and the layers waited for"
 
 
 def _limit_named(run: Run) -> str:

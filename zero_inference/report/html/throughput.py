@@ -20,6 +20,7 @@ from zero_inference.report.html.drawing import (
     log_axis,
     row_figures,
 )
+from zero_inference.report.html.summary import UNSTEADY
 from zero_inference.report.html.svg import GRID, INK, MUTED, SERIES, SURFACE, embedded
 from zero_inference.report.run import Run
 from zero_inference.report.short import number
@@ -101,7 +102,9 @@ def _bar_rows(runs: list[Run], several_groups: bool, several_batches: bool) -> l
         limits = [run.decode_throughput / run.share_of_limit for run in each if run.share_of_limit]
         rest = [run.short_model] * several_groups + [f"batch {run.whole('batch_size')}"] * several_batches
         rest += [f"prompt {run.whole('prompt_len')}", f"{run.whole('gen_len')} generated"] * several_groups
-        several = f" ({len(each)} runs)" if len(each) > 1 else ""
+        slowest, fastest = (pick(run.decode_throughput for run in each) for pick in (min, max))
+        apart = f", {number(slowest)} to {number(fastest)}" if fastest > UNSTEADY * slowest else ""
+        several = f" ({len(each)} runs{apart})" if len(each) > 1 else ""
         data = (speed, statistics.median(limits) if limits else None)
         rows.append(Row(run.setting, ", ".join(rest), f"{number(speed)} token/s{several}", data))
     return sorted(rows, key=lambda row: -row.data[0])
