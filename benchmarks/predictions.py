@@ -56,6 +56,8 @@ def options_of(record: dict[str, Any]) -> list[str]:
             next(argv)
         elif not word.startswith("--local_rank="):
             found.append(word)
+    if record["quant_bits"] != 16 and "--quant-group-size" not in found:  # 4 bits had another default
+        found += ["--quant-group-size", str(record["quant_group_size"])]
     stream = record.get("stream") or {}
     if record["engine"] == "stream":
         # there was no other way then

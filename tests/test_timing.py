@@ -636,7 +636,7 @@ def test_link_and_cores_end_a_step_together_where_they_may_exchange_blocks():
         update={"products": tuple(each.model_copy(update={"link_gb_per_s": 2.0}) for each in machine.cores.products)}
     )
     machine = machine.model_copy(update={"cores": slow, "link_gb_per_s": 3.0})
-    some = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 6.2"
+    some = "--model llama-2-13b --engine stream --quant-bits 4 --gpu-memory 6.9"
     weights = times_of(some, machine)[0].weights
     assert not weights.residency.fetched and weights.residency.computed
     assert weights.leveled(0.0, 0.06) == (0.0, 0.06), "the cores have it all, which is not undone"
@@ -664,7 +664,7 @@ def test_blocks_that_come_late_count():
 def test_experts_are_placed_by_all_that_a_step_does(model, keys, sizes, monkeypatch):
     """Keys and values that cross the link, or that the cores attend over, are in the choice between some experts and all of them."""
     machine = DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
-    options = f"--model {model} --engine stream --quant-bits 4 --gpu-memory 0 {keys} {sizes} --dummy --dtype bfloat16 --gen-len 32"
+    options = f"--model {model} --engine stream --quant-bits 4 --quant-group-size 64 --gpu-memory 0 {keys} {sizes} --dummy --dtype bfloat16 --gen-len 32"
     chosen = planned(options, machine).times.step.seconds
     step_s = cores._step_s
     monkeypatch.setattr(cores, "_step_s", lambda *asked: -step_s(*asked))

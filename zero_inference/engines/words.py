@@ -26,6 +26,14 @@ class PlanInWords:
         disk = f", {amount(self.disk_bytes)} of it from disk" if self.disk_bytes else ""
         return [f"each decode step {self.fetched_in_words()}{disk}"]
 
+    def dequantized_in_words(self) -> list[str]:
+        """A line about a CPU that dequantizes weights in every step; none elsewhere."""
+        config = self.job.config
+        if self.job.on_gpu or not config.quantized:
+            return []
+        other = "" if config.engine == "stream" else "; --engine stream multiplies them as stored"
+        return [f"without a GPU, weights are dequantized in every step: slower than 16 bits{other}"]
+
     def fetched_in_words(self) -> str:
         """`copies 20.4 GiB over the link`."""
         fetched = amount(self.fetched_bytes) if self.fetched_bytes else "nothing"

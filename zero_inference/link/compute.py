@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from zero_inference.cores import products as cores
+from zero_inference.cores.library import load_library
 from zero_inference.link import caches, effort
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.products import linear_groups
@@ -20,6 +22,9 @@ CUDA_BLOCK_BYTES = 1 << 30
 SECONDS = 0.2
 WEIGHTS_BYTES = 128 << 20  # of the weights of a measurement on a CPU
 WEIGHTS_S = 0.05  # of a measurement, at least
+CPU_ROWS = (
+    32  # tokens up to which a CPU multiplies codes as they are stored; a prefill has more, and restores the weights
+)
 # Before the first one: a GPU that rested raises its clocks, and int4 had 1114 GB/s in 0.05 s once, and 1260 else.
 CLOCKS_S = 0.15
 # Rows and columns. A GPU's products take some time besides their bytes, which two sizes show: int4 with one token has 870 GB/s with the
@@ -113,8 +118,7 @@ class DeviceWeights:
     ):
         self.device, self.dtype, self.scheme, self.shape = device, dtype, scheme, shape
         elements, on_gpu = math.prod(shape), device.type == "cuda"
-        # without a GPU codes are restored first, so that caches meet as many bytes as with plain weights
-        bits = scheme.bits if scheme and on_gpu else 8 * dtype.itemsize
+        bits = scheme.bits if scheme else 8 * dtype.itemsize
         count = -(-(CUDA_BLOCK_BYTES if on_gpu else WEIGHTS_BYTES) * 8 // (bits * elements))
         if scheme is None:
             self.plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(count)]
@@ -147,8 +151,11 @@ class DeviceWeights:
                 torch.nn.functional.linear(x, weight)
             return
         how = self.scheme.bits, self.scheme.group_size, self.shape[0]
+        multiply = linear_groups
+        if self.device.type == "cpu" and len(x) <= CPU_ROWS and load_library() is not None:
+            multiply = cores.linear_groups  # as runs of the stream engine do in decode steps
         for codes, scale, minimum in self.packed:
-            linear_groups(x, codes, scale, minimum, *how, None)
+            multiply(x, codes, scale, minimum, *how, None)
 
 
 def product_times(

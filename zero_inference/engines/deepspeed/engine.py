@@ -99,7 +99,7 @@ class DeepSpeedPlan(EnginePlan):
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
-        lines = super().in_words()
+        lines = super().in_words() + self.dequantized_in_words()
         if self.job.config.disk_offload and not self.footprint.disk:
             least = Places.of(self.ds_config, self.job.spec.dtype, self.job.ranks.world_size).least_disk_bytes
             lines.append(

@@ -120,7 +120,7 @@ def why_cores_stay_out(job: Job) -> str | None:
         )
     if hosts > 1:
         return "the ranks are on several hosts"
-    if share is None and not (job.on_gpu and job.machine.gpus()):
+    if share is None and not (job.on_gpu and job.machine.gpus()) and not multiplies_codes(job):
         return "without a GPU there is no link that they could relieve"
     missing = job.machine.missing_code(job.on_gpu)
     if not _is_alone(job):
@@ -142,6 +142,12 @@ def why_not_attending(job: Job) -> str | None:
     return reason and f"{job.spec.text_config.model_type} {reason}"
 
 
+def multiplies_codes(job: Job) -> bool:
+    """Whether this run has no GPU and quantized weights, which the CPU then multiplies as they are stored unless it is told not to:
+    restoring them first takes longer than reading weights in 16 bits."""
+    return not job.on_gpu and job.config.quantized and job.config.cpu_share is None and job.ranks.world_size == 1
+
+
 def place_on_cores(
     job: Job, residency: Residency, scheme: GroupQuantization | None, graphs: bool, may_attend: bool = True
 ) -> tuple[Residency, CoresPlan | str]:
@@ -156,7 +162,8 @@ def place_on_cores(
     """
     config, ranks = job.config, job.ranks.world_size
     cpus = job.machine.cpus(job.ranks, config.cpu_threads)
-    can_attend = may_attend and config.kv_offload and why_not_attending(job) is None
+    share = 1.0 if multiplies_codes(job) else config.cpu_share
+    can_attend = may_attend and config.kv_offload and not multiplies_codes(job) and why_not_attending(job) is None
     if not residency.computable and not can_attend:
         if config.cpu_share is None:
             return residency, "host memory has no weights that they can multiply"
@@ -180,14 +187,14 @@ def place_on_cores(
         instructions=job.machine.instructions(),
         link_rests=not residency.host_bytes,
     )
-    if config.cpu_share is not None:
-        residency = residency.with_share_computed(config.cpu_share)
+    if share is not None:
+        residency = residency.with_share_computed(share)
         if not residency.computed and not can_attend:
             raise UsageError(
                 f"--cpu-compute {config.cpu_compute}: this share of {job.spec.name} is less than half a block, and blocks are not divided; "
                 "use a larger share, or --cpu-compute off."
             )
-        return residency.with_budget_used(), replace(plan, share=config.cpu_share)
+        return residency.with_budget_used(), replace(plan, share=share)
     if isinstance(found, str):
         return residency, found
     carried = kv_bytes * plan.kv_slowness

@@ -175,7 +175,10 @@ class StreamPlan(EnginePlan):
         return FUSED_ROWS if self.job.on_gpu and fits else 0
 
     def share_on_cores(self) -> tuple[float, float]:
-        """See `EnginePlan`. What the device keeps of experts it multiplies itself."""
+        """See `EnginePlan`. What the device keeps of experts it multiplies itself; without a GPU the CPU is the device, and how fast it
+        multiplies codes is measured as such."""
+        if not self.job.on_gpu:
+            return 0.0, 0.0
         found, experts = self.residency, set(self.residency.expert_blocks)
         every = [index for index, block in enumerate(found.blocks or ()) if block.experts is not None]
         others = found.nbytes_of(set(range(len(found.layouts))) - set(every))
@@ -227,7 +230,12 @@ class StreamPlan(EnginePlan):
             return [*([unused] if kept_out else []), *crosses]
         line = f"each decode step {self.fetched_in_words()}"
         if self.cores is None:
-            return [line, *([unused] if self.cores_stay_out else []), *crosses]
+            return [
+                line,
+                *([unused] if self.cores_stay_out else []),
+                *crosses,
+                *self.dequantized_in_words(),
+            ]
         lines = [f"{line}; {words.cores_in_words(self.cores, found)}", *words.rates_in_words(self.cores)]
         return lines + crosses + words.experts_in_words(found)
 
