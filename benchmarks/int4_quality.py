@@ -35,10 +35,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the table here too")
     args = parser.parse_args()
 
+    lines = random_errors()
+    print(*lines, sep="\n", flush=True)
     folder = smollm2_checkpoint()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = text_ids(AutoTokenizer.from_pretrained(folder), args.tokens)
-    lines = [
+    head = [
         f"smollm2-135m, {ids.numel()} tokens of pydoc_data.topics (Python {platform.python_version()}) in windows of {WINDOW}",
         "weights: relative error of the matrices of all decoder layers together, least and most of one; logits: relative error",
         "perplexity with its standard error over windows; the last column is its ratio to 16 bits, in pairs of windows",
@@ -46,7 +48,8 @@ def main() -> None:
         "| channels | format | bits a weight | weights | least | most | logits | perplexity | to 16 bits |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    print(*lines, sep="\n", flush=True)
+    lines += head
+    print(*head, sep="\n", flush=True)
 
     def show(line: str) -> None:
         lines.append(line)
@@ -82,6 +85,42 @@ def main() -> None:
                 f"{float((logits - exact).norm() / exact.norm()):.2%} | {perplexity:.3f} ± {of_perplexity:.3f} | "
                 f"{ratio:.4f} ± {of_ratio:.4f} |"
             )
+
+
+def random_errors() -> list[str]:
+    """A table of the relative errors of random normal weights, the best of 400 clipped ranges among them."""
+    import torch
+
+    draw = torch.Generator().manual_seed(SEED)
+    weight = torch.randn(1024, 1024, generator=draw) * 0.02
+    found = ["random normal weights, 1024 x 1024", "", "| format | error |", "|---|---|"]
+    rows = [(name, rounding(weight)) for name, _, rounding in formats() if rounding is not None]
+    for size in (64, 32):
+        rows.append(
+            (f"4 bits, groups of {size}, the best of 400 clipped ranges, each fitted twice", best_of_many(weight, size))
+        )
+    return [*found, *(f"| {name} | {float((each - weight).norm() / weight.norm()):.2%} |" for name, each in rows), ""]
+
+
+def best_of_many(weight, size: int):
+    """Groups by exhaustive search, with scales and minima in float32."""
+    import torch
+
+    values = weight.view(-1, size)
+    low, high = values.aminmax(dim=1, keepdim=True)
+    best, best_error = torch.zeros_like(values), torch.full_like(low, float("inf"))
+    for below, above in itertools.product(range(20), repeat=2):
+        minimum, top = low + (high - low) * 0.01 * below, high - (high - low) * 0.01 * above
+        scale = (top - minimum) / 15
+        for _ in range(2):
+            codes = ((values - minimum) / scale).round_().clamp_(0, 15)
+            centered = codes - codes.mean(1, keepdim=True)
+            scale = (centered * values).sum(1, keepdim=True) / centered.square().sum(1, keepdim=True)
+            minimum = values.mean(1, keepdim=True) - scale * codes.mean(1, keepdim=True)
+        found = ((values - minimum) / scale).round_().clamp_(0, 15) * scale + minimum
+        error = (found - values).square().sum(1, keepdim=True)
+        best, best_error = torch.where(error < best_error, found, best), torch.minimum(error, best_error)
+    return best.view_as(weight)
 
 
 def formats() -> Iterator[tuple[str, float, Callable | None]]:

@@ -26,7 +26,7 @@ from zero_inference.runtime.environment import describe_environment
 
 ENGINES = {
     "resident": [],
-    "stream": ["--gpu-memory", "0", "--quant-bits", "4", "--quant-group-size", "16"],
+    "stream": "--gpu-memory 0 --quant-bits 4 --quant-group-size 16 --cpu-compute 0.5".split(),
     "deepspeed": ["--cpu-offload"],
     "accelerate": ["--cpu-offload"],
 }

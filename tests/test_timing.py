@@ -664,7 +664,8 @@ def test_blocks_that_come_late_count():
 def test_experts_are_placed_by_all_that_a_step_does(model, keys, sizes, monkeypatch):
     """Keys and values that cross the link, or that the cores attend over, are in the choice between some experts and all of them."""
     machine = DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores}))
-    options = f"--model {model} --engine stream --quant-bits 4 --quant-group-size 64 --gpu-memory 0 {keys} {sizes} --dummy --dtype bfloat16 --gen-len 32"
+    options = f"--model {model} --engine stream --quant-bits 4 --quant-group-size 64 --gpu-memory 0 {keys} {sizes}"
+    options += " --dummy --dtype bfloat16 --gen-len 32"
     chosen = planned(options, machine).times.step.seconds
     step_s = cores._step_s
     monkeypatch.setattr(cores, "_step_s", lambda *asked: -step_s(*asked))

@@ -16,6 +16,7 @@ from zero_inference.config.choices import (
     DUMMY_ROUTING,
     ENGINES,
     GOALS,
+    GROUP_SIZES,
     LEAST_RING_DEPTH,
     MOST,
     MOST_GIB,
@@ -165,7 +166,7 @@ def check_companions(choices: Choices) -> None:
         ("pin_kv_cache", "--kv-offload", choices.kv_offload),
         ("async_kv_offload", "--kv-offload", choices.kv_offload),
         ("offload_dir", "--disk-offload", choices.disk_offload or "engine" in choices.auto),
-        ("quant_group_size", "--quant-bits 8 or 4", choices.quantized),
+        ("quant_group_size", "--quant-bits 8 or 4", choices.quantized or choices.quant_group_size == GROUP_SIZES[16]),
         ("json", "--dry-run", choices.dry_run),
         ("dummy_routing", "--dummy", choices.dummy),
     ):

@@ -6,8 +6,8 @@ Codes are chosen against scale and minimum as stored, so that rounding those cos
 
 Which scale and minimum: those with the least squared error of several tries, all without data. The extremes of the group; a
 least-squares fit to the codes that these give; and for 4 bits the best of nine fits to a range clipped at both ends, fitted again
-as long as that helps. Random normal weights in groups of 32 then miss by 6.98%, where extremes alone give 7.85%, these fitted once
-7.52%, and 400 clipped ranges 6.94% (benchmarks/results/cpu/int4_quality.md). The same arithmetic is in csrc/cpu/quantize_lanes.h
+as long as that helps. Random normal weights in groups of 32 then miss by 6.99%, where extremes alone give 7.85%, these fitted once
+7.50%, and 400 clipped ranges 6.93% (benchmarks/results/cpu/int4_quality.md). The same arithmetic is in csrc/cpu/quantize_lanes.h
 for the CPU and csrc/quantization/quantize.cu for a GPU.
 """
 
