@@ -207,8 +207,8 @@ def _measured(
     files.result.machine = steadiness.machine_load()  # before there is any of our own
     if warning := steadiness.load_warning(files.result.machine):
         progress.say(warning)
-    with loaded_model(plan, progress) as (loaded, load_s):
-        session = measure_run(plan, loaded, ids, progress)
+    with loaded_model(plan, progress) as (loaded, load_s, compare):
+        session = measure_run(plan, loaded, ids, progress, compare)
         files.result.measured = measured_of(session, load_s, compile_s() - compiled_before_s)
         _note_results(session, files, progress)
         files.result.quality = (

@@ -95,7 +95,8 @@ def load_model(config: RunConfig, max_length: int | None, scoring: bool) -> Any:
         try:
             if plan.job.config.engine == "deepspeed":
                 releases.callback(hold_process_group(plan.job.ranks))
-            loaded, _ = releases.enter_context(loaded_model(plan, progress))
+            loaded, _, compare = releases.enter_context(loaded_model(plan, progress))
+            compare()
             return _made_usable(plan, loaded, releases)
         except BaseException as error:
             releases.close()

@@ -25,6 +25,7 @@ from zero_inference.engines.words import PlanInWords
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.machine.machine import Machine, ThisMachine
+from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 from zero_inference.models.sizes import ModelSizes, logits_bytes
 from zero_inference.models.skeleton import Skeleton
 from zero_inference.models.spec import ModelSpec
@@ -196,12 +197,24 @@ class EnginePlan(UseOfMachine, PlanInWords):
         the run measures the machine, or while it generates.
 
         Args:
-            measuring_bytes: that the measurement takes while nothing but the weights is there.
+            measuring_bytes: that the measurement takes while nothing but the weights is there, and layers that are to be compared, for
+                which nothing has to be free.
         """
         job, weights = self.job, self.footprint
         on_device = 0 if job.on_gpu else weights.device - weights.gathered
         generating = weights.host + job.kv_host_bytes + (0 if job.on_gpu else self.device_peak_bytes)
-        return max(weights.loading, weights.host + on_device + measuring_bytes, generating)
+        beside = measuring_bytes + self.compared_bytes if measuring_bytes else 0
+        return max(weights.loading, weights.host + on_device + beside, generating)
+
+    @property
+    def compared_bytes(self) -> int:
+        """Layers that a run keeps in host memory until the loaded model's have computed the same."""
+        found = self.job.skeleton.once("compared", lambda: sum(compared_layers(self.job.skeleton.model).values()))
+        return min(found, COMPARED_BYTES)
+
+    def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` of parameter `name` as products see them: quantized and back, where this engine quantizes it."""
+        return values
 
     def prepare(self) -> None:
         """Compile what `load` needs, if that was not done on this machine before. A second call does nothing."""

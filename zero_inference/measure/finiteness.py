@@ -1,15 +1,177 @@
-"""Are the logits finite, and if not, where does it begin? Greedy selection gives ids from NaN too, and they mean nothing."""
+"""What the first passes of a loaded model have to be: its decoder layers compute what the same layers compute when nothing is placed, and
+logits are finite. Greedy selection gives ids from garbage and NaN too, and they mean nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from zero_inference.engines.base import EnginePlan, LoadedModel
 from zero_inference.errors import RunError, UsageError
+from zero_inference.models.alike import COMPARED_BYTES, compared_layers
+from zero_inference.models.checkpoint import seen_by
 from zero_inference.models.layers import decoder_layers
+from zero_inference.models.prompts import random_ids
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.text import first_line
+
+COMPARED_TOKENS = 4
+# Each with other tokens: of a single token that differs, its experts may have been chosen by a rounding.
+COMPARED_TRIES = 3
+COMPARED_SHARE = 0.25  # of the host memory that the run leaves free, at most
+# Of what a layer adds to its input; as one graph of all layers may differ (engines/stream/step_graph.py). Garbage differs by 1 and more.
+MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
+ROUNDINGS = 8  # of the layer's output, whose input may be much larger than what the layer adds
+
+
+class PlainLayers:
+    """The first decoder layer of each kind as transformers runs it on a CPU, with the weights that an engine is given; on the first rank.
+    Made before the engine loads.
+
+    Attributes:
+        plain: by position in the list of layers.
+        left_out: why a layer is not compared, in a few words, by position.
+    """
+
+    def __init__(self, plan: EnginePlan):
+        job, self.as_stored = plan.job, plan.as_stored
+        self.plain: dict[int, torch.nn.Module] = {}
+        self.left_out: dict[int, str] = {}
+        self.places: dict[str, list[tuple[torch.nn.Module, str]]] = {}  # by a parameter's name in the model
+        self.positions = compared_layers(job.skeleton.model)
+        if not self.positions or not job.ranks.is_first:
+            return
+        _, layers = decoder_layers(job.skeleton.model)
+        names: dict[int, list[str]] = {}
+        for name, parameter in job.skeleton.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        weights = plan.footprint
+        taken = weights.host + job.kv_host_bytes + (0 if job.on_gpu else weights.device)
+        free = COMPARED_SHARE * (job.machine.available_host_bytes() - job.ranks.local_world_size * taken)
+        free = min(free, COMPARED_BYTES)
+        for position, nbytes in self.positions.items():
+            if nbytes > free:
+                self.left_out[position] = "host memory has no room for it beside the model"
+                continue
+            free -= nbytes
+            self.plain[position] = copy.deepcopy(layers[position])
+            for own_name, parameter in layers[position].named_parameters(remove_duplicate=False):
+                module, _, leaf = own_name.rpartition(".")
+                for name in names[id(parameter)]:
+                    self.places.setdefault(name, []).append((self.plain[position].get_submodule(module), leaf))
+
+    def filled(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, weights that are loaded fill these layers too."""
+        return seen_by(self._see)
+
+    def _see(self, name: str, parameter: torch.nn.Parameter) -> None:
+        if places := self.places.get(name):
+            values = torch.nn.Parameter(self.as_stored(name, parameter.data).cpu(), requires_grad=False)
+            for module, leaf in places:
+                module._parameters[leaf] = values
+
+    @torch.no_grad()
+    def compare(self, loaded: LoadedModel, engine: str, vocabulary: int, ranks: Ranks) -> None:
+        """Run a few tokens through the loaded model, and what these layers were given through the plain ones; all ranks call it. The plain
+        layers are gone then.
+
+        Raises:
+            RunError: a layer computes something else; on all ranks.
+        """
+        if not self.positions:
+            return
+        tokens = COMPARED_TOKENS
+        if loaded.cores is not None:  # the CPU computes blocks behind a first pass, in passes of few tokens
+            self._run(loaded, tokens, vocabulary, seed=0)
+            tokens = min(tokens, loaded.cores.rows)
+        prefix, layers = decoder_layers(loaded.model)
+        for seed in range(COMPARED_TRIES):
+            calls = self._run(loaded, tokens, vocabulary, seed)
+            differing = [at for at, call in calls.items() if self._differs(at, layers[at], *call)]
+            wrong = int(ranks.minimum(min(differing, default=len(layers))))
+            if wrong == len(layers):
+                break
+        self.plain, self.places = {}, {}
+        if wrong < len(layers):
+            raise RunError(
+                f"under --engine {engine}, {prefix}.{wrong} computes something else than transformers' own layer with the same weights: "
+                f"{loaded.model.config.model_type} does not work with this engine and these options; use another engine."
+            )
+
+    def _run(self, loaded: LoadedModel, tokens: int, vocabulary: int, seed: int) -> dict[int, Any]:
+        """Let a sequence of `tokens` tokens through the loaded model, and return what `_watched` gives."""
+        ids = random_ids(seed, 1, tokens, vocabulary).to(loaded.device)
+        with self._watched(loaded.model) as calls:
+            loaded.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return calls
+
+    @contextlib.contextmanager
+    def _watched(self, model: Any) -> Iterator[dict[int, Any]]:
+        """Gives, by position, the arguments and the output of the first call of each layer that is compared."""
+        given: dict[int, Any] = {}
+        calls: dict[int, Any] = {}
+
+        def before(position: int, args: tuple, kwargs: dict) -> None:
+            if position not in given:
+                given[position] = _on_cpu((args, kwargs))
+
+        def after(position: int, output: Any) -> None:
+            if position in given and position not in calls:
+                calls[position] = *given[position], _first_tensor(output).detach().cpu()
+
+        hooks = []
+        for position in self.plain:
+            layer = decoder_layers(model)[1][position]
+            hooks += [
+                layer.register_forward_pre_hook(
+                    lambda _, args, kwargs, at=position: before(at, args, kwargs), with_kwargs=True
+                ),
+                layer.register_forward_hook(lambda _, args, output, at=position: after(at, output)),
+            ]
+        try:
+            yield calls
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _differs(self, position: int, placed: Any, args: tuple, kwargs: dict, output: torch.Tensor) -> bool:
+        """Return whether most tokens differ by more than rounding. A few may: of two experts that score alike a rounding chooses."""
+        plain = self.plain[position]
+        inputs = _first_tensor((*args, kwargs.get("hidden_states")))
+        try:
+            for name, buffer in placed.named_buffers():  # the checkpoint may have them
+                module, _, leaf = name.rpartition(".")
+                plain.get_submodule(module)._buffers[leaf] = buffer.detach().cpu()
+            expected = _first_tensor(plain(*args, **kwargs))
+        except Exception as error:  # code that needs a GPU, or keeps something from call to call
+            self.left_out[position] = f"its code does not run so: {first_line(error)}"
+            return False
+        if not torch.isfinite(expected).all():
+            return False  # the weights are to blame
+        one, other = (each.double().reshape(-1, each.shape[-1]) for each in (output, expected))
+        added = (expected - inputs if inputs.shape == expected.shape else expected).double().reshape(other.shape)
+        least = ROUNDINGS * torch.finfo(expected.dtype).eps * other.norm(dim=-1)
+        allowed = MOST_DIFFERENCE[expected.dtype] * added.norm(dim=-1) + least
+        return not bool(((one - other).norm(dim=-1) <= allowed).double().median())
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of what a layer is given."""
+    if torch.is_tensor(value):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, tuple | list):
+        return type(value)(map(_on_cpu, value))
+    if isinstance(value, dict):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    return value
+
+
+def _first_tensor(values: Any) -> torch.Tensor:
+    return values if torch.is_tensor(values) else next(value for value in values if torch.is_tensor(value))
 
 
 class FirstLogits:

@@ -257,7 +257,7 @@ def _entered(
     config = RunConfig(**asked, **options).validate()  # type: ignore[arg-type]
     plan = plan_run(config, resolve_model(config, ranks.device.type), ranks)
     counted = _counts(plan)  # while the model is empty
-    loaded, load_s = stack.enter_context(loaded_model(plan, Progress(enabled=False)))
+    loaded, load_s, _ = stack.enter_context(loaded_model(plan, Progress(enabled=False), compared=False))
     return _Thin(plan, loaded, load_s, **counted)
 
 

@@ -15,10 +15,12 @@ import torch
 from zero_inference.engines.base import LoadedModel
 from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.measure import generation
+from zero_inference.measure.finiteness import PlainLayers
 from zero_inference.measure.profiling import trace_generation
 from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_cores, with_link
 from zero_inference.models.checkpoint import return_free_memory
 from zero_inference.models.dummy import draw_tokens
+from zero_inference.models.files import few
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
@@ -30,8 +32,14 @@ from zero_inference.runtime.tables import three_digits
 
 
 @contextlib.contextmanager
-def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, float]]:
-    """The model of `plan` with its norm kernels, and the seconds that loading took, without compiling; released at the end.
+def loaded_model(
+    plan: Plan, progress: Progress, compared: bool = True
+) -> Iterator[tuple[LoadedModel, float, Callable[[], None]]]:
+    """The model of `plan` with its norm kernels, released at the end; the seconds that loading took, without compiling;
+    and what compares a decoder layer of each kind with transformers' own, to be called before the model is used.
+
+    Args:
+        compared: layers are kept for that, in host memory; else it does nothing.
 
     Raises:
         UsageError: --norm-kernels cuda, and they cannot be used.
@@ -51,7 +59,9 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
     job.ranks.barrier()  # that a rank compiled kernels, or tried them, is not loading for the others either
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
-        loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
+        plain = PlainLayers(plan.weights) if compared else None
+        with contextlib.nullcontext() if plain is None else plain.filled():
+            loaded = plan.load(progress.loading(job.sizes.parameter_bytes))
     try:
         job.ranks.barrier()
         load_s = time.perf_counter() - start
@@ -67,9 +77,18 @@ def loaded_model(plan: Plan, progress: Progress) -> Iterator[tuple[LoadedModel, 
                 f"{', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
             )
-        yield loaded, load_s
+        yield loaded, load_s, lambda: None if plain is None else _compare(plain, plan, loaded, progress)
     finally:
         loaded.close()
+
+
+def _compare(plain: PlainLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:
+    job = plan.job
+    plain.compare(loaded, job.config.engine, job.spec.text_config.vocab_size, job.ranks)
+    for reason in dict.fromkeys(plain.left_out.values()):
+        which = few([f"layer {position}" for position, why in plain.left_out.items() if why == reason])
+        progress.say(f"not compared with transformers' own code: decoder {which}: {reason}")
+    return_free_memory()
 
 
 @dataclass
@@ -92,11 +111,18 @@ class Session:
     around: AroundLoops
 
 
-def measure_run(plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Progress) -> Session:
-    """Time the loops of the prompts `ids` int64 [batch, prompt_len], and measure the machine between them."""
+def measure_run(
+    plan: Plan, loaded: LoadedModel, ids: torch.Tensor, progress: Progress, compare: Callable[[], None]
+) -> Session:
+    """Time the loops of the prompts `ids` int64 [batch, prompt_len], and measure the machine between them.
+
+    Args:
+        compare: of `loaded_model`; called once the machine has been measured, before a pass takes memory of its own.
+    """
     job, config, ranks = plan.job, plan.job.config, plan.job.ranks
     link = LinkRate(ranks, loaded.page_locked)
     rates = measure_rates(config, job.spec, ranks, link, loaded.weight_bytes, loaded.cores)
+    compare()
     return_free_memory()  # that measuring took
     around = AroundLoops(link, loaded.timeline)
     own = ids[ranks.rank * len(ids) // ranks.world_size : (ranks.rank + 1) * len(ids) // ranks.world_size]

@@ -19,6 +19,7 @@ from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers, remembered
 
 KNOWN_CODE = ("transformers.", "torch.")  # a checkpoint's own may keep anything between layers
+COMPARED_BYTES = 8 << 30  # of layers that are kept in host memory to compare with; a layer of Llama-3.1-405B has 6.4e9
 NAMES_OF_INDEX = {"layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx"}
 
 
@@ -63,6 +64,17 @@ def kinds_of_layers(model: nn.Module) -> Kinds:
     for position, layer in enumerate(layers):
         kinds.setdefault((of_config[position], _held(layer, position)), []).append(position)
     return Kinds(tuple(map(tuple, kinds.values())))
+
+
+def compared_layers(model: nn.Module) -> dict[int, int]:
+    """Return the bytes of the first layer of each kind, by position. Where kinds are not known it is the first layer alone; a model without
+    a list of decoder layers has none."""
+    try:
+        _, layers = decoder_layers(model)
+    except UsageError:
+        return {}
+    firsts = [each[0] for each in kinds_of_layers(model).positions] or [0]
+    return {first: sum(p.numel() * p.element_size() for p in layers[first].parameters()) for first in firsts}
 
 
 def copy_with_few_layers(model: nn.Module, kinds: Kinds) -> tuple[nn.Module, dict[int, nn.Module]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ PREDICTS_MORE = re.compile("nextn|mtp", re.IGNORECASE)  # fields of a config tha
 RETURNED_BYTES = 64 << 20  # of dummy weights, between two returns of freed memory: a layer or two of a small model
 Adopt = Callable[[str, nn.Parameter], None]
 Progress = Callable[[int], None]
+_seers: list[Adopt] = []  # as `seen_by` has them
 
 
 def load_weights(
@@ -53,12 +54,29 @@ def load_weights(
         RunError: a file is damaged, a parameter is missing, a tensor has another shape, has no place in its decoder layer, or is
             quantized in a form that is not read.
     """
+    seers = tuple(_seers)
+
+    def show_and_adopt(name: str, parameter: nn.Parameter) -> None:
+        for see in seers:
+            see(name, parameter)
+        adopt(name, parameter)
+
     if spec.dummy:
         std = embedding_std(spec.text_config) if spec.dummy_routing == "text" else WEIGHT_STD
-        _draw_weights(model, seed, device, adopt, progress, std)
+        _draw_weights(model, seed, device, show_and_adopt, progress, std)
     else:
-        _read_weights(model, spec, adopt, progress)
+        _read_weights(model, spec, show_and_adopt, progress)
     model.tie_weights()
+
+
+@contextmanager
+def seen_by(see: Adopt) -> Iterator[None]:
+    """Within it, `see` is shown each parameter that is loaded, before the engine adopts it."""
+    _seers.append(see)
+    try:
+        yield
+    finally:
+        _seers.remove(see)
 
 
 def _draw_weights(

@@ -41,6 +41,7 @@ from zero_inference.engines.deepspeed.quantization import (
     QuantizedFunctionals,
     dequantized_gb_per_s,
     plan_quantization,
+    quantized_and_back,
     stored_numel,
 )
 from zero_inference.engines.deepspeed.release import Additions
@@ -91,6 +92,12 @@ class DeepSpeedPlan(EnginePlan):
     def own_work_known(self) -> bool:
         """See `EnginePlan`. Its hooks, and its dequantizing, take longer than a small model's own work."""
         return False
+
+    def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """See `EnginePlan`."""
+        if self.quantization is None or name not in self.quantization.names:
+            return values
+        return quantized_and_back(values.to(self.job.ranks.device), self.quantization.settings)
 
     @property
     def quantizes_all(self) -> bool:

@@ -106,6 +106,18 @@ def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
     parameter.weight_quantized = True
 
 
+def quantized_and_back(values: torch.Tensor, settings: dict) -> torch.Tensor:
+    """Return `values` as DeepSpeed dequantizes what it has quantized."""
+    restored = torch.empty_like(values)
+    rows = max(1, BLOCK_NUMEL // values.shape[-1])  # its Python code takes many times the memory of what it is given
+    for some, their_place in zip(values.split(rows), restored.split(rows)):
+        parameter = nn.Parameter(some.clone(), requires_grad=False)
+        quantize_parameter(parameter, settings)
+        packed, scale, minimum = parameter.deconcat(parameter)
+        their_place.copy_(parameter.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum).view(some.shape))
+    return restored
+
+
 def dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.device) -> float:
     """Bytes of `dtype` that DeepSpeed dequantizes, and multiplies with one token, while `QuantizedFunctionals` are installed."""
     size = DEQUANTIZED_SIZE[device.type]

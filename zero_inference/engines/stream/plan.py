@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
 from zero_inference.engines.base import EnginePlan, Footprint, Job
@@ -23,7 +26,8 @@ from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.models.layers import decoder_layers
+from zero_inference.quantization.groups import GroupQuantization, dequantize, quantize
 from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 from zero_inference.runtime.extension import load_extension
 
@@ -65,6 +69,26 @@ class StreamPlan(EnginePlan):
         """See `EnginePlan`."""
         activations = int((1 + UNUSABLE_SHARE) * self.job.activation_bytes)
         return self.footprint.device + self.job.kv_device_bytes + activations + RESERVE_BYTES
+
+    def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """See `EnginePlan`."""
+        if self.scheme is None or name not in self._packed_names:
+            return values
+        values = values.to(self.job.ranks.device)  # as the store does
+        restored = torch.empty_like(values, memory_format=torch.contiguous_format)
+        codes, scale, minimum = quantize(values, self.scheme)
+        dequantize(codes, scale, minimum, self.scheme.bits, self.scheme.group_size, restored)
+        return restored
+
+    @functools.cached_property
+    def _packed_names(self) -> set[str]:
+        prefix, _ = decoder_layers(self.job.skeleton.model)
+        return {
+            block.full_name(prefix, stored.name)
+            for block, layout in zip(self.residency.blocks, self.residency.layouts)
+            for stored in layout.parameters
+            if stored.packed is not None
+        }
 
     def beside_link(self) -> tuple[float, float] | None:
         """See `EnginePlan`."""
