@@ -12,6 +12,7 @@ from zero_inference.config import RunConfig
 from zero_inference.engines.base import Job
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.host import SLOTS
+from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import kv_widths_of, model_sizes
 from zero_inference.models.skeleton import empty_model
 from zero_inference.models.spec import ModelSpec
@@ -54,19 +55,6 @@ BY_HEADS = {  # the log's formula is exact
     "falcon-one-kv-head": dict(SMALL, model_type="falcon", multi_query=True, new_decoder_architecture=False),
     "falcon-grouped": dict(SMALL, model_type="falcon", new_decoder_architecture=True, num_kv_heads=2),
     "gpt_bigcode": dict(SMALL, model_type="gpt_bigcode", multi_query=True),
-    "some-layers-without": dict(
-        SMALL,
-        model_type="qwen3_next",
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=0,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
 }
 BY_THE_MODEL = {  # only the model knows
     "deepseek_v3": dict(MLA, model_type="deepseek_v3"),
@@ -82,6 +70,21 @@ BY_THE_MODEL = {  # only the model knows
     ),
     "layers-of-two-widths": dict(SMALL, model_type="mimo_v2_flash", num_key_value_heads=2, head_dim=16, v_head_dim=8),
     "no-keys-and-values": dict(model_type="mamba", hidden_size=48, num_hidden_layers=2, vocab_size=103),
+}
+OF_SOME_LAYERS = {
+    "some-layers-without": dict(
+        SMALL,
+        model_type="qwen3_next",
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=0,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
 }
 
 
@@ -109,11 +112,11 @@ def cached_layers(config) -> list[int]:
     return [layer.nbytes() if hasattr(layer, "nbytes") else 0 for layer in layers]
 
 
-@pytest.mark.parametrize("name", [*BY_HEADS, *BY_THE_MODEL])
+@pytest.mark.parametrize("name", [*BY_HEADS, *BY_THE_MODEL, *OF_SOME_LAYERS])
 def test_kv_bytes_are_those_of_a_real_cache(name, no_gpu):
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**(BY_HEADS | BY_THE_MODEL)[name])
+    config = AutoConfig.for_model(**(BY_HEADS | BY_THE_MODEL | OF_SOME_LAYERS)[name])
     layers = cached_layers(config)
     job = job_of(config)
     assert (sum(layers) > 0) == (name != "no-keys-and-values")
@@ -122,8 +125,40 @@ def test_kv_bytes_are_those_of_a_real_cache(name, no_gpu):
     assert (offloaded.kv_device_bytes, offloaded.kv_host_bytes) == (0, sum(layers)), "a CPU reads them where they lie"
     on_gpu = replace(offloaded, ranks=replace(offloaded.ranks, device=torch.device("cuda", 0)))
     assert (on_gpu.kv_device_bytes, on_gpu.kv_host_bytes) == (SLOTS * max(layers), sum(layers))
-    if name in BY_HEADS:
+    if name not in BY_THE_MODEL:
         assert utils.cache_bytes(config, BATCH, LENGTH) == sum(layers) // 2, "the log counts 2 bytes an element"
+
+
+RECURRENT = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_d_ssm=64, mamba_chunk_size=8,
+    block_size=8, num_local_experts=2, num_experts=2, index_head_dim=8, index_n_heads=2, index_topk=6, head_dim=16,
+)  # fmt: skip
+STATES = {  # names of what their caches keep beside keys and values
+    "mamba": "conv_states recurrent_states",
+    "falcon_h1": "conv_states recurrent_states",
+    "qwen3_next": "conv_states recurrent_states",
+    "lfm2": "conv_states",
+    "minimax": "linear_cache",
+    "deepseek_v32": "indexer_keys",
+}
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_other_state_is_counted_on_the_device(family, no_gpu):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    other = "linear_attention" if family != "lfm2" else "conv"
+    kinds = {} if family in ("mamba", "falcon_h1", "deepseek_v32") else dict(layer_types=["full_attention", other] * 2)
+    config = AutoConfig.for_model(family, **SMALL | MLA | RECURRENT | dict(num_hidden_layers=4) | kinds)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        out = model(torch.arange(BATCH * LENGTH).view(BATCH, LENGTH), use_cache=True)
+    cache = out.cache_params if family == "mamba" else out.past_key_values
+    found = [getattr(holder, name, None) for holder in (cache, *cache.layers) for name in STATES[family].split()]
+    expected = sum(tensor.nbytes for tensor in tensors_in(found))
+    job = job_of(config, kv_offload=family != "mamba")
+    assert job.state_bytes() == job.cache_device_bytes == expected > 0 == job.kv_device_bytes
 
 
 def test_a_model_that_looks_at_values_is_counted_by_its_heads():

@@ -138,7 +138,7 @@ def _job(config: RunConfig, spec: ModelSpec, ranks: Ranks, scoring: bool) -> Any
     if job.free_device_bytes is None or not scoring:
         return job
     vocabulary = spec.text_config.vocab_size
-    kv_bytes = 0 if config.kv_offload else job.kv_bytes()
+    kv_bytes = job.state_bytes() + (0 if config.kv_offload else job.kv_bytes())
     taken = scoring_bytes(config.batch_size, config.positions, vocabulary, spec.dtype.itemsize, kv_bytes)
     return replace(job, free_device_bytes=max(0, job.free_device_bytes - taken))
 

@@ -100,6 +100,12 @@ class Job:
         """The keys, or the values, of a layer: what is there twice while they grow."""
         return self._kv_bytes(max(self.sizes.kv_widths, default=0)) // 2
 
+    def state_bytes(self, length: int | None = None) -> int:
+        """Other state of a rank's sequences at `length` positions (default: all): of recurrences, and keys of indexers. It is always on the
+        device."""
+        at_any_length, of_position = self.sizes.state_bytes
+        return self.rank_batch * (at_any_length + (self.length if length is None else length) * of_position)
+
     @property
     def kv_device_bytes(self) -> int:
         """What of them is on the device: all, or the slots that layers in host memory pass through on their way to a GPU."""
@@ -108,13 +114,18 @@ class Job:
         return SLOTS * self._kv_bytes(max(self.sizes.kv_widths, default=0)) if self.on_gpu else 0
 
     @property
-    def least_kv_device_bytes(self) -> int:
-        """What of `kv_device_bytes` is needed for certain: a cache of transformers' own lets go of what has left a window."""
+    def cache_device_bytes(self) -> int:
+        """Keys and values on the device, and other state."""
+        return self.kv_device_bytes + self.state_bytes()
+
+    @property
+    def least_cache_device_bytes(self) -> int:
+        """What of `cache_device_bytes` is needed for certain: a cache of transformers' own lets go of what has left a window."""
         text = self.spec.text_config
         window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
         if self.config.kv_offload or not window:
-            return self.kv_device_bytes
-        return self.kv_bytes(min(self.length, window - 1))
+            return self.cache_device_bytes
+        return self.kv_bytes(min(self.length, window - 1)) + self.state_bytes()
 
     @property
     def kv_host_bytes(self) -> int:
@@ -182,15 +193,17 @@ class EnginePlan(UseOfMachine, PlanInWords):
         job, workspace = self.job, MATMUL_WORKSPACE_BYTES if self.job.on_gpu else 0
         if self.preallocated_cache or job.config.kv_offload:
             stays = job.config.kv_offload and not self.carries_kv  # the cores attend where keys and values lie
-            return self.footprint.device + workspace + (0 if stays else job.kv_device_bytes) + job.activation_bytes
+            on_device = job.state_bytes() if stays else job.cache_device_bytes
+            return self.footprint.device + workspace + on_device + job.activation_bytes
         chosen = job.rank_batch * logits_bytes(job.spec)
-        last_step = self.footprint.device + job.kv_bytes() + max(job.grown_kv_bytes, chosen)
+        last_step = self.footprint.device + job.cache_device_bytes + max(job.grown_kv_bytes, chosen)
         return workspace + max(self.prefilled_bytes + job.activation_bytes, last_step)
 
     @property
     def prefilled_bytes(self) -> int:
         """Most of weights, and keys and values that grow, that are on the device at once in a prefill."""
-        return self.footprint.device + self.job.kv_bytes(self.job.config.prompt_len)
+        length = self.job.config.prompt_len
+        return self.footprint.device + self.job.kv_bytes(length) + self.job.state_bytes(length)
 
     def host_peak_bytes(self, measuring_bytes: int = 0) -> int:
         """Most host memory of a rank beside its libraries, the device's included where there is no GPU: while the weights are loaded, while

@@ -107,6 +107,8 @@ def _small_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Callable[[], N
     copied.to(torch.float32)
     generator = torch.Generator().manual_seed(0)
     for module in copied.modules():
+        if isinstance(getattr(module, "chunk_size", None), int):
+            module.chunk_size = TRIAL_PROMPT  # recurrences pad a prompt to it, and give the same for any
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and parameter.numel() <= SMALL_ELEMENTS:
                 numbers = torch.randn(parameter.shape, generator=generator)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from zero_inference.models.layers import parameters_of_towers
-from zero_inference.models.meta_pass import run_on_meta
+from zero_inference.models.meta_pass import run_on_meta, tensors_in
 from zero_inference.models.repeat import NotAlike, OfLayers
 from zero_inference.models.spec import ModelSpec
 from zero_inference.utils import kv_layers, kv_width
@@ -40,6 +40,7 @@ class ModelSizes:
         idle_expert_bytes: of those, what experts are.
         chooses_experts: whether a token leaves experts out.
         kv_widths: elements of keys and values together that a position adds to the cache, of each layer that keeps any.
+        state_bytes: of a sequence's other state in the cache, such as that of recurrences: at any length, and for each position.
     """
 
     parameters: int
@@ -49,6 +50,7 @@ class ModelSizes:
     idle_expert_bytes: int
     chooses_experts: bool
     kv_widths: tuple[int, ...]
+    state_bytes: tuple[int, int] = (0, 0)
 
 
 def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
@@ -56,7 +58,8 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
     idle_experts = _idle_experts(model, spec)
     towers = parameters_of_towers(model)
     idle = _idle_rows(model, {id(p) for p in towers}) + idle_experts + [(p.numel(), p.dtype) for p in towers]
-    widths = kv_widths_of(model)
+    cached = _cached_by(model)
+    widths = _kv_widths_by_config(spec) if cached is None else cached.widths()
     return ModelSizes(
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=parameter_bytes(model),
@@ -64,7 +67,8 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
         idle_bytes=sum(numel * dtype.itemsize for numel, dtype in idle),
         idle_expert_bytes=sum(numel * dtype.itemsize for numel, dtype in idle_experts),
         chooses_experts=any(numel for numel, _ in idle_experts),
-        kv_widths=tuple(_kv_widths_by_config(spec) if widths is None else widths),
+        kv_widths=tuple(widths),
+        state_bytes=(0, 0) if cached is None else cached.state_bytes(spec.dtype),
     )
 
 
@@ -79,14 +83,21 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
     That is what the model itself puts in a cache: latent attention caches other widths than its heads have, and layers may
     differ, share a cache or keep none. None where the model cannot run there, because it looks at values.
     """
+    found = _cached_by(model)
+    return None if found is None else found.widths()
+
+
+def _cached_by(model: torch.nn.Module) -> _Cached | None:
+    """What one token leaves in a cache; see `kv_widths_of`."""
 
     def run(shapes: torch.nn.Module, cached: _Cached) -> None:
         ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
-        shapes(input_ids=ids, past_key_values=cached.cache, use_cache=True)
+        known = inspect.signature(type(shapes).forward).parameters
+        name = "cache_params" if "cache_params" in known and "past_key_values" not in known else "past_key_values"
+        shapes(input_ids=ids, use_cache=True, **{name: cached.cache})
 
     # grouped matrix products have no other dtype there
-    found = run_on_meta(model, torch.bfloat16, lambda shapes: _Cached(new_cache(model.config, cache_class(model))), run)
-    return None if found is None else found.widths()
+    return run_on_meta(model, torch.bfloat16, lambda shapes: _Cached(new_cache(model.config, cache_class(model))), run)
 
 
 def cache_class(model: torch.nn.Module) -> Any:
@@ -109,13 +120,42 @@ def new_cache(config: Any, kind: Any) -> Any:
     return DynamicCache(config=config) if kind is DynamicCache else kind()
 
 
-def _widths_in(cache: Any) -> dict[int, int]:
-    """By the index of each layer of a cache that has any, the elements of its keys and values."""
-    return {
-        index: layer.keys.numel() + layer.values.numel()
-        for index, layer in enumerate(cache.layers)
-        if torch.is_tensor(getattr(layer, "keys", None))
-    }
+class _Kept(NamedTuple):
+    """Elements that a layer keeps of one token: keys and values; other state, at any length and for each position; and of the former,
+    what is in float32 whatever the model is in."""
+
+    keys_and_values: int = 0
+    state: int = 0
+    of_position: int = 0
+    in_float32: int = 0
+
+
+def _kept_in(cache: Any) -> dict[int, _Kept]:
+    """Return by index what each layer of a cache keeps. A cache of a class of its own may have more lists with an entry per layer."""
+    lists = [value for name, value in vars(cache).items() if isinstance(value, list) and name != "layers"]
+    found = {}
+    for index, layer in enumerate(cache.layers):
+        others = {name: value for name, value in vars(layer).items() if name not in ("keys", "values")}
+        pair = tensors_in([getattr(layer, "keys", None), getattr(layer, "values", None)])
+        grows = tensors_in([value for name, value in others.items() if name.endswith("keys")])
+        states = tensors_in([value for name, value in others.items() if not name.endswith("keys")])
+        states = [each for each in states if each.is_meta and each.is_floating_point()]
+        found[index] = _Kept(_elements(pair), _elements(states), _elements(grows), _float32(states))
+    for index, state in enumerate(zip(*lists)):
+        states = tensors_in(state)
+        before = found.get(index, _Kept())
+        found[index] = before._replace(
+            state=before.state + _elements(states), in_float32=before.in_float32 + _float32(states)
+        )
+    return {index: kept for index, kept in found.items() if any(kept)}
+
+
+def _elements(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _float32(tensors: list[torch.Tensor]) -> int:
+    return _elements([tensor for tensor in tensors if tensor.dtype == torch.float32])
 
 
 class _Cached(OfLayers):
@@ -123,25 +163,36 @@ class _Cached(OfLayers):
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.repeated: dict[int, int] = {}
+        self.repeated: dict[int, _Kept] = {}
 
-    def widths(self) -> list[int]:
-        """Of all layers that keep something, in their order."""
-        found = _widths_in(self.cache) | self.repeated
+    def kept(self) -> list[_Kept]:
+        """By all layers that keep something, in their order."""
+        found = _kept_in(self.cache) | self.repeated
         return [found[index] for index in sorted(found)]
 
-    def start(self) -> dict[int, int]:
-        """See `OfLayers`."""
-        return _widths_in(self.cache)
+    def widths(self) -> list[int]:
+        """Of all layers that keep keys and values, in their order."""
+        return [kept.keys_and_values for kept in self.kept() if kept.keys_and_values]
 
-    def seen(self, start: dict[int, int], position: int, made: set[int]) -> int | None:
+    def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """See `ModelSizes`."""
+        at_any_length = sum(
+            (kept.state - kept.in_float32) * dtype.itemsize + 4 * kept.in_float32 for kept in self.kept()
+        )
+        return at_any_length, sum(kept.of_position for kept in self.kept()) * dtype.itemsize
+
+    def start(self) -> dict[int, _Kept]:
+        """See `OfLayers`."""
+        return _kept_in(self.cache)
+
+    def seen(self, start: dict[int, _Kept], position: int, made: set[int]) -> _Kept | None:
         """See `OfLayers`. The index in the cache has to be the layer's own, or nobody knows which the others' are."""
-        new = {index: width for index, width in _widths_in(self.cache).items() if start.get(index) != width}
+        new = {index: kept for index, kept in _kept_in(self.cache).items() if start.get(index) != kept}
         if new.keys() - {position}:
             raise NotAlike
         return new.get(position)
 
-    def repeat(self, position: int, seen: int | None, made: list[torch.Tensor]) -> None:
+    def repeat(self, position: int, seen: _Kept | None, made: list[torch.Tensor]) -> None:
         """See `OfLayers`."""
         if seen is not None:
             self.repeated[position] = seen

@@ -140,7 +140,7 @@ def refuse_hopeless(plan: Plan) -> None:
     weights = (footprint.device - footprint.gathered, footprint.host)
     loading = max(footprint.host, footprint.loading - (0 if job.on_gpu else weights[0]))
     ids = 8 * job.config.batch_size * job.length  # every rank has all of them, as int64
-    tokens = (job.least_kv_device_bytes, job.kv_host_bytes + ids)
+    tokens = (job.least_cache_device_bytes, job.kv_host_bytes + ids)
     of_tokens = f"the KV cache and ids of {job.config.batch_size} x {job.length} tokens"
     for what, (device, host), shorter in (
         ("its weights and their buffers", (weights[0], loading), ""),

@@ -75,7 +75,8 @@ class DeepSpeedPlan(EnginePlan):
     def prefilled_bytes(self) -> int:
         """See `EnginePlan`. Behind the last layers, where all keys and values are there, nothing more is fetched ahead."""
         waiting = self.footprint.device - max(moment.nbytes for moment in self.moments)
-        kv, layers = self.job.kv_bytes(self.job.config.prompt_len), self.moments[-1].layers
+        length, layers = self.job.config.prompt_len, self.moments[-1].layers
+        kv = self.job.kv_bytes(length) + self.job.state_bytes(length)
         return waiting + max(moment.nbytes + kv * moment.layers // layers for moment in self.moments)
 
     @property

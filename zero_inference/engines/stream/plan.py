@@ -68,7 +68,7 @@ class StreamPlan(EnginePlan):
     def least_free_device_bytes(self) -> int:
         """See `EnginePlan`."""
         activations = int((1 + UNUSABLE_SHARE) * self.job.activation_bytes)
-        return self.footprint.device + self.job.kv_device_bytes + activations + RESERVE_BYTES
+        return self.footprint.device + self.job.cache_device_bytes + activations + RESERVE_BYTES
 
     def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """See `EnginePlan`."""
@@ -366,7 +366,7 @@ def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth:
     budget, others = None, ""
     if job.free_device_bytes is not None:
         activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
-        budget = job.free_device_bytes - outside - job.kv_device_bytes - activations - RESERVE_BYTES
+        budget = job.free_device_bytes - outside - job.cache_device_bytes - activations - RESERVE_BYTES
         others = words.others_in_words(job, outside, activations, RESERVE_BYTES)
     slots = depth or config.ring_depth
     return decide_residency(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)

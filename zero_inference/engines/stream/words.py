@@ -23,8 +23,8 @@ def places_in_words(found: Residency) -> str:
 def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int) -> str:
     """What takes the device memory that layers do not get, in bytes."""
     return (
-        f" by embedding and head ({amount(outside_bytes)}), KV cache ({amount(job.kv_device_bytes)}), activations ({amount(activations)}) "
-        f"and a reserve ({amount(reserve)}), of {amount(job.free_device_bytes or 0)} free"
+        f" by embedding and head ({amount(outside_bytes)}), KV cache ({amount(job.cache_device_bytes)}), "
+        f"activations ({amount(activations)}) and a reserve ({amount(reserve)}), of {amount(job.free_device_bytes or 0)} free"
     )
 
 
