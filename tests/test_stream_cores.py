@@ -11,6 +11,7 @@ from test_stream import BATCH, GEN, PROMPT, generate, load
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
+import zero_inference
 from zero_inference.engines.stream import core_team
 from zero_inference.engines.stream.blocks import find_blocks, lay_out_blocks
 from zero_inference.engines.stream.feeder import BlockFeeder
@@ -370,13 +371,26 @@ def test_weights_that_are_read_otherwise_than_by_calling_their_module_are_there(
     folder, ids, expected = read_otherwise(family)
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     for share in ("off",) if family == "rwkv" else ("off", "0.5", "1"):
-        loaded, _, ranks = load(folder, cpu_compute=share, ring_depth=2, gpu_memory=kept * total / 2**30)
+        loaded, spec, ranks = load(folder, cpu_compute=share, ring_depth=2, gpu_memory=kept * total / 2**30)
         with torch.no_grad():
             for _ in range(3):
                 found = loaded.model(ids.to(ranks.device), use_cache=False).logits.cpu()
                 torch.testing.assert_close(found, expected, atol=1e-3 * expected.std().item(), rtol=1e-3)
+        if family == "gemma3n_text":
+            ids_of_plain = plain_ids(folder, random_ids(0, BATCH, PROMPT, VOCAB), GEN)
+            assert torch.equal(generate(loaded, spec, ranks).output_ids, ids_of_plain)
         assert share == "off" or loaded.facts["stream"]["computed_bytes"]
         loaded.close()
+
+
+def test_a_model_may_write_what_stays_on_the_device(read_otherwise):
+    folder, ids, expected = read_otherwise("rwkv")
+    with zero_inference.load(folder, engine="stream", dtype="float32", batch_size=BATCH, gpu_memory=0) as model:
+        with torch.no_grad():
+            found = model(ids.to(model.device), use_cache=False).logits.cpu()
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+        with pytest.raises(UsageError, match="cannot be changed"):
+            model.rwkv.blocks[0].attention.key.weight.mul_(2)
 
 
 class Twice(LlamaDecoderLayer):

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -158,7 +158,7 @@ def _made_usable(plan: Plan, loaded: LoadedModel, releases: ExitStack) -> Any:
     }  # by which transformers finds what it knows of it
     model.__class__ = type(kind.__name__, (PlacedModel, kind), names)
     frozen = job.config.engine != "resident"
-    modules = _AsLoaded(model, frozen, loaded.modules_changed)
+    modules = _AsLoaded(model, frozen, loaded.modules_changed, loaded.writable)
     model._held = _Held(loaded, calls, releases, modules)
     if job.config.engine == "deepspeed":
         model._held.lock = _DEEPSPEED
@@ -192,9 +192,16 @@ class _AsLoaded:
     Args:
         frozen: weights may not change.
         changed: told the modules in which the engine has to call each module from now on.
+        writable: parameters that may change all the same.
     """
 
-    def __init__(self, model: Any, frozen: bool, changed: Callable[[set[torch.nn.Module]], None]):
+    def __init__(
+        self,
+        model: Any,
+        frozen: bool,
+        changed: Callable[[set[torch.nn.Module]], None],
+        writable: Sequence[torch.nn.Parameter] = (),
+    ):
         modules = list(model.modules())
         self.changed, self.known = changed, set(modules)
         self.model, self.frozen = model, frozen
@@ -210,8 +217,12 @@ class _AsLoaded:
         self.parameters: list[tuple[dict[str, Any], str]] = []
         self.versions: dict[int, int] = {}  # by id; accelerate makes new parameters in each pass
         if frozen:
+            free = set(map(id, writable))
             self.parameters = [
-                (m._parameters, name) for m in modules for name, p in m._parameters.items() if p is not None
+                (m._parameters, name)
+                for m in modules
+                for name, p in m._parameters.items()
+                if p is not None and id(p) not in free
             ]
             placed = [
                 dict.__getitem__(holder, name) for holder, name in self.parameters

@@ -300,6 +300,7 @@ class LoadedModel:
             The same on all ranks.
         modules_changed: told modules whose children were wrapped or replaced, or that have hooks of others: from now on the engine calls
             each module in them, in every pass, and computes no block of them as a whole.
+        writable: parameters that stay where they are, so that a model may write them itself, as RWKV does.
     """
 
     model: Any
@@ -316,6 +317,7 @@ class LoadedModel:
     meeting: Meeting | None = None
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
+    writable: Sequence[torch.nn.Parameter] = ()
 
 
 def no_communicator(ranks: Ranks) -> None:

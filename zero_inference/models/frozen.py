@@ -36,7 +36,11 @@ class FrozenParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         values = torch.Tensor.data.__get__(self)
-        return values if _caller_is_engine() else values.as_subclass(_FrozenValues)
+        if _caller_is_engine():
+            return values
+        if not values.numel():
+            raise refusal("`data` of a parameter was read, which is fetched only for its pass")
+        return values.as_subclass(_FrozenValues)
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     job, residency, scheme = plan.job, plan.residency, plan.scheme
     model, ranks = job.skeleton.model, job.ranks
     store = BlockStore(residency.layouts, set(residency.resident), ranks, plan.pinned, residency.computed)
-    prefix, _ = decoder_layers(model)
+    prefix, layers = decoder_layers(model)
     placed = _Placement(prefix, residency, store, scheme, ranks.device)
     load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
     store.complete()
@@ -96,6 +96,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         page_locked=[store.buffers[block] for block in residency.in_host_memory] if plan.pinned else (),
         steps_to_settle=steps_to_settle,
         modules_changed=modules_changed,
+        writable=[p for name, p in layers.named_parameters(prefix) if name not in placed.where],
     )
 
 
