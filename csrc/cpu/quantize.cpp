@@ -29,7 +29,8 @@ namespace {
 // as in zero_inference/quantization/groups.py, which says why.
 constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
-constexpr int kNeighbours = 2;              // codes that are tried where quotients are rounded
+// Codes that are tried where quotients are rounded, of 4 and of 8 bits; for the extremes, and for the line that stays.
+constexpr int kNeighbours4 = 1, kNeighbours8 = 2;
 constexpr int64_t kTaskElements = 1 << 16;  // that a thread takes at a time
 
 }  // namespace

@@ -49,7 +49,8 @@ struct Line {
   Vector best_code(Vector value, Dtype dtype, float largest, bool divides, Vector& error) const {
     Vector found = code(value, largest, divides), difference = restored(found, dtype, divides) - value;
     error = difference * difference;
-    for (int i = 0; divides && i < kNeighbours; ++i) {
+    const int neighbours = !divides ? 0 : largest > 15.0f ? kNeighbours8 : kNeighbours4;
+    for (int i = 0; i < neighbours; ++i) {
       Vector other = found + (difference < 0.0f ? all(1.0f) : all(-1.0f));
       other = other > 0.0f ? other : all(0.0f);
       other = other < largest ? other : all(largest);
@@ -168,9 +169,8 @@ bool quantize_lanes(float* memory, float* scratch, int64_t size, int bits, Dtype
   const auto try_line = [&](const Line& line) {
     Vector found = {};
     for (int64_t i = 0; i < size; ++i) {
-      Vector of_value;
-      line.best_code(values[i], dtype, largest, divides, of_value);
-      found += of_value;
+      const Vector difference = line.restored(line.code(values[i], largest, divides), dtype, divides) - values[i];
+      found += difference * difference;
     }
     const Integers better = found < error;  // false for NaN
     best.scale = better ? line.scale : best.scale;

@@ -53,7 +53,8 @@ struct Team {
 // as in zero_inference/quantization/groups.py.
 __device__ constexpr float kClipped[] = {0.0f, 0.03f, 0.06f};
 constexpr int kRefits = 2;
-constexpr int kNeighbours = 2;  // codes that are tried where quotients are rounded
+// Codes that are tried where quotients are rounded, of 4 and of 8 bits; for the extremes, and for the line that stays.
+constexpr int kNeighbours4 = 1, kNeighbours8 = 2;
 
 template <typename T>
 constexpr float kMost = std::is_same_v<T, __half>  ? 65504.0f
@@ -101,7 +102,8 @@ struct Line {
   __device__ __forceinline__ float best_code(float value, float& error) const {
     float found = code(value), difference = restored(found) - value;
     error = difference * difference;
-    for (int i = 0; divides && i < kNeighbours; ++i) {
+    const int neighbours = !divides ? 0 : largest > 15.0f ? kNeighbours8 : kNeighbours4;
+    for (int i = 0; i < neighbours; ++i) {
       const float other = fminf(fmaxf(found + (difference < 0.0f ? 1.0f : -1.0f), 0.0f), largest);
       difference = restored(other) - value;
       if (difference * difference < error) {
@@ -199,9 +201,8 @@ __global__ void __launch_bounds__(kThreads)
     const auto try_line = [&](const Line<T>& line) {
       float found = 0.0f;
       for_each([&](float value) {
-        float of_value;
-        line.best_code(value, of_value);
-        found += of_value;
+        const float difference = line.restored(line.code(value)) - value;
+        found += difference * difference;
       });
       found = team.sum(found);
       if (found < error) {  // false for NaN

@@ -24,7 +24,7 @@ from zero_inference.runtime.extension import load_extension
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Shares of a group's range that tries clip at either end, each pair of them; a step of 4 bits is 0.067 of the range.
 CLIPPED = (0.0, 0.03, 0.06)
-NEIGHBOURS = 2  # codes that are tried where quotients are rounded
+NEIGHBOURS = {4: 1, 8: 2}  # by bits: codes that are tried where quotients are rounded, for the extremes and what stays
 REFITS = 2  # of the best try; a third takes off less than 0.1% of the error
 CHUNK_NUMEL = 1 << 19  # elements worked on at once, about 40 bytes each: near the caches on a CPU,
 CUDA_CHUNK_NUMEL = 1 << 22  # and on a device enough to hide the launches
@@ -206,8 +206,8 @@ def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
     mean = values.mean(dim=1, keepdim=True)
     centered = values - mean
 
-    def encode(scale: torch.Tensor, minimum: torch.Tensor) -> _Groups:
-        return _encode(values, scale, minimum, largest, divides)
+    def encode(scale: torch.Tensor, minimum: torch.Tensor, neighbours: int = 0) -> _Groups:
+        return _encode(values, scale, minimum, largest, divides, neighbours)
 
     def stored(fit: _Fit) -> _Groups:
         scale = _stored_scale(fit.step, dtype, divides)
@@ -218,7 +218,8 @@ def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
         scale = _finite_factor((1 / extent.to(dtype)) * largest, extent)
     else:
         scale = _stored_scale(extent / largest, dtype, divides)
-    best = encode(scale, low.to(dtype))
+    neighbours = NEIGHBOURS[bits] if divides else 0
+    best = encode(scale, low.to(dtype), neighbours)
     top = extent if divides else (best.scale.float() * largest + best.minimum.float()).to(dtype)
     refuse_range(not bool(torch.isfinite(top).all()), dtype)
     fit = _fit(centered, best.codes)
@@ -231,7 +232,7 @@ def _quantize_rows(rows: torch.Tensor, bits: int, divides: bool) -> _Groups:
         for _ in range(REFITS):
             fit = _refit(fit, centered, 1 / fit.step, fit.mean_code, largest)
         best = _better(best, stored(fit))
-    return best
+    return encode(best.scale, best.minimum, neighbours) if neighbours else best
 
 
 def refuse_range(refused: bool, dtype: torch.dtype) -> None:
@@ -255,7 +256,12 @@ def _finite_factor(factor: torch.Tensor, extent: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(
-    values: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, largest: int, divides: bool = False
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    minimum: torch.Tensor,
+    largest: int,
+    divides: bool,
+    neighbours: int,
 ) -> _Groups:
     """Nearest codes for a stored scale and minimum, and what they cost."""
     scale32, minimum32 = scale.float(), minimum.float()
@@ -271,7 +277,7 @@ def _encode(
         codes = shifted.div_(torch.where(scale32 == 0, 1, scale32)).round_().clamp_(0, largest)
     difference = differences(codes)
     error = difference.square()
-    for _ in range(NEIGHBOURS if divides else 0):  # a quotient that is rounded in between may make one of them nearer
+    for _ in range(neighbours):  # a quotient that is rounded in between may make one of them nearer
         other = (codes + torch.where(difference < 0, 1, -1)).clamp_(0, largest)
         difference = differences(other)
         better = difference.square() < error
