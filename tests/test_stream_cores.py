@@ -320,6 +320,19 @@ READ_OTHERWISE = {
         activation_sparsity_pattern=[0.0] * 4,
         initializer_range=0.5,
     ),
+    # heads of two widths: its configuration raises where `head_dim` is read
+    "gemma4_text": dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        intermediate_size=96,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCAB,
+    ),
     # the model divides weights of layers in place when it is first called; nothing is left for the cores
     "rwkv": dict(hidden_size=64, num_hidden_layers=4, rescale_every=1),
     # layers share a transformer block

@@ -224,6 +224,9 @@ def _load_config(folder: Path, config: RunConfig):
         if is_out_of_memory(error):
             raise
         raise UsageError(f"--model {config.model}: its config.json cannot be used ({first_line(error)}).") from error
+    for part in (loaded, sizes):
+        if getattr(part, "is_heterogeneous", False):  # else it raises where layers differ, as Gemma 4's in `head_dim`
+            part.allow_global_per_layer_attribute_access = True
     _check_sizes(config.model, [{name: getattr(sizes, name, None) for name in SIZES}], SIZES)
     # kernels may be a name on the hub, whose code would run; and what is timed is this machine's choice, the same for each checkpoint
     loaded._attn_implementation = loaded._experts_implementation = None
