@@ -355,15 +355,15 @@ def test_weights_that_an_engine_placed_cannot_be_changed(way, checkpoints, plain
             "dora",
             "modules_to_save",
         ]  # these leave something
-        if "stream" not in way:
-            del changes["dora"], changes["olora"]  # PEFT itself stumbles over weights that are not there
         for name in changes.keys() - set(last):
             with pytest.raises(UsageError, match="cannot be"):
                 changes[name](model)
         assert not model(**inputs).logits.requires_grad
     for name in [name for name in last if name in changes]:
         with load(checkpoints("llama"), max_length=16, **options | CPU) as model:
-            with pytest.raises(UsageError, match="cannot be changed|load it"):
+            # PEFT itself may stumble over weights that are not there
+            stumbles = (RuntimeError,) if name in ("olora", "dora") else ()
+            with pytest.raises((UsageError, *stumbles), match=None if stumbles else "cannot be changed|load it"):
                 with torch.no_grad():
                     changes[name](model)
                 model(**inputs)
