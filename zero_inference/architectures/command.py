@@ -27,7 +27,7 @@ from zero_inference.runtime.tables import FORMATS
 WARMUP_SPREAD = 0.05
 WARMUP_TRIES = 10
 SETTLED_LOOPS = 3  # warm-up loops of a run that settles at once
-# Of an estimate: the imports of a run, and bytes a second of weights that are loaded where nothing is known of it.
+# For estimates: seconds of imports, and bytes/s of loading where no plan predicts it.
 START_S, LOADED_BYTES_PER_S = 10.0, 5e8
 MOST = 10_000  # rounds, warm-up loops, processes
 Runs = dict[str, list[tuple[int, dict[str, Any]]]]  # arm -> (pass, record) of each of its runs

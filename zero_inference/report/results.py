@@ -68,7 +68,7 @@ def publish(
 
 
 def print_texts(output_ids: Any, tokenizer: Any, ends: Collection[int] = (), prompts: Sequence[str] = ()) -> None:
-    """The first of the generated texts, each behind its prompt and up to the first id of `ends`; `output_ids` int64 [batch, gen_len]."""
+    """Print the first generated texts after their prompts, each up to the first id of `ends`; `output_ids` int64 [batch, gen_len]."""
     for number, text in enumerate(texts_of_ids(output_ids[:SHOWN_TEXTS], tokenizer, ends)):
         prompt = f"{prompts[number]} -> " if prompts else ""
         print(f"[{number}] {printable(prompt + text.strip())}")

@@ -80,7 +80,7 @@ def _about(args: argparse.Namespace, job: Job) -> str:
 
 
 def _below(args: argparse.Namespace, found: Found, best: Sequence[Candidate], shown: int, unknown: int) -> list[str]:
-    """What stands below a table of the `shown` best and of so many configurations whose speed is `unknown`."""
+    """Return the lines below a table of the `shown` best and of `unknown` configurations that are not predicted."""
     hidden = len(best) - shown if best else len(found.unknown) - unknown
     lines = [f"{hidden} more configurations fit: --all shows them"] if hidden else []
     if best:

@@ -23,7 +23,7 @@ from zero_inference.search.words import in_short, speed, why_none
 
 DEFAULT_GOAL = "throughput"
 MOST_OTHERS = 5
-WORTH_A_LINE = 1.5  # times as fast, from which on other options are told of
+WORTH_A_LINE = 1.5  # times as fast; other options that gain less are not printed
 
 
 def choose(

@@ -79,7 +79,7 @@ def rows_without_times(plans: Sequence[Plan], first: int) -> list[dict[str, Any]
 
 
 def _row(place: int, plan: Plan) -> dict[str, Any]:
-    """What holds whatever is predicted."""
+    """Return the part of a row that needs no prediction."""
     config = plan.job.config
     return {
         "place": place,

@@ -150,7 +150,7 @@ def bound_in_words(run: Run) -> str:
 
 
 def _what_took_the_rest(run: Run) -> str:
-    """What a run far from its limit spent its time with, or what to do to find that out."""
+    """Return what a run far from its limit spent its time with, or how to find that out."""
     use = run.link_use
     worst = max(LINK_CAUSES, key=use.get) if use else None
     if worst and run.bound_by == "link" and use[worst] > 0.02 * sum(use.values()):
