@@ -60,6 +60,7 @@ sys.exit(main())
 # DeepSpeed's modules, which takes minutes; those that would only wait for it come later.
 LONGEST = (
     "test_tokens.py",
+    "test_families.py",
     "test_stream.py",
     "test_stream_ranks.py",
     "test_hub.py",

@@ -13,7 +13,7 @@ from zero_inference.config import RunConfig
 from zero_inference.engines.base import LoadedModel
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.choose import cache_maker
-from zero_inference.kv_cache.device import CallsCache, other_layer_types
+from zero_inference.kv_cache.device import CallsCache, is_for_preallocated
 
 WITH_OWN_CACHE = ("greedy_search", "sample")  # modes of generation that only append to keys and values
 
@@ -25,6 +25,7 @@ class Calls:
     Attributes:
         config: as it was planned; `positions` are those of a sequence.
         kept: the cache of the last generation, whose memory the next one uses.
+        preallocated: whether generations have a cache that takes its memory at once.
     """
 
     config: RunConfig
@@ -32,6 +33,9 @@ class Calls:
     loaded: LoadedModel
     kept: Any = None
     kept_rows: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        self.preallocated = self.loaded.preallocated_cache and is_for_preallocated(self.loaded.model)
 
     @property
     def max_length(self) -> int:
@@ -116,7 +120,7 @@ class Calls:
                 self.forget()  # before more memory is taken
                 self.kept, self.kept_rows = self._in_host_memory(), rows
             self.kept.reset()
-        elif self.loaded.preallocated_cache and not other_layer_types(self.model_config):
+        elif self.preallocated:
             if self.kept is None:
                 self.kept = CallsCache(self.model_config, self.config.batch_size, self.max_length)
             self.kept.begin(rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_inference.config import RunConfig
 from zero_inference.kv_cache.attended import AttendedCache, Meeting
-from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, other_layer_types
+from zero_inference.kv_cache.device import DeviceKVCache, PreallocatedCache, is_for_preallocated
 from zero_inference.kv_cache.host import HostKVCache
 from zero_inference.models.sizes import cache_class
 from zero_inference.runtime.transfers import Transfers
@@ -31,7 +31,7 @@ def cache_maker(
         cache = AttendedCache(*on_host, meeting, cache_class(model))
     elif config.kv_offload:
         cache = HostKVCache(*on_host, cache_class(model))
-    elif preallocated and not other_layer_types(model_config):
+    elif preallocated and is_for_preallocated(model):
         cache = DeviceKVCache(model_config, length)
     else:
         return None

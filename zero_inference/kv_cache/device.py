@@ -29,9 +29,18 @@ def other_layer_types(config) -> set[str]:
     return set(getattr(text, "layer_types", None) or ["full_attention"]) - KEY_VALUE_LAYERS
 
 
+def is_for_preallocated(model: torch.nn.Module) -> bool:
+    """Return whether `model` takes a cache, in which each layer keeps keys and values and nothing else."""
+    return _takes_cache(model) and not other_layer_types(model.config)
+
+
+def _takes_cache(model: torch.nn.Module) -> bool:
+    return "past_key_values" in inspect.signature(type(model).forward).parameters
+
+
 def why_not_offloaded(model: torch.nn.Module) -> str | None:
     """Return why keys and values of `model` cannot be kept in host memory, in words that follow its name; None where they can."""
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+    if not _takes_cache(model):
         return "takes no past_key_values"
     try:
         own = new_cache(model.config, cache_class(model))
@@ -290,7 +299,8 @@ class CallsCache(DeviceKVCache):
         fits = rows <= self.planned_rows
         self.max_length = self.planned_length if fits else self.planned_rows * self.planned_length // rows
         for layer in self.layers:
-            layer.begin(self.max_length)
+            if keeps_keys(layer):  # others use the keys of another layer
+                layer.begin(self.max_length)
 
 
 class _DeviceLayer(PreallocatedLayer):

@@ -15,8 +15,11 @@ from torch import nn
 
 from zero_inference.cores.quantize import quantize
 from zero_inference.engines.group_size import LEAST_COLUMNS, group_size_refusal
+from zero_inference.errors import UsageError
 from zero_inference.link.compute import median_s
-from zero_inference.models.layers import parameters_of_towers
+from zero_inference.models.alike import kinds_of_layers
+from zero_inference.models.layers import decoder_layers, parameters_of_towers
+from zero_inference.models.operators import trace_reads
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.runtime.host_memory import host_empty
 
@@ -52,7 +55,8 @@ class QuantizationPlan:
 
 
 def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> QuantizationPlan:
-    """Decide by layer type, as DeepSpeed does, and leave alone what is not in `dtype`, the model's own, and the tower of a wrapper.
+    """Decide by layer type, as DeepSpeed does, and leave alone what is not in `dtype`, the model's own, the tower of a wrapper, and
+    weights that a decoder layer reads otherwise than by calling their module: only that call restores them.
 
     Raises:
         UsageError: the last dimension of a weight that is not narrow is not a multiple of the group size, or too odd to pack.
@@ -60,10 +64,10 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
     plan = QuantizationPlan(settings)
     size = settings["group_size"]
     chosen: set[int] = set()
-    towers = {id(p) for p in parameters_of_towers(model)}
+    left_alone = {id(p) for p in parameters_of_towers(model)} | _read_otherwise(model)
     for module_name, module in model.named_modules():
         weight = module.weight if type(module) in QUANTIZED_LAYERS else None
-        if weight is None or weight.dtype != dtype or id(weight) in towers:
+        if weight is None or weight.dtype != dtype or id(weight) in left_alone:
             continue
         last, packing = weight.shape[-1], weight.element_size() * 8 // settings["num_bits"]
         if last % size == 0 and last % packing == 0:
@@ -80,6 +84,22 @@ def plan_quantization(model: nn.Module, settings: dict, dtype: torch.dtype) -> Q
             plan.skipped.append(name)
     plan.fraction = quantized / total if total else 0.0
     return plan
+
+
+def _read_otherwise(model: nn.Module) -> set[int]:
+    """Ids of weights of decoder layers that are read outside of calls of their module, as Jamba's mixers do."""
+    try:
+        prefix, layers = decoder_layers(model)
+    except UsageError:  # a model without a list of them
+        return set()
+    reads, alike = trace_reads(model), kinds_of_layers(model).first
+    found = set()
+    for index, layer in enumerate(layers if reads is not None else ()):
+        for name, module in layer.named_modules():
+            full = f"{prefix}.{alike.get(index, index)}.{name}"
+            if type(module) in QUANTIZED_LAYERS and not reads.only_inside(f"{full}.weight", full):
+                found.add(id(module.weight))
+    return found
 
 
 def stored_numel(quantization: QuantizationPlan | None, name: str, parameter: torch.Tensor) -> int:

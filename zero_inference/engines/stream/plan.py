@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zero_inference.config.choices import LEAST_RING_DEPTH
+from zero_inference.cores.quantize import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
@@ -27,7 +28,7 @@ from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_re
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.models.layers import decoder_layers
-from zero_inference.quantization.groups import GroupQuantization, dequantize, quantize
+from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
 from zero_inference.runtime.extension import load_extension
 
@@ -72,19 +73,22 @@ class StreamPlan(EnginePlan):
 
     def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """See `EnginePlan`."""
-        if self.scheme is None or name not in self._packed_names:
+        transposed = self._packed.get(name)
+        if self.scheme is None or transposed is None:
             return values
         values = values.to(self.job.ranks.device)  # as the store does
+        values = values.mT if transposed else values
         restored = torch.empty_like(values, memory_format=torch.contiguous_format)
         codes, scale, minimum = quantize(values, self.scheme)
         dequantize(codes, scale, minimum, self.scheme.bits, self.scheme.group_size, restored)
-        return restored
+        return restored.mT if transposed else restored
 
     @functools.cached_property
-    def _packed_names(self) -> set[str]:
+    def _packed(self) -> dict[str, bool]:
+        """By name of a matrix that is quantized, whether it is stored transposed."""
         prefix, _ = decoder_layers(self.job.skeleton.model)
         return {
-            block.full_name(prefix, stored.name)
+            block.full_name(prefix, stored.name): stored.transposed
             for block, layout in zip(self.residency.blocks, self.residency.layouts)
             for stored in layout.parameters
             if stored.packed is not None
