@@ -32,7 +32,6 @@ SHAPES = (  # rows, columns: Llama 13B, then 70B
     (1024, 8192),
 )
 TOKENS = (1, 2, 4, 8, 16, 32)
-GROUP_SIZE = 64
 CACHES = 4  # times the L2 cache that the weights of one measurement fill at least
 LAUNCHES = 24  # of a graph, at least
 REPLAYS = 5
@@ -48,6 +47,7 @@ def main() -> int:
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS", help="of weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--bits", type=int, nargs="+", choices=(4, 8), default=(4, 8))
+    parser.add_argument("--group-size", type=int, default=32, help="default: 32, as runs have with 4 bits")
     args = parser.parse_args()
     import torch
 
@@ -59,11 +59,11 @@ def main() -> int:
         return 2
     dtype = getattr(torch, args.dtype)
     copy = copy_gb_per_s()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}, groups of {GROUP_SIZE}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}, groups of {args.group_size}")
     print(f"a copy inside the device: {copy:.0f} GB/s\n")
     rows = []
     for (height, width), bits in itertools.product(args.shapes, args.bits):
-        weights = Weights(height, width, bits, dtype)
+        weights = Weights(height, width, bits, dtype, args.group_size)
         timed = (sweep if args.sweep else compare)(weights, args.tokens)
         for tokens, what, launch, us in timed:
             rate = weights.stored_bytes / us / 1e3
@@ -78,16 +78,16 @@ def main() -> int:
 class Weights:
     """As many weights of one shape as the L2 cache cannot hold, each drawn as codes; the plain ones are what these stand for."""
 
-    def __init__(self, rows: int, columns: int, bits: int, dtype):
+    def __init__(self, rows: int, columns: int, bits: int, dtype, group_size: int):
         import torch
 
         from zero_inference.quantization.groups import GroupQuantization, dequantize
 
-        self.rows, self.columns, self.bits, self.dtype = rows, columns, bits, dtype
-        self.stored_bytes = GroupQuantization(bits, GROUP_SIZE).stored_bytes(rows * columns, dtype)
+        self.rows, self.columns, self.bits, self.dtype, self.group_size = rows, columns, bits, dtype, group_size
+        self.stored_bytes = GroupQuantization(bits, self.group_size).stored_bytes(rows * columns, dtype)
         cache = torch.cuda.get_device_properties("cuda").L2_cache_size
         count = max(2, -(-CACHES * cache // self.stored_bytes))
-        groups = rows * columns // GROUP_SIZE
+        groups = rows * columns // self.group_size
         self.packed = [
             (
                 torch.randint(0, 256, (rows * columns * bits // 8,), dtype=torch.uint8, device="cuda"),
@@ -98,7 +98,7 @@ class Weights:
         ]
         self.plain = [torch.empty(rows, columns, dtype=dtype, device="cuda") for _ in self.packed[:8]]
         for packed, plain in zip(self.packed, self.plain):
-            dequantize(*packed, bits, GROUP_SIZE, plain)
+            dequantize(*packed, bits, self.group_size, plain)
         self.workspace = torch.empty_like(self.plain[0])
         self.tinygemm = self._for_tinygemm()
 
@@ -108,7 +108,7 @@ class Weights:
 
         if self.bits != 4 or self.dtype != torch.bfloat16:
             return []
-        groups = torch.rand(self.columns // GROUP_SIZE, self.rows, 2, dtype=self.dtype, device="cuda")
+        groups = torch.rand(self.columns // self.group_size, self.rows, 2, dtype=self.dtype, device="cuda")
         try:
             return [
                 (torch._convert_weight_to_int4pack(codes.view(self.rows, self.columns // 2), 8), groups)
@@ -129,14 +129,14 @@ class Weights:
         from zero_inference.quantization.products import no_bias
 
         none = no_bias(x.device, x.dtype)
-        return torch.ops.zero_inference.linear_groups(x, *packed, self.bits, GROUP_SIZE, self.rows, none, *launch)
+        return torch.ops.zero_inference.linear_groups(x, *packed, self.bits, self.group_size, self.rows, none, *launch)
 
     def dequantized(self, x, packed):
         from torch.nn import functional
 
         from zero_inference.quantization.groups import dequantize
 
-        dequantize(*packed, self.bits, GROUP_SIZE, self.workspace)
+        dequantize(*packed, self.bits, self.group_size, self.workspace)
         return functional.linear(x, self.workspace)
 
 
@@ -156,7 +156,9 @@ def compare(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str
         ]
         if weights.tinygemm:
             torch_int4 = torch._weight_int4pack_mm
-            ways.append(("torch int4", lambda each, x=x: torch_int4(x, each[0], GROUP_SIZE, each[1]), weights.tinygemm))
+            ways.append(
+                ("torch int4", lambda each, x=x: torch_int4(x, each[0], weights.group_size, each[1]), weights.tinygemm)
+            )
         timed += [(tokens, what, "table", microseconds(work, inputs)) for what, work, inputs in ways]
     return timed
 
