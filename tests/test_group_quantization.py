@@ -335,7 +335,9 @@ def test_the_kernel_quantizes_as_well_as_the_reference(bits, group_size, dtype):
         expected = [part.cuda() for part in quantize(weight.cpu(), scheme)]
         found = quantize(weight, scheme)
         assert all(torch.isfinite(part).all() for part in found)
-        for new, old in zip(found, expected):  # sums in another order may find another try the best: errors are compared below
+        for new, old in zip(
+            found, expected
+        ):  # sums in another order may find another try the best: errors are compared below
             assert float(torch.isclose(new.float(), old.float(), rtol=1e-5, atol=1e-7).float().mean()) > 0.95
         errors = []
         for codes, scale, minimum in (found, expected):
