@@ -88,8 +88,8 @@ def plan_for(folder, **options):
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_stream_engine_stores_and_moves_is_what_was_planned(family, bits, checkpoints, tmp_path, no_gpu):
-    weights = plan_for(checkpoints(family), engine="stream", quant_bits=bits).weights
-    options = ["--engine", "stream", "--quant-bits", str(bits), "--batch-size", "2", *SHORT]
+    weights = plan_for(checkpoints(family), engine="stream", quant_bits=bits, cpu_compute="off").weights
+    options = ["--engine", "stream", "--cpu-compute", "off", "--quant-bits", str(bits), "--batch-size", "2", *SHORT]
     assert (
         main(["run_model.py", "--model", str(checkpoints(family)), *options, "--log-file", str(tmp_path / "a.log")])
         == 0
@@ -193,7 +193,7 @@ def test_other_options_are_planned_on_the_same_model_and_machine(no_gpu):
     job = describe_job(config, resolve_model(config, "cpu"), detect_ranks())
     plan, smaller = make_plan(job), changed(job, quant_bits=4)
     assert smaller.job.skeleton is job.skeleton
-    assert 0.25 < smaller.weights.footprint.host / plan.weights.footprint.host < 0.3
+    assert 5 / 16 <= smaller.weights.footprint.host / plan.weights.footprint.host < 0.32
     assert plan.job.config == config, "the job itself stays as it was asked"
 
 
@@ -370,7 +370,7 @@ def test_a_ring_that_no_decode_step_needs_leaves_its_memory_to_experts(no_gpu):
 
     def planned(**options) -> tuple[Residency, Residency, int]:
         job = a_mixture_on_a_gpu_of_16_gib(**options)
-        scheme = GroupQuantization(4, job.config.quant_group_size, job.spec.dtype)
+        scheme = GroupQuantization(4, job.config.group_size, job.spec.dtype)
         before = replace(stream_plan._residency(job, scheme, divided=True), few_tokens=1)
         before = before.with_shares_computed(1.0, 1.0).with_budget_used()
         return before, stream_plan.without_spare_slots(job, before, scheme), job.free_device_bytes
