@@ -126,13 +126,13 @@ def text_config(config: Any) -> Any:
 
 
 def cache_bytes(config: Any, batch_size: int, seq_len: int) -> int:
-    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer that keeps them.
+    """Bytes of the KV cache at 2 bytes an element: K and V of [batch_size, seq_len, kv_width] per layer.
 
-    This is the log's figure. What a model really caches can differ (latent attention, layers that share a cache): see
+    This is the log's figure. What a model really caches can differ (latent attention, layers that share a cache or keep none): see
     `zero_inference.engines.base.Job.kv_bytes`.
     """
     config = text_config(config)
-    return 2 * batch_size * seq_len * kv_layers(config) * kv_width(config) * 2
+    return 2 * batch_size * seq_len * config.num_hidden_layers * kv_width(config) * 2
 
 
 WITHOUT_KEYS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp", "dummy"}  # of a config's layer_types
