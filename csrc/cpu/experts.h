@@ -24,9 +24,8 @@ struct Between {
 
 // The input of a call is x [count, columns]. Its `extra` says what each row chose:
 //   0   k, the experts of a row
-//   1   address of their numbers, int64 [count, k]. ~e stands for an expert e that the device has, ~(e + experts) for one that
-//   it
-//       fetches: these are counted and not read. Any other number that is no expert's counts nothing
+//   1   address of their numbers, int64 [count, k]. ~e stands for an expert e that the device has, and ~(e + experts) for
+//       one that it fetches: these are counted and not read. Any other number that is no expert's counts nothing
 //   2   address of their weights [count, k]
 //   3   dtype of the weights
 // The output is [count, rows of down]: the sum of weight x expert, in float32 and in ascending order of the experts.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from zero_inference.engines.base import EnginePlan, LoadedModel
 from zero_inference.errors import RunError, UsageError
@@ -141,8 +142,8 @@ class PlainLayers:
     def _differs(self, position: int, placed: Any, args: tuple, kwargs: dict, output: torch.Tensor) -> bool:
         """Return whether most tokens differ by more than rounding. A few may: of two experts that score alike a rounding chooses."""
         plain = self.plain[position]
-        inputs = _first_tensor((*args, kwargs.get("hidden_states")))
         try:
+            inputs = _first_tensor((*args, kwargs.get("hidden_states")))
             for name, buffer in placed.named_buffers():  # the checkpoint may have them
                 module, _, leaf = name.rpartition(".")
                 plain.get_submodule(module)._buffers[leaf] = buffer.detach().cpu()
@@ -159,15 +160,9 @@ class PlainLayers:
         return not bool(((one - other).norm(dim=-1) <= allowed).double().median())
 
 
-def _on_cpu(value: Any) -> Any:
-    """A copy of what a layer is given."""
-    if torch.is_tensor(value):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, tuple | list):
-        return type(value)(map(_on_cpu, value))
-    if isinstance(value, dict):
-        return {key: _on_cpu(each) for key, each in value.items()}
-    return value
+def _on_cpu(values: Any) -> Any:
+    """Return a copy of what a layer is given."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), values)
 
 
 def _first_tensor(values: Any) -> torch.Tensor:

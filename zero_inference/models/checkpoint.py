@@ -82,7 +82,9 @@ def seen_by(see: Adopt) -> Iterator[None]:
 def _draw_weights(
     model, seed: int, device: torch.device, adopt: Adopt, progress: Progress, std_of_embeddings: float
 ) -> None:
-    unreturned, embedding = 0, model.get_input_embeddings().weight
+    unreturned = 0
+    # a checkpoint's own code may not say which it is
+    embedding = None if std_of_embeddings == WEIGHT_STD else model.get_input_embeddings().weight
     parameters, places = list(model.named_parameters()), places_of_parameters(model)
     for name, parameter in parameters:
         size = parameter.numel() * parameter.element_size()

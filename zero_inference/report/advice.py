@@ -21,9 +21,7 @@ def advice(request: Request, measured: Measured) -> list[str]:
     """Lines to print below the limit; none where the record does not show what would help."""
     limit, on_gpu = measured.limit, measured.device == "cuda"
     share, bound = limit.fraction_of_limit, limit.bound_by
-    if share is None or bound not in BUSY:
-        return []
-    if not on_gpu:
+    if share is None or bound not in BUSY or not on_gpu:
         return []
     lines = []
     if bound == "link" and request.cpu_offload and request.pin_memory is False:
@@ -44,7 +42,7 @@ def advice(request: Request, measured: Measured) -> list[str]:
 
 def what_else_takes_time(request: Request, measured: Measured) -> list[str]:
     """Return a line about a step that takes much longer than to read weights and KV cache, or to multiply; none of any other step."""
-    limit, last = measured.limit, measured.loops[-1]
+    limit, steps = measured.limit, len(measured.loops[-1].step_s)
     share = limit.fraction_of_limit
     floors = {
         "device_memory": ("reading weights and KV cache takes", limit.floor_step_s.device_memory),
@@ -57,9 +55,9 @@ def what_else_takes_time(request: Request, measured: Measured) -> list[str]:
             f"the limit counts the experts of one token; {request.batch_size} tokens choose more, which are read as well"
         ]
     what, floor_s = floors[limit.bound_by]
-    if not last.step_s or floor_s is None:
+    if not steps or floor_s is None:
         return []
-    step_s, whole = last.decode_s / len(last.step_s), request.engine in ("deepspeed", "accelerate")
+    step_s, whole = measured.decode_latency_s / steps, request.engine in ("deepspeed", "accelerate")
     fetched = (
         ", and fetching weights module by module" if whole and measured.transfers.host_to_device_bytes_per_step else ""
     )
