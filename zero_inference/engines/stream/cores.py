@@ -208,9 +208,9 @@ def place_on_cores(
     # blocks of experts are so large that they may come late, though the link has time for them
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
     placed = [residency.with_shares_computed(share, best.of_others).with_budget_used() for share in experts]
-    residency = min(placed, key=lambda each: _step_s(each, plan, found, graphs))
     if ranks == 1 and job.pin_weights:
-        residency = residency.with_quota(link_quota(residency, found))
+        placed = [each.with_quota(link_quota(each, found)) for each in placed]
+    residency = min(placed, key=lambda each: _step_s(each, plan, found, graphs))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share)
 
@@ -228,7 +228,7 @@ def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
 def _step_s(residency: Residency, plan: CoresPlan, rates: BesideLink, graphs: bool) -> float:
     """Seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks."""
     others_s = plan.waited_s(residency) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
-    sent = residency.nbytes_of(residency.fetched) + plan.carried_bytes
+    sent = residency.nbytes_of(residency.fetched) + residency.staged_bytes + plan.carried_bytes
     return paced_s(residency, cores_s_of(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs)
 
 
