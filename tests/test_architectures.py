@@ -586,7 +586,7 @@ def test_one_round_has_one_warm_up_loop_in_each_run(monkeypatch, tmp_path):
     assert seen == [["--warmup", "10", *settled], ["--warmup", "1"], ["--warmup", "4", *settled]]
 
 
-def test_the_table_of_recorded_runs(tmp_path):
+def test_the_table_of_recorded_runs(tmp_path, capsys):
     """Every format from the same records, which are made up here: 6 passes, a third as fast, scores with errors."""
     from zero_inference.architectures import table
     from zero_inference.runtime.tables import render, shown_columns
@@ -641,7 +641,9 @@ def test_the_table_of_recorded_runs(tmp_path):
     narrow = render(for_people, shown_columns(for_people, columns), "table", width=100, turn=True)
     assert max(map(len, narrow.splitlines())) <= 100 and "0.333x (0.333 - 0.333)" in narrow
     assert narrow.split()[:4] == ["arm", "fp16", "int4", "gone"]
-    assert any("not settled" in line for line in table.captions(rows, "fp16"))
+    command._print_table(rows, "fp16", "table")
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100 and "not settled" in " ".join(printed.split())
     runs["fp16"] = runs.pop("gone")
     runs["gone"] = []
     assert table.captions(table.arm_rows(arms[:2], runs, "fp16"), "fp16")[0] == "no speedup: the baseline fp16 failed"

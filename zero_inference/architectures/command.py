@@ -7,6 +7,9 @@ import datetime
 import functools
 import json
 import os
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -154,16 +157,16 @@ def _print_json(rows: list[dict[str, Any]], runs: Runs, baseline: str, rounds: i
 
 def _print_table(rows: list[dict[str, Any]], baseline: str, format: str) -> None:
     from zero_inference.architectures import table
-    from zero_inference.runtime.tables import print_rows, shown_columns
+    from zero_inference.runtime.tables import PIPED_WIDTH, print_rows, shown_columns
 
     columns, shown = table.columns(rows), rows
     if format != "csv":
         columns, shown = table.for_people(columns, rows)
         columns = shown_columns(shown, columns)
-    print_rows(shown, columns, format, turn=True)
-    if format in ("table", "md"):
-        for line in table.captions(shown, baseline):
-            print(("\n" if format == "md" else "") + line)
+    print_rows(shown, columns, format, turn=True, piped_width=PIPED_WIDTH)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+    for line in table.captions(shown, baseline) if format in ("table", "md") else ():
+        print(f"\n{line}" if format == "md" else textwrap.fill(line, width, subsequent_indent="  "))
 
 
 def _log_folder(given: Path | None) -> Path:

@@ -55,9 +55,7 @@ def first_token_in_words(plan: EnginePlan, times: Times) -> str | None:
     if times.prefill.seconds >= times.step.seconds:
         return None
     if plan.prefill_fetched_bytes < plan.fetched_bytes:
-        return (
-            "the first token takes less than a step where the generation before has left its first layers on the device"
-        )
+        return "the first token takes less than a step: its first layers are still on the device from the generation before"
     return "the first token takes less than a step, which also copies the KV cache" if plan.carried_kv_bytes else None
 
 

@@ -18,6 +18,7 @@ from zero_inference.runtime.tables import three_digits
 from zero_inference.utils import heads_of_key
 
 WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
+NO_LINK = "no GPU, so no weights cross PCIe"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def why_cores_stay_out(job: Job) -> str | None:
     if hosts > 1:
         return "the ranks are on several hosts"
     if share is None and not (job.on_gpu and job.machine.gpus()) and not multiplies_codes(job):
-        return "without a GPU there is no link that they could relieve"
+        return NO_LINK
     missing = job.machine.missing_code(job.on_gpu)
     if not _is_alone(job):
         missing = next(filter(None, job.ranks.gather_objects(missing)), None)
@@ -143,8 +144,8 @@ def why_not_attending(job: Job) -> str | None:
 
 
 def multiplies_codes(job: Job) -> bool:
-    """Whether this run has no GPU and quantized weights, which the CPU then multiplies as they are stored unless it is told not to:
-    restoring them first takes longer than reading weights in 16 bits."""
+    """Return whether the CPU multiplies codes as they are stored: without a GPU, unless --cpu-compute is given. Dequantizing them first
+    takes longer than reading weights in 16 bits."""
     return not job.on_gpu and job.config.quantized and job.config.cpu_share is None and job.ranks.world_size == 1
 
 

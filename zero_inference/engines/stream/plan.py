@@ -16,6 +16,7 @@ from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cores import (
+    NO_LINK,
     CoresPlan,
     cores_s_of,
     place_on_cores,
@@ -246,7 +247,9 @@ class StreamPlan(EnginePlan):
 
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
-        found, unused = self.residency, f"the host's cores are not used: {self.cores_stay_out}"
+        found = self.residency
+        who = "PyTorch computes all layers" if self.cores_stay_out == NO_LINK else "the host's cores are not used"
+        unused = f"{who}: {self.cores_stay_out}"
         crosses = []
         if self.no_attention not in (None, self.cores_stay_out) and self.job.ranks.world_size == 1:
             place = (
@@ -357,7 +360,7 @@ def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | 
 
 
 def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
-    """Return what `lay_out_blocks` does; it is asked once."""
+    """Return the result of `lay_out_blocks`, which is called once."""
     ranks = job.ranks.world_size
     return job.skeleton.once(
         ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
