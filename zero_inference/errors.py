@@ -4,7 +4,7 @@
 ONLY_PLANNED = "warning: planned from the built-in configuration; a run would fail:"
 
 
-# Of Linux, PyTorch on a CPU and PyTorch on a GPU.
+# How Linux, PyTorch on a CPU and PyTorch on a GPU report missing memory.
 NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "not enough memory", "out of memory", "unable to mmap")
 
 
@@ -25,7 +25,7 @@ class DoesNotFit(UsageError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was missing, also where a library said so in words of its own: nothing else is then wrong with what it read."""
+    """Return whether memory was missing, also by the words of a library: then no file that was being read is to blame."""
     while True:
         text = str(error).lower()
         if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):

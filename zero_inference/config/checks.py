@@ -53,7 +53,7 @@ def check_paths(choices: Choices) -> None:
 
 
 def check_model(choices: Choices) -> None:
-    """Refuse a file where a folder, a name on the hub or a preset is meant."""
+    """Raises UsageError for a model that is given as a GGUF file, another file or an address of the hub."""
     name = choices.model
     if name.lower().endswith(".gguf"):
         raise UsageError(f"--model {name}: GGUF is not read; give the repository or folder in transformers' format.")

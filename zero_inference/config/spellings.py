@@ -95,7 +95,7 @@ OTHER_OPTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpu", "hardware"), ("--machine NAME",)),
     **dict.fromkeys(("d", "max-gpu-mem", "gpu-mem", "vram"), ("--gpu-memory GIB", "--max-gpu-memory GIB")),
 }
-# What no command does, in whose place no option with a similar name is to be suggested.
+# Options of other tools that no command has: what to say, instead of suggesting an option with a similar name.
 NOT_DONE: dict[str, str] = {
     **dict.fromkeys(
         ("num-beams", "do-sample", "temp", "temperature", "top-k", "top-p", "min-p", "repetition-penalty"),

@@ -101,8 +101,10 @@ class Job:
         return self._kv_bytes(max(self.sizes.kv_widths, default=0)) // 2
 
     def state_bytes(self, length: int | None = None) -> int:
-        """Other state of a rank's sequences at `length` positions (default: all): of recurrences, and keys of indexers. It is always on the
-        device."""
+        """Return the bytes of a rank's other state at `length` positions, by default all: of recurrences, and keys of indexers.
+
+        It is always on the device.
+        """
         at_any_length, of_position = self.sizes.state_bytes
         return self.rank_batch * (at_any_length + (self.length if length is None else length) * of_position)
 
@@ -120,7 +122,7 @@ class Job:
 
     @property
     def least_cache_device_bytes(self) -> int:
-        """What of `cache_device_bytes` is needed for certain: a cache of transformers' own lets go of what has left a window."""
+        """The part of `cache_device_bytes` that is needed in any case: transformers' own cache drops what has left a sliding window."""
         text = self.spec.text_config
         window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
         if self.config.kv_offload or not window:
@@ -221,7 +223,7 @@ class EnginePlan(UseOfMachine, PlanInWords):
 
     @property
     def compared_bytes(self) -> int:
-        """Layers that a run keeps in host memory until the loaded model's have computed the same."""
+        """Bytes of the layers that a run keeps in host memory until it has compared the loaded model's with them."""
         found = self.job.skeleton.once("compared", lambda: sum(compared_layers(self.job.skeleton.model).values()))
         return min(found, COMPARED_BYTES)
 

@@ -1,5 +1,5 @@
-"""What the first passes of a loaded model have to be: its decoder layers compute what the same layers compute when nothing is placed, and
-logits are finite. Greedy selection gives ids from garbage and NaN too, and they mean nothing."""
+"""Check the first passes of a loaded model: its decoder layers compute what transformers' own do with the same weights, and logits are
+finite. Greedy selection gives ids from garbage and NaN too, and they mean nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPARED_TOKENS = 4
 # Each with other tokens: of a single token that differs, its experts may have been chosen by a rounding.
 COMPARED_TRIES = 3
 COMPARED_SHARE = 0.25  # of the host memory that the run leaves free, at most
-# Of what a layer adds to its input; as one graph of all layers may differ (engines/stream/step_graph.py). Garbage differs by 1 and more.
+# As a share of what a layer adds to its input; the limits of CUDA graphs (engines/stream/step_graph.py). Garbage differs by 1 and more.
 MOST_DIFFERENCE = {torch.bfloat16: 0.1, torch.float16: 0.03, torch.float32: 0.01}
 ROUNDINGS = 8  # of the layer's output, whose input may be much larger than what the layer adds
 
@@ -77,8 +77,7 @@ class PlainLayers:
 
     @torch.no_grad()
     def compare(self, loaded: LoadedModel, engine: str, vocabulary: int, ranks: Ranks) -> None:
-        """Run a few tokens through the loaded model, and what these layers were given through the plain ones; all ranks call it. The plain
-        layers are gone then.
+        """Run a few tokens through the loaded model, give the plain layers the same inputs, and compare; all ranks call it, once.
 
         Raises:
             RunError: a layer computes something else; on all ranks.
@@ -86,7 +85,7 @@ class PlainLayers:
         if not self.positions:
             return
         tokens = COMPARED_TOKENS
-        if loaded.cores is not None:  # the CPU computes blocks behind a first pass, in passes of few tokens
+        if loaded.cores is not None:  # the CPU computes blocks after a first pass, in passes of few tokens
             self._run(loaded, tokens, vocabulary, seed=0)
             tokens = min(tokens, loaded.cores.rows)
         prefix, layers = decoder_layers(loaded.model)
@@ -104,7 +103,7 @@ class PlainLayers:
             )
 
     def _run(self, loaded: LoadedModel, tokens: int, vocabulary: int, seed: int) -> dict[int, Any]:
-        """Let a sequence of `tokens` tokens through the loaded model, and return what `_watched` gives."""
+        """Run `tokens` random tokens through the loaded model, and return what `_watched` yields."""
         ids = random_ids(seed, 1, tokens, vocabulary).to(loaded.device)
         with self._watched(loaded.model) as calls:
             loaded.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
@@ -112,7 +111,7 @@ class PlainLayers:
 
     @contextlib.contextmanager
     def _watched(self, model: Any) -> Iterator[dict[int, Any]]:
-        """Gives, by position, the arguments and the output of the first call of each layer that is compared."""
+        """Yield, by position, the arguments and the output of the first call of each layer that is compared."""
         given: dict[int, Any] = {}
         calls: dict[int, Any] = {}
 

@@ -35,11 +35,11 @@ from zero_inference.runtime.tables import three_digits
 def loaded_model(
     plan: Plan, progress: Progress, compared: bool = True
 ) -> Iterator[tuple[LoadedModel, float, Callable[[], None]]]:
-    """The model of `plan` with its norm kernels, released at the end; the seconds that loading took, without compiling;
-    and what compares a decoder layer of each kind with transformers' own, to be called before the model is used.
+    """Yield the model of `plan` with its norm kernels, the seconds that loading took without compiling, and a function to call before the
+    model is used: it compares a decoder layer of each kind with transformers' own. Release the model at the end.
 
     Args:
-        compared: layers are kept for that, in host memory; else it does nothing.
+        compared: keep layers in host memory for that; else the function does nothing.
 
     Raises:
         UsageError: --norm-kernels cuda, and they cannot be used.

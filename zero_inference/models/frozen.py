@@ -82,7 +82,7 @@ def _share_memory(one: torch.Tensor, other: Any) -> bool:
 
 
 def _caller_is_engine() -> bool:
-    """Whether what asked for this property or method is code of an engine."""
+    """Return whether an engine's code uses this property or method."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith(ENGINES)
 
 

@@ -1,4 +1,4 @@
-"""What a forward pass computes, operator by operator, and which calls read a weight: found by running the model on the meta device."""
+"""Trace a forward pass on the meta device: what it computes, operator by operator, and which calls read a weight."""
 
 from __future__ import annotations
 
@@ -216,11 +216,11 @@ class Reads:
     calls: tuple[Counter[str], ...]
 
     def only_inside(self, parameter: str, module: str) -> bool:
-        """Whether nothing but calls of `module` reads `parameter`."""
+        """Return whether only calls of `module` read `parameter`."""
         return module in self.inside.get(parameter, (module,))
 
     def once_a_call(self, module: str, of: str) -> bool:
-        """Whether `module` is called at most once in each call of module `of`."""
+        """Return whether `module` is called at most once in each call of module `of`."""
         return all(calls[module] <= calls[of] for calls in self.calls)
 
 
@@ -257,7 +257,7 @@ class _Reading(Watching):
         self.layers = decoder_layers(shapes)[0]
         self.modules: dict[int, str] = {}
         self.parameters: dict[int, list[str]] = {}  # by storage
-        for name, module in shapes.named_modules():  # of a layer that stands for others, the first place
+        for name, module in shapes.named_modules():  # the first place of a layer that stands for others
             self.modules[id(module)] = name
             for own, parameter in module.named_parameters(name, recurse=False):
                 self.parameters.setdefault(storage_of(parameter), []).append(own)
@@ -309,7 +309,7 @@ class _Reading(Watching):
 
     def repeat(self, position: int, seen: tuple, made: list[torch.Tensor]) -> None:
         """See `OfLayers`."""
-        self.calls[self.stack[-1]] -= 1  # of a layer that ran before, and stands for this one
+        self.calls[self.stack[-1]] -= 1  # the layer that stands for this one was counted
 
 
 def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:

@@ -88,7 +88,7 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
 
 
 def _cached_by(model: torch.nn.Module) -> _Cached | None:
-    """What one token leaves in a cache; see `kv_widths_of`."""
+    """Run one token, and return what it leaves in a cache; see `kv_widths_of`."""
 
     def run(shapes: torch.nn.Module, cached: _Cached) -> None:
         ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
@@ -166,12 +166,12 @@ class _Cached(OfLayers):
         self.repeated: dict[int, _Kept] = {}
 
     def kept(self) -> list[_Kept]:
-        """By all layers that keep something, in their order."""
+        """Return what each layer keeps, of those that keep anything, in order."""
         found = _kept_in(self.cache) | self.repeated
         return [found[index] for index in sorted(found)]
 
     def widths(self) -> list[int]:
-        """Of all layers that keep keys and values, in their order."""
+        """Return the elements of keys and values of each layer that keeps any, in order."""
         return [kept.keys_and_values for kept in self.kept() if kept.keys_and_values]
 
     def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:

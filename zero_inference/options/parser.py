@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _refuse_abbreviated(self, words: Sequence[str]) -> None:
-        """Refuse an option of another tool that argparse would take for the beginning of one of ours."""
+        """Refuse an option of another tool that argparse would take for an abbreviation of one of ours."""
         for word in words if self.allow_abbrev else ():
             name, _, value = word.partition("=")
             begins = any(own.startswith(name) for own in self._option_string_actions)

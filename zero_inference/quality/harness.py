@@ -100,7 +100,7 @@ class LoadedLM(HFLM):
 
     @contextmanager
     def _in_both_dtypes(self) -> Iterator[None]:
-        """HFLM keeps the order of its answers in a Collator: one of ours has each answer in the dtype of the logits too."""
+        """Replace HFLM's Collator, which sees each answer, by one that also scores it in the dtype of the logits."""
         collator, self.in_own_dtype = lm_eval_models.Collator, None
         lm_eval_models.Collator = partial(_InOwnDtype, self)
         try:

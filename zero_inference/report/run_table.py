@@ -69,7 +69,7 @@ def _range(times_s: Sequence[float]) -> str:
 
 
 def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) -> str:
-    """What the run held, on one line: in GiB, or each size in a unit of its own where one of them is small."""
+    """Return the sizes of the run on one line: in GiB, or each in its own unit where one of them is small."""
     share = engine.quantized_fraction
     parts = [
         ("model", measured.model_bytes, " at 16 bits"),

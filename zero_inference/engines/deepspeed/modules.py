@@ -42,7 +42,7 @@ LIGHT_HEADER = """#pragma once
 #include <torch/types.h>
 #include <torch/csrc/utils/pybind.h>
 """
-SOURCES = "-sources"  # ends the name of the folder with what a module is compiled from
+SOURCES = "-sources"  # suffix of the folder that holds a module's sources
 APART = "apart"  # the file in it that says that its sources are compiled one by one, with all headers
 SHARED = Path("/dev/shm")
 _loaded: set[str] = set()
@@ -148,7 +148,7 @@ def check_compilers(disk: bool, use_gds: bool, dequantize_on_gpu: bool) -> None:
 
 
 def _is_kept(builder) -> bool:
-    """Whether its module was compiled before, here or as DeepSpeed was installed."""
+    """Return whether its module is compiled already, here or by DeepSpeed's installation."""
     from deepspeed.git_version_info import installed_ops
 
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])

@@ -127,7 +127,7 @@ def quantize_parameter(parameter: nn.Parameter, settings: dict) -> None:
 
 
 def quantized_and_back(values: torch.Tensor, settings: dict) -> torch.Tensor:
-    """Return `values` as DeepSpeed dequantizes what it has quantized."""
+    """Return `values` after quantizing and DeepSpeed's dequantizing."""
     restored = torch.empty_like(values)
     rows = max(1, BLOCK_NUMEL // values.shape[-1])  # its Python code takes many times the memory of what it is given
     for some, their_place in zip(values.split(rows), restored.split(rows)):

@@ -124,7 +124,7 @@ def _shared(model: nn.Module, layers: nn.ModuleList) -> set[int]:
         name = f"{prefix}.{alike.get(index, index)}"
         outside |= {id(p) for own, p in layer.named_parameters() if not reads.only_inside(f"{name}.{own}", name)}
     if alike:
-        return outside  # kinds are told only where nothing is shared
+        return outside  # layers are grouped by kind only where nothing is shared
     owners: dict[int, set[int]] = {}
     for index, layer in enumerate(layers):
         for parameter in layer.parameters():
@@ -237,11 +237,11 @@ class _Layer:
         return found
 
     def _comes_with_its_calls(self, name: str, module: nn.Module) -> bool:
-        """Whether module `name` is called at most once in a call of the layer, and nothing else reads its parameters."""
+        """Return whether module `name` is called at most once a layer, and nothing else reads its parameters."""
         return self._reads_its_own(name, module) and self.reads.once_a_call(f"{self.traced}.{name}", self.traced)
 
     def _reads_its_own(self, name: str, module: nn.Module) -> bool:
-        """Whether nothing but calls of module `name` reads its parameters."""
+        """Return whether only calls of module `name` read its parameters."""
         full = f"{self.traced}.{name}"
         return all(self.reads.only_inside(f"{full}.{own}", full) for own, _ in module.named_parameters())
 

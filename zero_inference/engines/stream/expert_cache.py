@@ -279,7 +279,7 @@ class ExpertSlots:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What the device does with the experts of a block in a pass of few tokens.
+    """The experts of a block that the device multiplies in a pass of few tokens.
 
     Attributes:
         number: of experts.

@@ -156,7 +156,7 @@ class BlockFeeder:
             set_data(parameter, values)
 
     def _stays(self, index: int) -> bool:
-        """Whether the block's parameters have a place on the device that is theirs alone."""
+        """Return whether the block is resident and unquantized, so that its parameters keep their place."""
         return index in self.store.resident and not self.layouts[index].workspace_bytes
 
     def _empty(self, index: int) -> None:

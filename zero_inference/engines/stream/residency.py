@@ -160,12 +160,12 @@ class Residency:
         return stored * (missed - self._fetched(block, missed)) / experts.number
 
     def _missed(self, block: int, slots: Mapping[int, int]) -> float:
-        """Experts of `block` that a pass of few tokens is expected to choose, and that the device does not keep."""
+        """Return how many experts of `block` a pass of few tokens is expected to choose that the device does not keep."""
         experts = self.blocks[block].experts
         return experts.number * experts.share_read(self.few_tokens) * (1 - slots.get(block, 0) / experts.number)
 
     def _fetched(self, block: int, missed: float) -> int:
-        """How many of them the device fetches."""
+        """Return how many of `missed` experts the device fetches."""
         return self.quota[round(missed)] if self.quota and block in self.computed else 0
 
     def with_share_computed(self, share: float) -> Residency:

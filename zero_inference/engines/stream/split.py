@@ -9,8 +9,8 @@ from zero_inference.link.cores import BesideLink
 
 # Predicted, from which on the cores are used by themselves: less is within what two measurements differ by.
 LEAST_GAIN = 1.05
-# Of experts that the device fetches for one pass: the rate beside that of copies (36 of 44 GB/s while the CPU multiplied, H100), what it
-# takes to multiply them afterwards, and how many there may be, which bounds their memory.
+# Experts that the device fetches for one pass: their rate as a share of that of copies (36 of 44 GB/s while the CPU multiplied, H100),
+# the time to multiply them afterwards, and the most of them, which bounds their memory.
 FETCH_RATE, STAGED_PRODUCTS_S, MOST_STAGED = 0.8, 60e-6, 16
 
 
