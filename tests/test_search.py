@@ -191,7 +191,7 @@ def test_the_table_is_for_people(capfd, tmp_path):
         ("--num-gpus 1 --assume gpus=0,host=64GiB", "--num-gpus 1: the machine has no GPU: drop it"),
         (
             "--num-gpus 2 --batch-size 1 3 --machine 2xrtx4090",
-            "does not divide over --num-gpus 2; use 2, a multiple of 2",
+            "does not divide over --num-gpus 2; use 2, a multiple of 2, or 1 GPU",
         ),
         (
             "--max-host-memory 256 --machine rtx4090",

@@ -225,6 +225,8 @@ def _flag(name: str) -> str:
 
 
 def batch_advice(batch: int, parts: int, over: str) -> str:
-    """Why a batch cannot be split, and what to ask for instead."""
+    """Return why a batch cannot be split over ranks or GPUs, and what to ask for instead."""
     values = " or ".join(map(str, nearest_multiples(batch, parts)))
-    return f"--batch-size {batch} does not divide over {over}; use {values}, a multiple of {parts}"
+    fewer = max(count for count in range(1, parts) if batch % count == 0)
+    gpus = f"{fewer} GPU{'s' * (fewer > 1)}"
+    return f"--batch-size {batch} does not divide over {over}; use {values}, a multiple of {parts}, or {gpus}"

@@ -14,7 +14,8 @@ from zero_inference.runtime.distributed import Ranks
 def check_launch(config: RunConfig, ranks: Ranks, machine: Machine) -> None:
     """Raises UsageError: the batch does not divide over the ranks, or there is no GPU for what was asked."""
     if config.batch_size % ranks.world_size:
-        raise UsageError(f"{batch_advice(config.batch_size, ranks.world_size, f'{ranks.world_size} ranks')}.")
+        advice = batch_advice(config.batch_size, ranks.world_size, f"{ranks.world_size} ranks")
+        raise UsageError(f"{advice} (deepspeed --num_gpus N, torchrun --nproc-per-node N).")
     if not machine.is_here and ranks.device.type == "cuda" and ranks.local_world_size > machine.gpus():
         raise UsageError(
             f"{ranks.local_world_size} ranks were started for a machine with {machine.gpus()} GPU"
