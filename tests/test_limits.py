@@ -82,7 +82,7 @@ def test_a_link_is_as_fast_as_the_loops_own_copies():
         and faster.link_spread == pytest.approx(9.7 / 55.2)
         and faster.link_from == "loops"
     )
-    assert "at 165.6 GB/s (host to device, pinned, measured in the loops)" in limit_in_words(
+    assert "at 166 GB/s (host to device, pinned, measured in the loops)" in limit_in_words(
         limit_of(rates=faster), MOVED, on_gpu=True
     )
     assert with_link(RATES, link, reached_gb_per_s=44.0) == with_link(RATES, link)
@@ -211,10 +211,10 @@ def test_the_line_names_what_binds_and_there_is_none_where_nothing_does():
         "1600.0% of the disk's limit: 1.86 GiB a step at 5.00 GB/s"
     )
     products = limit_of(on_gpu=False)
-    assert limit_in_words(products, MOVED, on_gpu=False) == ("8.0% of the limit of matrix products: 500.00 TFLOP/s")
+    assert limit_in_words(products, MOVED, on_gpu=False) == ("8.0% of the limit of matrix products: 500 TFLOP/s")
     memory = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None))
     for on_gpu, where in ((True, "device memory"), (False, "this machine's memory")):
-        assert limit_in_words(memory, MOVED, on_gpu) == f"4.0% of the limit of {where}: copies at 2000.0 GB/s"
+        assert limit_in_words(memory, MOVED, on_gpu) == f"4.0% of the limit of {where}: copies at 2000 GB/s"
     nothing = limit_of(on_gpu=False, rates=replace(RATES, matmul_tflops=None, device_copy_gb_per_s=None))
     assert nothing.bound_by is None and limit_in_words(nothing, MOVED, on_gpu=False) is None
 
