@@ -323,6 +323,18 @@ def planned(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT):
     return make_plan(job_of(options, machine, skeletons))
 
 
+def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
+    """Their memory comes out of the ring's, where that has slots to spare; else fewer or none are fetched."""
+    fetch = []
+    for model, gib in (("mixtral-8x7b", 9), ("qwen3-30b-a3b", 6), ("qwen3-30b-a3b", 8)):
+        rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
+        machine = machine_of(None, f"gpus=1x{gib}GiB,{rates}")
+        plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
+        assert plan.weights.least_free_device_bytes <= plan.job.free_device_bytes
+        fetch.append(max(plan.weights.residency.quota, default=0))
+    assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
+
+
 def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):
     # a process looks whether there is a GPU, and no further
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

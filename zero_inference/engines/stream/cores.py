@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.pace import paced_s
 from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH
 from zero_inference.engines.stream.split import best_split, link_quota
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.diverted import why_not_attended
@@ -208,12 +209,21 @@ def place_on_cores(
     plan = replace(plan, attends=best.attends, automatic=True)
     # blocks of experts are so large that they may come late, though the link has time for them
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
-    placed = [residency.with_shares_computed(share, best.of_others).with_budget_used() for share in experts]
+    placed = [residency.with_shares_computed(share, best.of_others) for share in experts]
     if ranks == 1 and job.pin_weights:
-        placed = [each.with_quota(link_quota(each, found)) for each in placed]
+        slots = spare_slots(job, residency.depth)
+        placed = [each.with_quota(link_quota(each.with_budget_used(), found), slots) for each in placed]
+    placed = [each.with_budget_used() for each in placed]
     residency = min(placed, key=lambda each: _step_s(each, plan, found, graphs))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share)
+
+
+def spare_slots(job: Job, depth: int) -> int | None:
+    """Return how many slots of a ring of `depth` may be given up, as `Residency.with_quota` takes it."""
+    if job.config.gpu_memory is not None:  # the budget of what stays; the device may have more
+        return None
+    return 0 if job.config.ring_depth is not None else max(0, depth - USUAL_DEPTH)
 
 
 def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:

@@ -20,6 +20,7 @@ from zero_inference.engines.stream.cores import (
     CoresPlan,
     cores_s_of,
     place_on_cores,
+    spare_slots,
     why_cores_stay_out,
     why_not_attending,
 )
@@ -355,7 +356,9 @@ def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | 
     if found.fetched or job.config.ring_depth is not None or found.depth <= USUAL_DEPTH:
         return found
     placed = replace(_residency(job, scheme, divided=True, depth=USUAL_DEPTH), few_tokens=found.few_tokens)
-    placed = placed.with_shares_computed(1.0, 1.0).with_budget_used().with_quota(found.quota)
+    placed = (
+        placed.with_shares_computed(1.0, 1.0).with_quota(found.quota, spare_slots(job, placed.depth)).with_budget_used()
+    )
     return found if placed.fetched else placed
 
 

@@ -194,10 +194,22 @@ class Residency:
         moved = self._spread_in_turn(movable, share, feed_forwards_last=to_link)
         return replace(self, computed=self.computed ^ moved) if moved else self
 
-    def with_quota(self, quota: tuple[int, ...]) -> Residency:
-        """The same with some missed experts fetched, whose memory single experts leave free."""
+    def with_quota(self, quota: tuple[int, ...], spare_slots: int | None) -> Residency:
+        """Return the same with some missed experts fetched, into memory of single experts and, if that is too little, of ring slots.
+
+        Args:
+            spare_slots: of the ring; fewer experts are fetched where these are too few. None: the device has more memory than is planned.
+        """
         staged = replace(self, quota=quota)
-        return replace(staged, expert_budget=max(0, self.expert_budget - staged.staging_bytes))
+        if spare_slots is not None and staged.staging_bytes > self.expert_budget:
+            slots = min(spare_slots, -((self.expert_budget - staged.staging_bytes) // self.slot_bytes))
+            staged = replace(
+                staged, depth=self.depth - slots, expert_budget=self.expert_budget + slots * self.slot_bytes
+            )
+            while staged.staging_bytes > staged.expert_budget:
+                most = max(staged.quota) - 1
+                staged = replace(staged, quota=tuple(min(most, each) for each in quota) if most else ())
+        return replace(staged, expert_budget=max(0, staged.expert_budget - staged.staging_bytes))
 
     def with_budget_used(self) -> Residency:
         """The same with fetched blocks on the device, evenly spaced, where single experts leave room for them."""
