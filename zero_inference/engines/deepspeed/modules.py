@@ -7,6 +7,7 @@ a module that ends with its holder; whoever has it may clear such a mark, becaus
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +246,8 @@ def init_distributed(ranks: Ranks) -> None:
     """
     import deepspeed
 
-    deepspeed.init_distributed(verbose=False)
+    with redirect_stdout(io.StringIO()):  # it prints in each run that a module was built, though it was kept
+        deepspeed.init_distributed(verbose=False)
     if ranks.device.type == "cpu" and "LOCAL_SIZE" in os.environ:  # set by the launcher whose ranks share memory
         ranks.barrier()
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
