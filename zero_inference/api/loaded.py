@@ -72,7 +72,7 @@ class _Held:
 
     @contextlib.contextmanager
     def call(self, model: Any) -> Iterator[None]:
-        """One thread at a time, with adapters and hooks that were added since the last call taken into account."""
+        """Let one thread at a time call the model, after `modules.check`."""
         with self.lock:
             outermost, self.calling = not self.calling, True
             try:
@@ -232,7 +232,7 @@ class _AsLoaded:
             self.versions = {id(parameter): parameter._version for parameter in placed}
 
     def check(self) -> None:
-        """Before a call: have the engine know what is new.
+        """Tell the engine which modules were wrapped, replaced or hooked since the last call; called before each.
 
         Raises:
             UsageError: weights were changed or replaced, or an adapter cannot be computed with them.
@@ -322,7 +322,7 @@ def _in_words(plan: Plan, loaded: LoadedModel) -> list[str]:
     }
     parts = [f"{amount(nbytes)} {where}" for where, nbytes in places.items() if nbytes]
     return [
-        f"engine {config.engine}, {config.quant_bits} bits: weights {', '.join(parts)}",
+        f"engine {config.engine}, {config.quant_bits} bits: weights and their buffers {', '.join(parts)}",
         *plan.weights.in_words(),
         f"memory for {config.batch_size} x {config.positions} tokens; keys and values "
         f"{'in host memory' if config.kv_offload else 'where the model computes'}",
@@ -360,7 +360,7 @@ class PlacedModel:
                 held.forward_in = before
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' `load_adapter`. Raises UsageError where the adapter cannot be computed with weights of an engine."""
+        """Load an adapter as transformers does. Raises UsageError where it cannot be computed with an engine's weights."""
         held = _need(self)
         with held.lock:
             found = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
@@ -389,7 +389,7 @@ class PlacedModel:
         return self.to("cpu")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What `half`, `float` and a wrapper's `to` do to each tensor. Raises UsageError where it moves or casts weights."""
+        """Apply what `half`, `float` and a wrapper's `to` do to each tensor. Raises UsageError where it moves or casts weights."""
         here = torch.empty(0, dtype=self.dtype, device=self.device)
         there, held = fn(here), _need(self)
         if (there.dtype, there.device) != (here.dtype, here.device):
@@ -401,14 +401,14 @@ class PlacedModel:
         return self
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, for what is not the engine's: adapters. Raises UsageError for its weights."""
+        """Load weights of adapters, as torch does. Raises UsageError for weights that an engine has placed."""
         named = self.named_parameters(remove_duplicate=False)  # type: ignore[attr-defined]
         if any(name in state_dict for name, parameter in named if isinstance(parameter, FrozenParameter)):
             raise refusal("load_state_dict()")
         return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' with engine="resident"; without arguments it changes nothing. Raises UsageError elsewhere."""
+        """Resize embeddings as transformers does with engine="resident". Raises UsageError with other engines, unless nothing changes."""
         if _need(self).modules.frozen and (args or kwargs):
             raise refusal("resize_token_embeddings()")
         return super().resize_token_embeddings(*args, **kwargs)  # type: ignore[misc]

@@ -115,7 +115,7 @@ def read_experts(module: nn.Module) -> FusedExperts | None:
 
 
 def _forms(named: dict[str, nn.Parameter], weights: list[str], biases: list[str]) -> Iterator[FusedExperts]:
-    """Those that the shapes allow, with nothing said of what lies between the products."""
+    """Yield the forms that the shapes allow; what is computed between the two products is not known yet."""
     for (first, last), transposed, gated in itertools.product((weights, weights[::-1]), (False, True), (True, False)):
         one, other = ((named[name].mT if transposed else named[name]).shape for name in (first, last))
         number, hidden, inner = other
@@ -168,7 +168,7 @@ def _tried(module: nn.Module, form: FusedExperts) -> FusedExperts | None:
 
 
 def _small_copy(module: nn.Module, form: FusedExperts) -> nn.Module:
-    """A copy of `module` with few and small experts, with random parameters in float64.
+    """Return a copy of `module` with few and small experts, with random parameters in float64.
 
     Its whole numbers that are a dimension of the weights become the small one; dimensions that are equal stay so.
     """

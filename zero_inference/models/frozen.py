@@ -58,7 +58,7 @@ class FrozenParameter(nn.Parameter):
 
 
 class _FrozenValues(torch.Tensor):
-    """What `data` of a frozen parameter gives, and views of that."""
+    """The values that `data` of a frozen parameter returns, and views of them: reading works, writing raises UsageError."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:

@@ -226,7 +226,7 @@ def library_name(architectures: str, folder: Path | None = None) -> str:
 
 
 def is_complete(library: Path) -> bool:
-    """Whether `library` was compiled to its end, and is as it was then."""
+    """Return whether `library` was compiled to its end and has not changed since."""
     mark = library.with_name(COMPLETE)
     return mark.exists() and library.exists() and mark.read_bytes() == file_digest(library)
 

@@ -70,7 +70,7 @@ def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> l
 
 
 def rows_without_times(plans: Sequence[Plan], first: int) -> list[dict[str, Any]]:
-    """The same of configurations that fit and are not predicted, whose places begin with `first`."""
+    """Return rows of configurations that fit and are not predicted, numbered from `first` on."""
     unknown = ("prefill_s", "step_s", "tokens_per_s", "total_s", "measured_tokens_per_s", "bound_by", "tried")
     return [
         _row(place, plan) | dict.fromkeys(unknown) | {"at_most": False, "front": False}

@@ -263,7 +263,7 @@ class _Layer:
         return bool(self._wide(module, recurse=False)) or any(self._wide(child) for child in lists)
 
     def _exact(self, names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
-        """Those of `names`, relative to the module `prefix`, that are parameters of routers or biases of experts."""
+        """Return those of `names`, relative to the module `prefix`, that are parameters of routers or biases of experts."""
         routers = [
             f"{name}."[len(prefix) + 1 if prefix else 0 :]
             for beside in dict.fromkeys(name.rpartition(".")[0] for name in self.experts)
@@ -275,7 +275,7 @@ class _Layer:
 
     @staticmethod
     def _among(found: set[str], names: tuple[str, ...], prefix: str = "") -> tuple[str, ...]:
-        """Those of `names`, relative to the module `prefix`, that are in `found`, relative to the layer."""
+        """Return those of `names`, relative to the module `prefix`, that are in `found`, relative to the layer."""
         return tuple(name for name in names if (f"{prefix}.{name}" if prefix else name) in found)
 
     def _is_router(self, prefix: str, child: nn.Module) -> bool:

@@ -87,7 +87,7 @@ class StreamPlan(EnginePlan):
 
     @functools.cached_property
     def _packed(self) -> dict[str, bool]:
-        """By name of a matrix that is quantized, whether it is stored transposed."""
+        """Return by name of each quantized matrix whether it is stored transposed."""
         prefix, _ = decoder_layers(self.job.skeleton.model)
         return {
             block.full_name(prefix, stored.name): stored.transposed
