@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -153,7 +154,10 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
     }
   };
   std::vector<std::thread> others;
-  for (int64_t index = 1; index < std::min<int64_t>(threads, tasks); ++index) others.emplace_back(work);
+  try {
+    for (int64_t index = 1; index < std::min<int64_t>(threads, tasks); ++index) others.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads to be had: those that there are do all of it
+  }
   work();
   for (std::thread& other : others) other.join();
   return result;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,11 +160,12 @@ def plan_found(arm: Arm, folder: Path) -> dict[str, Any] | None:
     """Return the plan that `check_arm` left in `folder`, as `--dry-run --json` prints it; None without one."""
     output = _check_output(arm, folder)
     said = output.read_text(errors="replace") if output.is_file() else ""
-    begin = said.find('{\n "fits"')
-    try:
-        return None if begin < 0 else json.JSONDecoder().raw_decode(said, begin)[0]
-    except ValueError:
-        return None
+    for begin in re.finditer(r"^\{", said, re.MULTILINE):  # libraries may have printed something before it
+        with contextlib.suppress(ValueError):
+            plan = json.JSONDecoder().raw_decode(said, begin.start())[0]
+            if "fits" in plan:
+                return plan
+    return None
 
 
 def run_arm(arm: Arm, extra: Sequence[str], folder: Path, number: int, ranks: int = 1) -> dict[str, Any]:
