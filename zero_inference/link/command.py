@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=HERE,
         help="keep what was measured. With FILE, for plans of this machine elsewhere (--machine FILE); without, for plans and runs on this "
-        "machine, until a version or a GPU changes. Takes a minute, and another one the first time, to compile DeepSpeed's kernel",
+        "machine, until a version or a GPU changes. Takes a minute, and up to two more the first time, to compile kernels",
     )
     add_verbose(parser)
     parser.add_argument(
@@ -72,7 +72,9 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         engines = None
         stack.enter_context(reporting(Progress(not quiet)))
-        if args.save is not None:  # it loads libraries while this process does
+        if args.save is not None:
+            current().say("measuring this machine: about a minute, and up to two more the first time, to compile kernels")
+            # it loads libraries while this process does
             engines = stack.enter_context(contextlib.closing(EnginesProcess()))
         return _measure(args, engines)
 
