@@ -73,7 +73,9 @@ def main(args: argparse.Namespace) -> int:
         engines = None
         stack.enter_context(reporting(Progress(not quiet)))
         if args.save is not None:
-            current().say("measuring this machine: about a minute, and up to two more the first time, to compile kernels")
+            current().say(
+                "measuring this machine: about a minute, and up to two more the first time, to compile kernels"
+            )
             # it loads libraries while this process does
             engines = stack.enter_context(contextlib.closing(EnginesProcess()))
         return _measure(args, engines)
