@@ -831,7 +831,7 @@ def test_a_bound_without_its_overhead_comes_behind_those_that_have_it(capfd):
     out = " ".join(capfd.readouterr().out.split())
     assert out.startswith("Fastest: stream engine, int4, batch 64: ")
     assert (
-        "deepspeed is ranked behind the others, because its overhead is not in its bound: deepspeed engine, int4" in out
+        "deepspeed is ranked after the others, because its overhead is not in its bound: deepspeed engine, int4" in out
     )
     assert console_main(["zero-inference", *asked, "--goal", "memory"]) == 0
     assert capfd.readouterr().out.startswith("Least memory: stream engine") is (
@@ -839,7 +839,7 @@ def test_a_bound_without_its_overhead_comes_behind_those_that_have_it(capfd):
     )
     alone = "plan llama-3.1-70b --dummy --machine rtx4090 --quant-bits 4 --batch-size 64 --engine deepspeed".split()
     assert console_main(["zero-inference", *alone]) == 0
-    assert "ranked behind" not in capfd.readouterr().out, "there is nothing before it"
+    assert "ranked after" not in capfd.readouterr().out, "there is nothing before it"
 
 
 def test_keys_and_values_are_moved_where_that_promises_something(monkeypatch, capfd):

@@ -20,6 +20,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "../alignment.cuh"
+#include "../current_stream.cuh"
 #include "../launch_sizes.cuh"
 
 namespace {
@@ -27,6 +28,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using zero_inference::aligned;
+using zero_inference::current_stream;
 
 using namespace zero_inference::crossing;  // launch sizes
 
@@ -83,12 +85,6 @@ __global__ void __launch_bounds__(kThreads) pull(const Vector* source, Vector* _
       if (first + i * stride < vectors) target[first + i * stride] = values[i];
     }
   }
-}
-
-cudaStream_t current_stream(int32_t device) {
-  void* current = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &current));
-  return static_cast<cudaStream_t>(current);
 }
 
 unsigned int blocks_for(int64_t vectors) {

@@ -67,7 +67,7 @@ def _own_forwards(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 def _attends_alike(model: PreTrainedModel) -> bool:
     """Return whether decode steps with the cores' attention equal those with the model's own. Random numbers replace the weights, one layer
-    of each kind computes, and one of the two sequences is padded on the left."""
+    of each kind computes, with two sequences, one of them padded on the left."""
     own, ours = (list(_steps_of_trial(model, attended)) for attended in (False, True))
     finite = all(tensor.isfinite().all() for tensor in own)
     return (

@@ -37,10 +37,10 @@ def fill_dummy(tensor: torch.Tensor, name: str, seed: int, std: float = WEIGHT_S
 def embedding_std(text_config: Any) -> float:
     """Return the standard deviation of a mixture's embeddings with `--dummy-routing text`, 1 or more.
 
-    What all tokens have in common passes through attention undiminished: with weights of `WEIGHT_STD` a layer adds
-    g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) to a common part of 1 in a stream of 1. In a stream of std s its square grows
-    by g^2 / s^2 a layer, so s^2 = L g^2 keeps it from growing more than e times over L layers. 8 for Qwen3-30B-A3B, whose LRU hit
-    rate of a quarter of the experts is then 63 to 65% in all 48 layers.
+    Attention averages over tokens, which keeps the component that all of them share. With weights of `WEIGHT_STD` a layer amplifies it
+    by g = WEIGHT_STD^2 sqrt(hidden x heads x head_dim) and adds it to a residual stream of deviation s, so its square grows by
+    g^2 / s^2 a layer; s^2 = L g^2 bounds the growth over L layers by a factor of e. The result is 8 for Qwen3-30B-A3B, where an LRU
+    cache of a quarter of the experts then hits 60 to 64% in all 48 layers (benchmarks/expert_reuse.py).
     """
     heads = text_config.num_attention_heads
     widths = (getattr(text_config, name, None) for name in ("v_head_dim", "head_dim"))

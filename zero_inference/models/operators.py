@@ -257,7 +257,7 @@ class _Reading(Watching):
         self.layers = decoder_layers(shapes)[0]
         self.modules: dict[int, str] = {}
         self.parameters: dict[int, list[str]] = {}  # by storage
-        for name, module in shapes.named_modules():  # the first place of a layer that stands for others
+        for name, module in shapes.named_modules():  # layers that are traced once share modules: the first name
             self.modules[id(module)] = name
             for own, parameter in module.named_parameters(name, recurse=False):
                 self.parameters.setdefault(storage_of(parameter), []).append(own)
@@ -309,7 +309,7 @@ class _Reading(Watching):
 
     def repeat(self, position: int, seen: tuple, made: list[torch.Tensor]) -> None:
         """See `OfLayers`."""
-        self.calls[self.stack[-1]] -= 1  # the layer that stands for this one was counted
+        self.calls[self.stack[-1]] -= 1  # its traced twin was counted
 
 
 def _flops(name: Any, args: tuple, kwargs: dict, out: Any) -> int:

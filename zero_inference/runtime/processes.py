@@ -89,7 +89,7 @@ def group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
     """
     leader = None
     try:
-        with held():  # a signal between its start and its name here would leave it behind
+        with held():  # a signal between its start and its name here would leave it running
             leader = subprocess.Popen(
                 isolated_python(_LEAD, *command), stdin=subprocess.PIPE, start_new_session=True, **options
             )

@@ -99,7 +99,7 @@ def ranked_behind(best: Sequence[Candidate], goal: str) -> list[str]:
         if each.lacks_overhead and goal != "memory" and any(_is_better(each, other, goal) for other in known):
             behind.setdefault(each.config.engine, each)
     return [
-        f"{engine} is ranked behind the others, because its overhead is not in its bound: {in_short(each)}: {speed(each, goal)}"
+        f"{engine} is ranked after the others, because its overhead is not in its bound: {in_short(each)}: {speed(each, goal)}"
         for engine, each in behind.items()
     ]
 

@@ -45,7 +45,7 @@ class _Weights:
         waiting: of all experts in host memory, likewise.
 
     Args:
-        memory: uint8 on the device for the slots, of `slots_bytes`; None takes memory of its own.
+        memory: uint8 on the device for the slots, see `expert_memory`; None allocates it.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ def divide(chosen: torch.Tensor, table: torch.Tensor, experts: int, quota: torch
         torch.ops.zero_inference.expert_division(chosen.contiguous(), table, experts, quota, *found)
         return found
     none = chosen.new_full((1,), -1)
-    number = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # `experts` stands for none
+    number = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # number `experts`: none
     slot = torch.cat([table[:experts], none])[number]
     missed = chosen.new_zeros(experts + 1)
     missed.scatter_(0, torch.where(slot < 0, number, experts).view(-1), torch.ones_like(number).view(-1))
