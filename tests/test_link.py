@@ -335,7 +335,9 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert saved.matmul_tflops["bfloat16"] == ceilings["matmul_bfloat16_tflops"]["value"]
     formats = {(each.format, each.rows) for each in saved.device_products}
     assert formats == {(name, rows) for name in ("bfloat16", "float32", "int8", "int4") for rows in (1, 8, 32, 128)}
-    assert saved.launches.operator_s > 0 and saved.launches.graph_operator_s is None
+    launches = saved.launches  # noise may give all of the time to one of the two, see link/launches.py
+    assert min(launches.operator_s, launches.module_s) >= 0 and launches.operator_s + launches.module_s > 0
+    assert launches.graph_operator_s is None
     assert 1e8 < saved.process_bytes < 4e9 and 1e8 < saved.measuring_bytes < saved.process_bytes
     assert saved.library_bytes["deepspeed"] > 1e6
     work = {(each.engine, each.quant_bits, each.kv_offload, each.resident): each for each in saved.own_work}
