@@ -148,6 +148,7 @@ def test_any_number_of_resident_layers(bits, longer):
         loaded, spec, ranks = load(
             folder,
             cpu_compute="off",
+            decode_graph="on" if kept % 2 else "auto",
             quant_bits=bits,
             quant_group_size=32 if bits == 8 else 64,
             gpu_memory=kept * (190 if bits == 16 else 60.2) * 1024 / 2**30,
@@ -156,7 +157,8 @@ def test_any_number_of_resident_layers(bits, longer):
         ids = generate(loaded, spec, ranks).output_ids
         first = ids if first is None else first
         assert torch.equal(ids, expected if bits == 16 else first)
-        moved = generate(loaded, spec, ranks, loops=1).loops[0].moved.host_to_device_bytes_per_step
+        # a new cache: its graph is recorded and tried in the warm-up, by passes that fetch all layers once more
+        moved = generate(loaded, spec, ranks, loops=1, warmup=1).loops[0].moved.host_to_device_bytes_per_step
         assert moved == loaded.facts["stream"]["streamed_layers"] * loaded.facts["stream"]["slot_bytes"]
         loaded.close()
     assert seen == set(range(8))
@@ -218,15 +220,17 @@ class _OrderedEvent:
 
 @pytest.mark.parametrize("host_waits", [False, True])
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off, host_waits):
+@pytest.mark.parametrize("as_graph", [False, True])
+def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(as_graph, breaks_off, host_waits):
     streams = _NamedStreams()
     model = torch.nn.Identity()
 
     def forward(values):
-        streams.order.append(f"computes on the {streams.at}")
-        if breaks_off:
-            raise RuntimeError("as a full device would")
-        return values
+        with compute.entered() if as_graph else contextlib.nullcontext():  # as a call that repeats a graph
+            streams.order.append(f"computes on the {streams.at}")
+            if breaks_off:
+                raise RuntimeError("as a full device would")
+            return values
 
     model.forward = forward
     compute = ComputeStream(model, streams, host_waits)
@@ -240,6 +244,7 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off,
     ]
     assert streams.at == "caller's"
     compute.close()
+    as_graph = False
     streams.order.clear()
     with pytest.raises(RuntimeError) if breaks_off else contextlib.nullcontext():
         model(torch.zeros(1))
@@ -248,14 +253,19 @@ def test_a_model_computes_on_its_own_stream_in_order_with_its_caller(breaks_off,
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
 def test_on_a_gpu_no_layer_computes_on_the_default_stream(checkpoints):
-    loaded, _, ranks = load(checkpoints("llama"))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "an earlier test has left its stream current"
+    loaded, spec, ranks = load(checkpoints("llama"), decode_graph="on")
     seen = set()
-    loaded.model.model.layers[1].register_forward_pre_hook(
+    hook = loaded.model.model.layers[1].register_forward_pre_hook(
         lambda *args: seen.add(torch.cuda.current_stream().cuda_stream)
     )
     loaded.model(random_ids(0, BATCH, PROMPT, VOCAB).to(loaded.device))
     assert seen and torch.cuda.default_stream().cuda_stream not in seen
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    hook.remove()
+    generate(loaded, spec, ranks)
+    assert loaded.facts["stream"]["decode_graph"].unused_because is None
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "behind steps that were repeated as graphs"
     loaded.close()
 
 

@@ -104,7 +104,7 @@ class ComputeStream:
         self.streams, self.stream = streams, streams.stream()
         self.done = streams.sleeping_event() if host_waits else None
         self.callers: Any = None  # while a call is under way
-        self.entered_already = False
+        self.depth = 0  # of calls and of `entered`, which a step that is repeated as a graph is within its call
         self.hooks = [
             module.register_forward_pre_hook(self._begin),
             module.register_forward_hook(self._end, always_call=True),
@@ -116,25 +116,27 @@ class ComputeStream:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Within it all work goes to this stream, in order with the caller's before and after; calls of the module change nothing then."""
+        """Send all work within it to this stream, in order with the caller's before and after."""
         self._begin(None, ())
-        self.entered_already = True
         try:
             yield
         finally:
-            self.entered_already = False
             self._end(None, (), None)
 
     def _begin(self, module, args) -> None:
-        if self.entered_already:
+        self.depth += 1
+        if self.depth > 1:
             return
         self.callers = self.streams.current()
         self.stream.wait_stream(self.callers)
         self.streams.make_current(self.stream)
 
     def _end(self, module, args, output) -> None:
-        if self.callers is None or self.entered_already:
+        if not self.depth:
             return  # the call broke off before it began
+        self.depth -= 1
+        if self.depth:
+            return
         self.callers.wait_stream(self.stream)
         self.streams.make_current(self.callers)
         self.callers = None
