@@ -46,7 +46,7 @@ from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
 from zero_inference.planning.outlook import least_step_s, limit_in_words
-from zero_inference.planning.plan import make_plan
+from zero_inference.planning.plan import Plan, make_plan
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks, detect_ranks
@@ -333,6 +333,20 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
         assert plan.weights.least_free_device_bytes <= plan.job.free_device_bytes
         fetch.append(max(plan.weights.residency.quota, default=0))
     assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
+
+
+def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
+    """The device is as large as the plan asks for, and a byte smaller."""
+    machine = machine_of(None, "gpus=1x80GiB,host=256GiB")
+    plan = planned("--model opt-1.3b --dummy --engine stream --gpu-memory 1 --batch-size 8", machine)
+    least = plan.weights.least_free_device_bytes
+    for free, fits in ((least, True), (least - 1, False)):
+        job = replace(plan.job, free_device_bytes=free)
+        there = Plan(job, replace(plan.weights, job=job))
+        assert there.fits is fits
+        assert least - plan.weights.device_peak_bytes >= 1 << 30
+        said = next(need for need in there.needs if need.place == "device memory").shortage()
+        assert ("have to stay free" in said) is not fits
 
 
 def test_nothing_of_this_machine_is_asked(monkeypatch, tmp_path, capfd):

@@ -21,28 +21,41 @@ class Need:
 
     Attributes:
         which: of several such places, for people.
+        reserve: bytes that have to stay free besides.
     """
 
     place: str
     needed: int
     available: int | None
     which: str = ""
+    reserve: int = 0
 
     @property
     def fits(self) -> bool:
-        return self.available is None or self.needed <= self.available
+        return self.available is None or self.with_reserve <= self.available
+
+    @property
+    def with_reserve(self) -> int:
+        """Free bytes that a run asks for."""
+        return self.needed + self.reserve
 
     def in_words(self) -> str:
         """`20.4 of 23.5 GiB free`."""
         if self.available is None:
             return f"{amount(self.needed)}; how much is free is not known"
         needed, there, unit = compared(self.needed, self.available)
-        return f"{needed} of {there} {unit} free"
+        return f"{needed} of {there} {unit} free{self._reserved}"
 
     def shortage(self) -> str:
         """`24.8 GiB of host memory (23.5 GiB free)`."""
         needed, there, unit = compared(self.needed, self.available or 0)
-        return f"{needed} {unit} of {self.name} ({there} {unit} free)"
+        return f"{needed} {unit} of {self.name} ({there} {unit} free{self._reserved})"
+
+    @property
+    def _reserved(self) -> str:
+        """Return the words about the reserve where nothing else is missing."""
+        only_reserve = not self.fits and self.needed <= (self.available or 0)
+        return f", of which {amount(self.reserve)} have to stay free" if only_reserve else ""
 
     @property
     def name(self) -> str:
@@ -60,7 +73,9 @@ def memory_needs(plan: EnginePlan) -> list[Need]:
     job, weights = plan.job, plan.footprint
     ranks_here = job.ranks.local_world_size
     pinned = weights.pinned + (job.kv_host_bytes if job.config.pin_kv_cache else 0)
-    needs = memory_of(job, plan.device_peak_bytes if job.on_gpu else 0, plan.host_peak_bytes())
+    device = plan.device_peak_bytes if job.on_gpu else 0
+    reserve = max(0, plan.least_free_device_bytes - device) if job.on_gpu else 0
+    needs = memory_of(job, device, plan.host_peak_bytes(), reserve)
     if job.on_gpu:  # the driver asks no memlock limit
         needs.append(Need(PAGE_LOCKED, pinned * ranks_here, job.machine.available_host_bytes()))
     if job.config.disk_offload:
@@ -69,12 +84,13 @@ def memory_needs(plan: EnginePlan) -> list[Need]:
     return needs
 
 
-def memory_of(job: Job, device: int, host: int) -> list[Need]:
-    """A rank's bytes on its device and in host memory, for all ranks of this node; without a GPU, the device is host memory."""
+def memory_of(job: Job, device: int, host: int, reserve: int = 0) -> list[Need]:
+    """A rank's bytes on its device, with its reserve there, and in host memory, for all ranks of this node; without a GPU, the device is
+    host memory."""
     ranks_here = job.ranks.local_world_size
     if not job.on_gpu:
         return [Need(HOST_MEMORY, (device + host) * ranks_here, job.machine.available_host_bytes())]
     return [
-        Need(DEVICE_MEMORY, device, job.free_device_bytes, "of each GPU" if ranks_here > 1 else ""),
+        Need(DEVICE_MEMORY, device, job.free_device_bytes, "of each GPU" if ranks_here > 1 else "", reserve),
         Need(HOST_MEMORY, host * ranks_here, job.machine.available_host_bytes()),
     ]

@@ -7,7 +7,8 @@ Bytes and seconds throughout; null is a value that is not known. Keys:
     config                  every option as it is used, with `dtype`, `pin_memory`, `model_type` and `world_size` as resolved
     sizes                   `model_bytes`, `cache_bytes`, `hidden_bytes` as in the record; `weight_bytes` as the engine stores them
     needs                   by place of one node: `place` (device memory, host memory, page-locked memory, disk), `which`,
-                            `needed_bytes`, `available_bytes`, `fits`; null where the engine makes no plan because of `refused`
+                            `needed_bytes`, `reserve_bytes` (to stay free besides), `available_bytes`, `fits`; null where the engine
+                            makes no plan because of `refused`
     refused                 why the engine makes no plan; else null
     predicted               `prefill_s`, `decode_step_s`, `decode_throughput` (token/s), `bound_by`, `load_s`; `bounds_because`: why the
                             times are lower bounds, empty where they are not; `left_out`: what they do not count;
@@ -74,6 +75,7 @@ def _need(need: Need) -> dict[str, Any]:
         "place": need.place,
         "which": need.which or None,
         "needed_bytes": need.needed,
+        "reserve_bytes": need.reserve,
         "available_bytes": need.available,
         "fits": need.fits,
     }

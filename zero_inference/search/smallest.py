@@ -37,9 +37,8 @@ def _needed_beyond(plan: Plan) -> tuple[int, int, int]:
 
 def _needed(plan: Plan) -> dict[str, int]:
     """Free bytes by place; what is page-locked is host memory too."""
-    needed = {need.place: need.needed for need in plan.needs if need.needed and need.place != PAGE_LOCKED}
-    if plan.job.on_gpu:
-        needed = {DEVICE: plan.weights.least_free_device_bytes} | {
-            place: nbytes for place, nbytes in needed.items() if place != DEVICE_MEMORY
-        }
-    return needed
+    return {
+        DEVICE if need.place == DEVICE_MEMORY else need.place: need.with_reserve
+        for need in plan.needs
+        if need.with_reserve and need.place != PAGE_LOCKED
+    }

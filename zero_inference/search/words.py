@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_inference.planning.changes import changes_that_fit
-from zero_inference.planning.memory import DEVICE_MEMORY, PAGE_LOCKED, Need
+from zero_inference.planning.memory import PAGE_LOCKED
 from zero_inference.planning.outlook import experts_in_words, first_token_in_words
 from zero_inference.planning.plan import Plan
 from zero_inference.planning.timing import why_unknown
@@ -115,13 +115,11 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
     lines = []
     for plan in plans:
         config = plan.job.config
-        refused = Need(DEVICE_MEMORY, plan.weights.least_free_device_bytes, plan.job.free_device_bytes or 0)
-        # the engine counts what it keeps free, too
-        short = next((need for need in plan.needs if not need.fits), refused)
+        short = next(need for need in plan.needs if not need.fits)
         place = {"cpu": " in host memory", "disk": " on disk"}.get(config.offload, " on the device")
         gpus = f", {plan.job.ranks.world_size} GPUs" if plan.job.ranks.world_size > 1 else ""
         name = f"{config.engine} {kind_of_weights(plan)}{'' if config.engine == 'stream' else place}{gpus}"
-        needed, there, unit = compared(short.needed, short.available or 0)
+        needed, there, unit = compared(short.with_reserve, short.available or 0)
         line = f"{name}: {needed} {unit} of {short.place}, {there} {unit} free"
         if changes := changes_that_fit(plan.job):
             line += f"; fits with {changes[0]}"
