@@ -1,8 +1,12 @@
+import json
 import struct
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from test_presets import PARAMETERS
 
 from benchmarks.peers import gguf_file
@@ -102,3 +106,40 @@ def test_a_gguf_has_as_many_weights_as_its_preset(name):
 def test_a_model_without_a_layout_is_refused(change, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         gguf_file.write_random_gguf(DENSE | change, tmp_path / "model.gguf")
+
+
+LLAMA_BENCH = """#!/bin/sh
+# prints as llama-bench does, a line a test: prompts first, for each number of threads; generation of 9 tokens never ends
+while [ $# -gt 0 ]; do
+  case $1 in -p) p=$2 ;; -n) n=$2 ;; -d) d=$2 ;; -t) t=$2 ;; esac
+  shift
+done
+for threads in $(echo "$t" | tr , ' '); do
+  line='"n_threads": '$threads', "cpu_info": "a CPU", "gpu_info": "a GPU"'
+  [ "$p" = 0 ] || echo '{'$line', "n_prompt": '$p', "n_gen": 0, "n_depth": '${d:-0}', "avg_ts": 100, "samples_ts": [100]}'
+  [ "$n" = 9 ] && exec sleep 60
+  [ "$n" = 0 ] || echo '{'$line', "n_prompt": 0, "n_gen": '$n', "n_depth": '${d:-0}', "avg_ts": '$threads', "samples_ts": [1]}'
+done
+"""
+
+
+def test_llama_bench_gives_a_row_for_each_number_of_threads_and_what_it_printed_before_its_time_was_up(tmp_path):
+    program = tmp_path / "llama-bench" / "llama-bench"
+    program.parent.mkdir()
+    program.write_text(LLAMA_BENCH)
+    program.chmod(0o755)
+    (tmp_path / "llama-3.2-1b-q4_0.gguf").touch()  # is used: --keep
+    options = ["-ngl 5 -t 2,4", "-ngl 5 -t 8 -p 0 -d 0", "-ngl 5 -t 4 -p 64 -d 0 -n 9"]
+    made = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "peers" / "llama_cpp.py", "--model", "llama-3.2-1b", "--cuda", "--keep"]
+        + ["--programs", tmp_path, "--work", tmp_path, "--prompt-len", "32", "--gen-len", "3", "--timeout", "1"]
+        + [word for each in options for word in ("--options", each)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [
+        (row["threads"], row["prefill_tokens_per_s"], row["tokens_per_s"]) for row in json.loads(made.stdout)["rows"]
+    ]
+    assert rows == [(2, {"32": 100}, 2), (4, {"32": 100}, 4), (8, {}, 8), (4, {"64": 100}, None)]
+    assert [row.get("depth") for row in json.loads(made.stdout)["rows"]] == [32, 32, 0, None]

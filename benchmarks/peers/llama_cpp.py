@@ -2,14 +2,17 @@
 
     python benchmarks/peers/llama_cpp.py --model llama-2-13b --source FOLDER --work /dev/shm/llama --output llama_cpp.json
     python benchmarks/peers/llama_cpp.py --model llama-3.1-70b --source FOLDER --work /dev/shm/llama --cuda --prompt-len 512
-        --options "-ngl 44 --no-host 0" --options "-ngl 44 --no-host 1"
+        --options "-ngl 50 --no-host 0 -lm none -t 8,16" --options "-ngl 50 --no-host 1 -t 8,16"
 
 FOLDER holds the source package of llama-cpp-python (`llama_cpp_python-VERSION.tar.gz` or `.tar.xz`), which has llama.cpp in it;
 nothing is fetched. llama-bench and llama-batched-bench are built with cmake for the processor it runs on, once a work folder. A step of
 batch 1 is measured by llama-bench after a prompt of the asked length, larger batches by llama-batched-bench, whose sequences share one
 prompt. Without `--cuda` both multiply on the CPU alone. With it they are built for the GPU (or taken from `--programs`), and llama-bench
-measures prefill and decode of one sequence with each of `--options`, its own options for what lies where. The file of weights is
-removed afterwards, unless `--keep` is given.
+measures prefill and decode of one sequence with each of `--options`, its own options for what lies where: a row for each number of
+threads. Prompts are fastest with `-lm none --no-host 0` (weights in page-locked memory, which its default of mapping the file is not),
+decode often with `--no-host 1` (repacked for the CPU, where prompts are then computed too). `-p`, `-n`, `-d` and `-r` among the options
+take the place of what is measured by default; with `-d` one process loads the weights once. The file of weights is removed afterwards;
+with `--keep` it stays, and is used if it is there.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from benchmarks.peers.gguf_file import write_random_gguf  # noqa: E402
+from benchmarks.peers.gguf_file import tensors_of, write_random_gguf  # noqa: E402
 from zero_inference.models.preset_table import find_preset  # noqa: E402
 
 TARGETS = {
@@ -66,7 +69,11 @@ def main() -> int:
     programs, version = build(args)
     weights = args.work / f"{args.model.replace('/', '-')}-q4_0.gguf"
     started = time.perf_counter()
-    weight_bytes = write_random_gguf(preset.config, weights)
+    weight_bytes = sum(tensor.nbytes for tensor in tensors_of(preset.config))
+    if not (args.keep and weights.exists()):
+        part = weights.with_suffix(".part")
+        write_random_gguf(preset.config, part)
+        part.rename(weights)
     print(f"{weights}: {weight_bytes / 1e9:.2f} GB in {time.perf_counter() - started:.1f} s", file=sys.stderr)
     try:
         rows = measure_options(programs, weights, args) if args.cuda else measure(programs, weights, args)
@@ -75,7 +82,7 @@ def main() -> int:
             weights.unlink()
     result = {
         "peer": "llama.cpp",
-        "version": version,
+        "version": version or args.version,
         "model": preset.name,
         "weights": "Q4_0",
         "weight_bytes": weight_bytes,
@@ -94,7 +101,9 @@ def main() -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="a preset of Llama, Mixtral or Qwen3")
-    parser.add_argument("--source", type=Path, required=True, help="folder with the source package of llama-cpp-python")
+    parser.add_argument(
+        "--source", type=Path, help="folder with the source package of llama-cpp-python; not needed with --programs"
+    )
     parser.add_argument(
         "--work", type=Path, required=True, help="folder for the build and the weights (4.5 bits a weight)"
     )
@@ -108,6 +117,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--programs", type=Path, metavar="FOLDER", help="take llama-bench from this build folder instead of building"
     )
+    parser.add_argument("--version", default="unknown", help="of --programs, for the result (default: %(default)s)")
     parser.add_argument("--options", action="append", help='of llama-bench, such as "-ngl 44 --no-host 1 -t 15"')
     parser.add_argument(
         "--prompt-lens",
@@ -115,13 +125,18 @@ def parse_args() -> argparse.Namespace:
         help="prefills to measure with --cuda (default: --prompt-len)",
     )
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one of the two programs may take")
-    parser.add_argument("--keep", action="store_true", help="leave the file of weights")
+    parser.add_argument("--keep", action="store_true", help="leave the file of weights; use it if it is there")
     parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.source is None and args.programs is None:
+        parser.error("give --source FOLDER, which is built, or --programs FOLDER, a build of your own")
+    return args
 
 
-def build(args: argparse.Namespace) -> tuple[dict[str, Path], str]:
-    """Unpack and compile once; the programs by name, and the version of the package and of llama.cpp in it."""
+def build(args: argparse.Namespace) -> tuple[dict[str, Path], str | None]:
+    """Return the programs by name, unpacked and compiled once, and the version of the package; None for `--programs`."""
+    if args.programs is not None:
+        return {target: args.programs / folder / target for target, folder in TARGETS.items()}, None
     source, work = args.source, args.work
     packages = sorted(source.glob("llama_cpp_python-*.tar.*"))
     if not packages:
@@ -132,10 +147,6 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Path], str]:
     if not llama_cpp.is_dir():
         with tarfile.open(packages[-1]) as package:
             package.extractall(work, filter="data")
-    if args.programs is not None:
-        return {target: args.programs / folder / target for target, folder in TARGETS.items()}, version_of(
-            name, llama_cpp
-        )
     (work / "CMakeLists.txt").write_text(CMAKE_LISTS)
     options = [f"-D{key}={value}" for key, value in (CMAKE_OPTIONS | (CUDA_OPTIONS if args.cuda else {})).items()]
     started = time.perf_counter()
@@ -167,27 +178,53 @@ def logged(command: list, work: Path) -> None:
 
 
 def measure_options(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each of `--options`: prefill of each prompt and decode after the first, of one sequence."""
+    """Return a row for each of `--options` and number of threads: prefill of each prompt, and decode, of one sequence."""
     rows = []
-    prompts = args.prompt_lens or [args.prompt_len]
-    prefill = ["-p", ",".join(map(str, prompts)), "-n", "0", "-r", str(args.repetitions)]
-    decode = ["-p", "0", "-n", str(args.gen_len), "-d", str(prompts[0]), "-r", str(args.repetitions)]
     for options in args.options or ["-ngl 99"]:
         found: list[dict[str, Any]] = []
-        for each in (prefill, decode):
-            command = [str(programs["llama-bench"]), "-m", str(weights), *each, *shlex.split(options), "-o", "json"]
+        for each in calls_of(options, args):
+            command = [str(programs["llama-bench"]), "-m", str(weights), *each, "-o", "jsonl"]
             try:
-                found += json.loads(output_of(command, args.timeout))
+                said = output_of(command, args.timeout)
             except (subprocess.TimeoutExpired, SystemExit) as error:
                 print(f"{options}: {error}", file=sys.stderr)
-        prefilled = {str(one["n_prompt"]): one["avg_ts"] for one in found if one["n_gen"] == 0}
-        decoded = next((one for one in found if one["n_gen"]), None)
-        rows.append(
-            row(1, decoded["avg_ts"], samples=decoded["samples_ts"]) if decoded else {"batch": 1, "tokens_per_s": None}
-        )
-        rows[-1] |= {"options": options, "prefill_tokens_per_s": prefilled, "by": "llama-bench"}
-        print(f"{options}: prefill {prefilled}, decode {rows[-1]['tokens_per_s']}", file=sys.stderr, flush=True)
+                said = getattr(error, "stdout", None) or ""  # each line is there as soon as it is measured
+            lines = said.decode() if isinstance(said, bytes) else said
+            found += [json.loads(line) for line in lines.splitlines() if line.startswith("{") and line.endswith("}")]
+        rows += [row_of_options(options, one, found) for one in sorted({each["n_threads"] for each in found})]
+        rows += [] if found else [{"batch": 1, "tokens_per_s": None, "options": options, "prefill_tokens_per_s": {}}]
     return rows
+
+
+def calls_of(options: str, args: argparse.Namespace) -> list[list[str]]:
+    """Return llama-bench's options for each process that is started: decode after the first prompt has one of its own."""
+    given = shlex.split(options)
+    prompts, repeated = args.prompt_lens or [args.prompt_len], ["-r", str(args.repetitions)]
+    prefill, decode = ["-p", ",".join(map(str, prompts))], ["-n", str(args.gen_len)]
+    if "-d" in given:
+        wanted = [[*prefill, *decode, *repeated]]
+    else:
+        wanted = [[*prefill, "-n", "0", *repeated], ["-p", "0", *decode, "-d", str(prompts[0]), *repeated]]
+    calls = []
+    for each in wanted:
+        pairs = zip(each[::2], each[1::2])
+        calls.append([*(word for pair in pairs if pair[0] not in given for word in pair), *given])
+    return calls
+
+
+def row_of_options(options: str, threads: int, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what llama-bench's lines say of `threads`, in tokens a second; None or nothing for what has no line."""
+    mine = [each for each in found if each["n_threads"] == threads]
+    decoded = next((one for one in mine if one["n_gen"]), None)
+    made = {"batch": 1, "tokens_per_s": None}
+    if decoded:
+        made = row(1, decoded["avg_ts"], samples=decoded["samples_ts"], depth=decoded["n_depth"])
+    prefilled = {str(one["n_prompt"]): one["avg_ts"] for one in mine if not one["n_gen"]}
+    about = {"options": options, "threads": threads, "cpu": mine[0]["cpu_info"], "gpu": mine[0]["gpu_info"]}
+    print(
+        f"{options}, {threads} threads: prefill {prefilled}, decode {made['tokens_per_s']}", file=sys.stderr, flush=True
+    )
+    return made | about | {"prefill_tokens_per_s": prefilled, "by": "llama-bench"}
 
 
 def measure(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
