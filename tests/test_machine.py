@@ -14,6 +14,7 @@ from zero_inference.cli import main
 from zero_inference.cores.cores import SPIN_US
 from zero_inference.cores.cores import Cores as CoreThreads
 from zero_inference.engines.base import Job
+from zero_inference.engines.stream.cores import SEVERAL_GPUS, why_cores_stay_out
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.link import saved
@@ -529,6 +530,16 @@ def test_cores_take_their_part_as_the_file_says():
     assert "the rate of the host's cores is not known" in planned(options, no_rates).weights.cores_stay_out
     with pytest.raises(UsageError, match="test was measured with 15 threads"):
         planned(f"{options} --cpu-threads 4", machine)
+
+
+def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
+    options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0 --batch-size 2"
+    one = job_of(options, DescribedMachine(MACHINE))
+    two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
+    assert why_cores_stay_out(one) is None and why_cores_stay_out(two) == SEVERAL_GPUS
+    plan = make_plan(two).weights
+    assert not plan.residency.computed and any(SEVERAL_GPUS in line for line in plan.in_words())
+    assert why_cores_stay_out(replace(two, config=run_config([*shlex.split(options), "--cpu-compute", "0.3"]))) is None
 
 
 def test_more_ranks_than_the_machine_has_gpus(monkeypatch, capfd):

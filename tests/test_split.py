@@ -204,7 +204,7 @@ def watched(monkeypatch, plan: CoresPlan, uses, waited_s: float = 0.0, step_s=(0
     timeline = SimpleNamespace(
         link_use=link_use, waited_for_link_s=lambda first: waited_s * (LAST_PASS - balance.FIRST_PASS), forward=7
     )
-    team = SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]), of_first_rank=int)
+    team = SimpleNamespace(plan=plan, cores=SimpleNamespace(busy_s=lambda: looks["now"]))
     return Balance(team, timeline)
 
 
@@ -277,24 +277,3 @@ def test_what_else_the_link_carries_is_no_time_to_spare(monkeypatch, attends, ra
     plan = CoresPlan((-1,), 0.8, 1, alone, attends, 5 * GB, automatic=True, ranks=ranks)
     found = corrected(watched(monkeypatch, plan, [FIFTY] * 9), fine(0.8))
     assert (len(found) > 1) == moves
-
-
-@pytest.mark.parametrize("without_s", [0.1, 0.3])
-def test_several_ranks_keep_the_faster_of_with_and_without_the_cpu(monkeypatch, without_s):
-    plan = replace(AUTOMATIC, ranks=2)
-    placed = fine(2 / 3)  # which no correction changes
-    seconds = {True: 0.2, False: without_s}
-    looks = watched(monkeypatch, plan, [FIFTY] * 9)
-    now, current = [0.0], [placed]
-    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(looks, "_look", lambda *_: 0)
-    seen = [placed]
-    for _ in range(4 * LAST_PASS):
-        after = looks.of(current[0], True, ALL)
-        if after is not current[0]:
-            seen.append(after)
-        current[0] = after
-        now[0] += seconds[bool(after.computed)]
-    assert looks.done and looks.steps_to_settle() == 0
-    assert [bool(each.computed) for each in seen] == ([True, False] if without_s < 0.2 else [True, False, True])
-    assert seen[-1].computed == (frozenset() if without_s < 0.2 else placed.computed)

@@ -93,7 +93,7 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
         "--cpu-compute",
         metavar="auto|off|SHARE",
         help="share (0 to 1) of the weights in host memory that the host's cores multiply where they are, instead of sending them "
-        f"over the link. auto: as much as lets cores and link finish together {default('cpu_compute')}",
+        f"over the link. auto: as much as lets cores and link finish together; with several GPUs none {default('cpu_compute')}",
     )
     stream.add_argument(
         "--cpu-threads",

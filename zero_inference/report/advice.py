@@ -73,7 +73,12 @@ def _fewer_bytes(request: Request, measured: Measured, bound: str) -> list[str]:
     ways = []
     if request.engine in QUANTIZING_ENGINES and request.quant_bits > min(QUANT_BITS):
         ways.append(f"--quant-bits {min(QUANT_BITS)}")
-    if request.engine == "stream" and bound == "link" and request.cpu_compute in ("off", "0"):
+    if (
+        request.engine == "stream"
+        and bound == "link"
+        and request.cpu_compute in ("off", "0")
+        and request.world_size == 1
+    ):
         ways.append("--cpu-compute auto")
     if bound == "disk":
         ways.append("--cpu-offload (if host memory is large enough)")

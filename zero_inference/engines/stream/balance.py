@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.cores import CoresPlan
@@ -17,13 +17,10 @@ MOST_LOOKS = 2
 LEAST_AHEAD = 0.03  # of a step, that link or cores are ahead of the other: less is not worth a change
 # Of a step, that the cores must be busy. Where they are less, Python is the bottleneck, and more work for the link would not help.
 LEAST_BUSY_SHARE = 0.7
-UNKNOWN = 1 << 62  # takes the place of bytes, where the first rank tells them to the others
 
 
 class Balance:
-    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, corrects the division, and looks again. Of several ranks, whose
-    passes are alike, the first one looks for all. With several ranks it then measures the same passes without the CPU, and the faster
-    placement stays: links and CPU read the same host memory, and several links may be faster alone.
+    """Looks at passes `FIRST_PASS` to `LAST_PASS` that follow each other, corrects the division, and looks again.
 
     Args:
         team: None where there is nothing to divide.
@@ -36,9 +33,6 @@ class Balance:
         self.has_few = False  # whether passes of few tokens were seen
         self.start = 0.0, 0.0
         self.first = 1  # call of the model that is looked at
-        self.with_cpu: tuple[float, Residency] | None = (
-            None  # seconds of a step and its placement, while it runs without
-        )
 
     def begin_again(self) -> None:
         """Passes so far are not like those to come."""
@@ -61,37 +55,22 @@ class Balance:
         if self.passes != LAST_PASS:
             return residency
         step_s, busy_s = ((after - before) / (LAST_PASS - FIRST_PASS) for after, before in zip(now, self.start))
-        if self.with_cpu is not None:
-            return self._faster(residency, step_s)
-        changed = residency
-        if self.looks < MOST_LOOKS:
-            found = self.team.of_first_rank(self._look(self.team.plan, residency, step_s, busy_s))
-            if found == UNKNOWN:
-                return residency
-            changed = residency.with_work_moved(found, candidates) if found else residency
+        found = self._look(self.team.plan, residency, step_s, busy_s)
+        if found is None:
+            return residency
+        changed = residency.with_work_moved(found, candidates) if found else residency
         self.passes = 0
         self.looks += 1
-        if self.team.plan.ranks == 1 or not residency.computed:
-            self.done = changed is residency or self.looks == MOST_LOOKS
-        elif changed is residency:
-            self.with_cpu = step_s, residency
-            return replace(residency, computed=frozenset())
+        self.done = changed is residency or self.looks == MOST_LOOKS
         return changed
 
-    def _faster(self, without_cpu: Residency, step_s: float) -> Residency:
-        """Return the placement that stays, by the first rank's times."""
-        assert self.with_cpu is not None and self.team is not None
-        with_cpu_s, placed = self.with_cpu
-        self.done, self.passes = True, 0
-        return without_cpu if self.team.of_first_rank(int(step_s < with_cpu_s)) else placed
-
-    def _look(self, plan: CoresPlan, residency: Residency, step_s: float, busy_s: float) -> int:
-        """`bytes_for_link` of the passes that were looked at; or `UNKNOWN`."""
+    def _look(self, plan: CoresPlan, residency: Residency, step_s: float, busy_s: float) -> int | None:
+        """Return `bytes_for_link` of the passes that were looked at; None where nothing crossed the link in them."""
         if not residency.fetched:
             return 0  # the plan had its reasons
         use = self.timeline.link_use(self.first)  # waits for the device
         if use is None or not use.gb_per_s_while_busy:
-            return UNKNOWN
+            return None
         waited_s = self.timeline.waited_for_link_s(self.first) / (LAST_PASS - FIRST_PASS)
         link_s = link_s_of_step(plan, residency, use.gb_per_s_while_busy)
         return bytes_for_link(plan, residency, Step(step_s, link_s, busy_s, waited_s))

@@ -36,7 +36,7 @@ class CoreTeam:
         self.plan, self.residency, self.store, self.scheme = plan, residency, store, scheme
         self.dtype, self.few_rows = job.spec.dtype, plan.few_rows
         self.computable = residency.computed  # blocks that may be theirs at any time
-        if plan.automatic and job.ranks.world_size == 1:  # several ranks share memory for the others only
+        if plan.automatic:
             self.computable = self.computable.union(set(residency.computable) - set(residency.expert_blocks))
         self.python_cpus: set[int] | None = None  # where this thread could run before
         self.agreement: Agreement | None = None
@@ -78,10 +78,6 @@ class CoreTeam:
         it in each pass; those that score texts have passes of different lengths."""
         found = [tokens] if self.agreement is None else self.agreement.of_all(tokens)
         return len(set(found)) == 1 and tokens <= self.few_rows
-
-    def of_first_rank(self, value: int) -> int:
-        """The first rank's `value`; all ranks call it together."""
-        return value if self.agreement is None else self.agreement.of_all(value)[0]
 
     def close(self) -> None:
         """Wait for the calls under way, and end the threads."""

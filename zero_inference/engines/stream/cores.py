@@ -20,6 +20,8 @@ from zero_inference.utils import heads_of_key
 
 WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
 NO_LINK = "no GPU, so no weights cross PCIe"
+# Two H100s, Llama-2-13B in 4 bits: batch 2 26.9 token/s without the CPU, 21.2 with it; batch 16 194 and 126 (`h100-x2`).
+SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses them all the same"
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def why_cores_stay_out(job: Job) -> str | None:
         )
     if hosts > 1:
         return "the ranks are on several hosts"
+    if share is None and job.ranks.world_size > 1:
+        return SEVERAL_GPUS
     if share is None and not (job.on_gpu and job.machine.gpus()) and not multiplies_codes(job):
         return NO_LINK
     missing = job.machine.missing_code(job.on_gpu)
@@ -210,7 +214,7 @@ def place_on_cores(
     # blocks of experts are so large that they may come late, though the link has time for them
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
     placed = [residency.with_shares_computed(share, best.of_others) for share in experts]
-    if ranks == 1 and job.pin_weights:
+    if job.pin_weights:
         slots = spare_slots(job, residency.depth)
         placed = [each.with_quota(link_quota(each.with_budget_used(), found), slots) for each in placed]
     placed = [each.with_budget_used() for each in placed]
