@@ -160,6 +160,8 @@ def read_rate(args: argparse.Namespace, memory: torch.Tensor, instructions: str)
 
 
 def rate(done: int, taken: float, instructions: str) -> float:
+    if taken == -2:
+        raise SystemExit("the system allows no such number of threads, or has no memory for them")
     if taken < 0:
         raise SystemExit(f"--instructions {instructions}: this processor lacks them")
     return done / taken / 1e9

@@ -5,13 +5,11 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "attention.h"
 #include "attention_task.h"
 #include "cores.h"
+#include "threads.h"
 
 using namespace zero_inference::cpu;
 
@@ -31,37 +29,19 @@ Memory reserve(size_t bytes) {
   return memory;
 }
 
-// work(thread, part) for parts [0, parts), by `threads` threads of which the caller is number 0. They end with the call, so
-// that a process may fork between two calls.
-template <typename Work>
-void share_out(int64_t threads, int64_t parts, Work work) {
-  std::atomic<int64_t> next{0};
-  const auto take = [&](int64_t thread) {
-    for (int64_t part; (part = next.fetch_add(1)) < parts;) work(thread, part);
-  };
-  std::vector<std::thread> others;
-  others.reserve(threads);
-  for (int64_t thread = 1; thread < std::min(threads, parts); ++thread) {
-    try {
-      others.emplace_back(take, thread);
-    } catch (const std::system_error&) {
-      break;  // no more threads are allowed: those that are there do it all
-    }
-  }
-  take(0);
-  for (std::thread& other : others) other.join();
-}
-
 void attend_all(const Attention& attention, Instructions instructions, int64_t threads) {
   const int64_t splits = attention_splits(attention, threads), items = attention_items(attention, splits);
   const int64_t step = std::max<int64_t>(1, items / (threads * kPartsOfThread)), parts = (items + step - 1) / step;
   const size_t scratch_bytes = (attention_scratch_bytes(attention) / kAlignment + 1) * kAlignment;
   const Memory partials = reserve(attention_partial_bytes(attention, splits));
   const Memory scratch = reserve(scratch_bytes * threads);
-  share_out(threads, parts, [&](int64_t thread, int64_t part) {
-    const int64_t first = part * step, last = std::min(first + step, items);
-    attend(attention, instructions, splits, first, last, static_cast<char*>(scratch.get()) + thread * scratch_bytes,
-           partials.get());
+  std::atomic<int64_t> next{0};
+  on_threads(std::min(threads, parts), [&](int64_t thread) {
+    for (int64_t part; (part = next.fetch_add(1)) < parts;) {
+      const int64_t first = part * step, last = std::min(first + step, items);
+      attend(attention, instructions, splits, first, last, static_cast<char*>(scratch.get()) + thread * scratch_bytes,
+             partials.get());
+    }
   });
   merge(attention, instructions, splits, 0, attention.batch * attention.kv_heads, partials.get());
 }

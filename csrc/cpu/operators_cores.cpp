@@ -2,6 +2,7 @@
 // what they say.
 
 #include <cstring>
+#include <exception>
 #include <new>
 
 #include "block.h"
@@ -11,8 +12,13 @@ using namespace zero_inference::cpu;
 
 extern "C" {
 
+// Null where the system allows no such number of threads, or has no memory for them.
 void* zero_inference_cores_new(const int32_t* cpus, int64_t threads, int64_t spin_us, void* flags, int64_t ranks) {
-  return new Cores(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<Flag*>(flags), ranks);
+  try {
+    return new Cores(std::vector<int>(cpus, cpus + threads), spin_us, static_cast<Flag*>(flags), ranks);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 void zero_inference_cores_delete(void* cores) { delete static_cast<Cores*>(cores); }

@@ -7,11 +7,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <exception>
 #include <memory>
+#include <new>
 #include <thread>
 #include <vector>
 
 #include "product.h"
+#include "threads.h"
 
 namespace {
 
@@ -31,7 +34,13 @@ struct Free {
 };
 using Buffer = std::unique_ptr<char, Free>;
 
-Buffer aligned_buffer(size_t bytes) { return Buffer(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64))); }
+constexpr double kNotMeasured = -2;  // threads or memory are missing
+
+Buffer aligned_buffer(size_t bytes) {
+  Buffer buffer(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64)));
+  if (buffer == nullptr) throw std::bad_alloc();
+  return buffer;
+}
 
 int64_t row_bytes(const Matrix& matrix) {
   const int64_t size = matrix.dtype == Dtype::float32 ? 4 : 2;
@@ -51,17 +60,8 @@ void pin(const int32_t* cpus, int index) {
   pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 }
 
-// `work(index)` on each of `threads` threads, the caller's among them.
-template <typename Work>
-void on_threads(int threads, const Work& work) {
-  std::vector<std::thread> others;
-  for (int index = 1; index < threads; ++index) others.emplace_back(work, index);
-  work(0);
-  for (std::thread& other : others) other.join();
-}
-
 // Tasks are taken over and over until the time is up. Returns the seconds from when all threads were there to the last one's
-// end.
+// end; kNotMeasured where the system does not allow so many.
 template <typename Task>
 double take_for(double seconds, int threads, const int32_t* cpus, int64_t tasks, const Task& task) {
   using Clock = std::chrono::steady_clock;
@@ -69,19 +69,28 @@ double take_for(double seconds, int threads, const int32_t* cpus, int64_t tasks,
   std::atomic<int64_t> next{0};
   std::vector<Clock::time_point> begun(static_cast<size_t>(threads)), ended(static_cast<size_t>(threads));
   std::vector<std::thread> all;
-  for (int index = 0; index < threads; ++index) {
-    all.emplace_back([&, index] {
-      pin(cpus, index);
-      there.fetch_add(1);
-      while (there.load() < threads) std::this_thread::yield();
-      const Clock::time_point begin = Clock::now();
-      begun[static_cast<size_t>(index)] = begin;
-      const auto most = std::chrono::duration<double>(seconds);
-      while (Clock::now() - begin < most) task(index, next.fetch_add(1, std::memory_order_relaxed) % tasks);
-      ended[static_cast<size_t>(index)] = Clock::now();
-    });
+  std::atomic<bool> too_many{false};
+  const auto take = [&](int index) {
+    pin(cpus, index);
+    there.fetch_add(1);
+    while (there.load() < threads) {
+      if (too_many.load()) return;
+      std::this_thread::yield();
+    }
+    const Clock::time_point begin = Clock::now();
+    begun[static_cast<size_t>(index)] = begin;
+    const auto most = std::chrono::duration<double>(seconds);
+    while (Clock::now() - begin < most) task(index, next.fetch_add(1, std::memory_order_relaxed) % tasks);
+    ended[static_cast<size_t>(index)] = Clock::now();
+  };
+  all.reserve(static_cast<size_t>(threads));
+  try {
+    for (int index = 0; index < threads; ++index) all.emplace_back(take, index);
+  } catch (const std::exception&) {
+    too_many.store(true);
   }
   for (std::thread& thread : all) thread.join();
+  if (too_many.load()) return kNotMeasured;
   return std::chrono::duration<double>(*std::max_element(ended.begin(), ended.end()) -
                                        *std::min_element(begun.begin(), begun.end()))
       .count();
@@ -93,67 +102,77 @@ extern "C" {
 
 int32_t zero_inference_best_instructions() { return static_cast<int32_t>(best_instructions()); }
 
-// out[m * out_stride + r - first] for rows [first, last) of the weight, in float32. 0, or 1 where the processor lacks what is
-// asked for. The input is prepared in as many parts as there are threads.
+// out[m * out_stride + r - first] for rows [first, last) of the weight, in float32. 0; 1 where the processor lacks what is
+// asked for; -1 where memory is missing. The input is prepared in as many parts as threads are wanted.
 int32_t zero_inference_product(const Matrix* matrix, int64_t count, int32_t instructions, const void* x, int32_t x_dtype,
                                int64_t stride, int64_t first, int64_t last, float* out, int64_t out_stride, int32_t threads) {
   const Instructions set = static_cast<Instructions>(instructions);
   if (instructions < 0 || set > best_instructions()) return 1;
   if (count < 1 || first >= last) return 0;
-  const Buffer input = aligned_buffer(input_bytes(*matrix, count, set));
-  const int64_t step = input_step(*matrix, set);
-  const int64_t steps = (matrix->columns + step - 1) / step;
-  const int64_t rows = task_rows(*matrix);
-  const int64_t tasks = (last - first + rows - 1) / rows;
-  const int used = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, tasks)));
-  std::atomic<int> prepared{0};
-  std::atomic<int64_t> next{0};
-  on_threads(used, [&](int index) {
-    const int64_t from = steps * index / used * step;
-    const int64_t to = std::min(matrix->columns, steps * (index + 1) / used * step);
-    if (from < to) {
-      prepare_input(*matrix, count, set, x, static_cast<Dtype>(x_dtype), stride, from, to, input.get());
-    }
-    prepared.fetch_add(1, std::memory_order_acq_rel);
-    while (prepared.load(std::memory_order_acquire) < used) std::this_thread::yield();
-    const Buffer scratch = aligned_buffer(scratch_bytes(*matrix, count, set));
-    for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
-      const int64_t begin = first + task * rows;
-      product(*matrix, count, set, input.get(), begin, std::min(last, begin + rows), out + begin - first, out_stride,
-              scratch.get());
-    }
-  });
-  return 0;
+  try {
+    const Buffer input = aligned_buffer(input_bytes(*matrix, count, set));
+    const int64_t step = input_step(*matrix, set);
+    const int64_t steps = (matrix->columns + step - 1) / step;
+    const int64_t rows = task_rows(*matrix);
+    const int64_t tasks = (last - first + rows - 1) / rows;
+    const int64_t wanted = std::max<int64_t>(1, std::min<int64_t>(threads, tasks));
+    std::vector<Buffer> scratch;
+    for (int64_t thread = 0; thread < wanted; ++thread) scratch.push_back(aligned_buffer(scratch_bytes(*matrix, count, set)));
+    std::atomic<int64_t> parts{0}, prepared{0}, next{0};
+    on_threads(wanted, [&](int64_t thread) {
+      for (int64_t part; (part = parts.fetch_add(1)) < wanted; prepared.fetch_add(1, std::memory_order_acq_rel)) {
+        const int64_t from = steps * part / wanted * step;
+        const int64_t to = std::min(matrix->columns, steps * (part + 1) / wanted * step);
+        if (from < to) {
+          prepare_input(*matrix, count, set, x, static_cast<Dtype>(x_dtype), stride, from, to, input.get());
+        }
+      }
+      while (prepared.load(std::memory_order_acquire) < wanted) std::this_thread::yield();
+      for (int64_t task = next.fetch_add(1); task < tasks; task = next.fetch_add(1)) {
+        const int64_t begin = first + task * rows;
+        product(*matrix, count, set, input.get(), begin, std::min(last, begin + rows), out + begin - first, out_stride,
+                scratch[static_cast<size_t>(thread)].get());
+      }
+    });
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
 }
 
 // Multiplies `number` weights of one shape and format over and over, each thread on its cpu where `cpus` are given. Returns
-// seconds, and in `bytes` how many of the weights were read; negative where the processor lacks what is asked for.
+// seconds, and in `bytes` how many of the weights were read; -1 where the processor lacks what is asked for, -2 where threads
+// or memory are missing.
 double zero_inference_measure_products(const Matrix* matrices, int64_t number, int64_t count, int32_t instructions,
                                        const void* x, int32_t x_dtype, int32_t threads, const int32_t* cpus, double seconds,
                                        int64_t* bytes) {
   const Instructions set = static_cast<Instructions>(instructions);
   if (instructions < 0 || set > best_instructions()) return -1;
-  const Matrix& one = matrices[0];
-  const Buffer input = aligned_buffer(input_bytes(one, count, set));
-  prepare_input(one, count, set, x, static_cast<Dtype>(x_dtype), one.columns, 0, one.columns, input.get());
-  const int64_t rows = std::min(one.rows, kMeasuredRows);
-  const int64_t tasks = (one.rows + rows - 1) / rows;
-  std::vector<Buffer> scratch, out;
-  for (int index = 0; index < threads; ++index) {
-    scratch.push_back(aligned_buffer(scratch_bytes(one, count, set)));
-    out.push_back(aligned_buffer(static_cast<size_t>(count * rows * 4)));
+  try {
+    const Matrix& one = matrices[0];
+    const Buffer input = aligned_buffer(input_bytes(one, count, set));
+    prepare_input(one, count, set, x, static_cast<Dtype>(x_dtype), one.columns, 0, one.columns, input.get());
+    const int64_t rows = std::min(one.rows, kMeasuredRows);
+    const int64_t tasks = (one.rows + rows - 1) / rows;
+    std::vector<Buffer> scratch, out;
+    for (int index = 0; index < threads; ++index) {
+      scratch.push_back(aligned_buffer(scratch_bytes(one, count, set)));
+      out.push_back(aligned_buffer(static_cast<size_t>(count * rows * 4)));
+    }
+    std::atomic<int64_t> rows_read{0};
+    const double taken = take_for(seconds, threads, cpus, number * tasks, [&](int index, int64_t task) {
+      const int64_t begin = task % tasks * rows;
+      const int64_t end = std::min(one.rows, begin + rows);
+      const size_t thread = static_cast<size_t>(index);
+      product(matrices[task / tasks], count, set, input.get(), begin, end, reinterpret_cast<float*>(out[thread].get()), rows,
+              scratch[thread].get());
+      rows_read.fetch_add(end - begin, std::memory_order_relaxed);
+    });
+    *bytes = rows_read.load() * row_bytes(one);
+    return taken;
+  } catch (const std::bad_alloc&) {
+    return kNotMeasured;
   }
-  std::atomic<int64_t> rows_read{0};
-  const double taken = take_for(seconds, threads, cpus, number * tasks, [&](int index, int64_t task) {
-    const int64_t begin = task % tasks * rows;
-    const int64_t end = std::min(one.rows, begin + rows);
-    const size_t thread = static_cast<size_t>(index);
-    product(matrices[task / tasks], count, set, input.get(), begin, end, reinterpret_cast<float*>(out[thread].get()), rows,
-            scratch[thread].get());
-    rows_read.fetch_add(end - begin, std::memory_order_relaxed);
-  });
-  *bytes = rows_read.load() * row_bytes(one);
-  return taken;
 }
 
 // Reads `size` bytes over and over in the same tasks; what the products can reach at most. The sum of one pass over the words

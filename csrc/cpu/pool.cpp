@@ -28,10 +28,17 @@ void pause_core() {
 }
 
 Pool::Pool(const std::vector<int>& cpus, int64_t spin_us) : cpus_(cpus), spin_us_(spin_us) {
-  for (int thread = 1; thread < threads(); ++thread) others_.emplace_back([this, thread] { follow(thread); });
+  try {
+    for (int thread = 1; thread < threads(); ++thread) others_.emplace_back([this, thread] { follow(thread); });
+  } catch (...) {
+    end();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { end(); }
+
+void Pool::end() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ends_ = true;

@@ -25,7 +25,8 @@ class Pool {
   };
 
   // One thread fewer than `cpus` is started: the caller of `run` is thread 0, and pins itself with `pin`. A negative cpu leaves
-  // its thread where the system puts it. Threads spin for `spin_us` after a call, then sleep.
+  // its thread where the system puts it. Threads spin for `spin_us` after a call, then sleep. Throws std::system_error where
+  // the system does not allow so many.
   Pool(const std::vector<int>& cpus, int64_t spin_us);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -44,6 +45,7 @@ class Pool {
 
  private:
   void follow(int thread);
+  void end();
 
   const std::vector<int> cpus_;
   const int64_t spin_us_;

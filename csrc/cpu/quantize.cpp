@@ -6,13 +6,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "elementwise.h"
 #include "product.h"
 #include "target.h"
+#include "threads.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors stay within this file
@@ -123,7 +121,7 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
   const int64_t tasks = (groups + task - 1) / task;
   std::atomic<int64_t> next{0};
   std::atomic<int32_t> result{0};
-  const auto work = [&] {
+  const auto work = [&](int64_t) {
     const size_t floats = static_cast<size_t>(size) * lanes.number * sizeof(float);
     const std::unique_ptr<void, Free> memory(
         std::aligned_alloc(64, 2 * floats + static_cast<size_t>(size + 63) / 64 * 64 * lanes.number));
@@ -153,13 +151,7 @@ int32_t zero_inference_quantize(const void* weight, int32_t dtype_number, int64_
       }
     }
   };
-  std::vector<std::thread> others;
-  try {
-    for (int64_t index = 1; index < std::min<int64_t>(threads, tasks); ++index) others.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads to be had: those that there are do all of it
-  }
-  work();
-  for (std::thread& other : others) other.join();
+  on_threads(std::min<int64_t>(threads, tasks), work);
   return result;
 }
 

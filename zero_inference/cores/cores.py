@@ -30,6 +30,10 @@ DONE, STOP, ARRIVED, FLAGS = 0, 1, 2, 3  # of one rank; further ones have their 
 # How long the threads watch for the next call before they sleep. Between two layers a device takes less than a millisecond, between
 # two tokens Python a few; waking takes a twentieth of one.
 SPIN_US = 20_000
+TOO_MANY_THREADS = (
+    "{} CPU threads could not be started: the limit of processes (ulimit -u, a container's pids.max) or of memory allows fewer; raise "
+    "it, or lower --cpu-threads."
+)
 
 
 class _Stage(ctypes.Structure):
@@ -110,6 +114,7 @@ class Cores:
 
     Raises:
         RuntimeError: the library is not there.
+        RunError: the system allows fewer threads.
     """
 
     def __init__(
@@ -128,6 +133,8 @@ class Cores:
         self.handle = self.library.zero_inference_cores_new(
             (ctypes.c_int32 * len(cpus))(*cpus), len(cpus), spin_us, None if flags is None else flags.data_ptr(), ranks
         )
+        if not self.handle:
+            raise RunError(TOO_MANY_THREADS.format(self.threads))
         self.kept: list[torch.Tensor] = []  # memory that tasks point to
 
     def add_block(self, stages: Sequence[Stage], dtype: torch.dtype) -> Task:

@@ -97,6 +97,7 @@ def multiply_rows(
     Raises:
         ValueError: shapes, dtypes, devices or instructions do not fit.
         RuntimeError: there is no library.
+        MemoryError: memory is missing.
     """
     library = needed_library()
     _check_input(x, matrix.columns)
@@ -125,6 +126,8 @@ def multiply_rows(
         out.stride(0),
         threads,
     )
+    if failed < 0:
+        raise MemoryError("a product on the CPU: memory is missing")
     if failed:
         raise ValueError(f"instructions {instructions!r}: this processor has {best_instructions()!r} at best")
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_inference.cores.cores import SPIN_US, Cores
+from zero_inference.cores.cores import SPIN_US, TOO_MANY_THREADS, Cores
 from zero_inference.cores.crossing import Crossing, StreamSide
 from zero_inference.cores.library import best_instructions, needed_library
 from zero_inference.cores.matrix import INSTRUCTIONS
 from zero_inference.cores.meeting_place import own_place
 from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.link.attention import Attended
 from zero_inference.link.caches import block_bytes
 from zero_inference.link.compute import device_copy_gb_per_s
@@ -242,6 +242,9 @@ def read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Ten
 
     Args:
         memory: uint8, what they read; None takes as much as the caches do not hold.
+
+    Raises:
+        RunError: the system allows fewer threads.
     """
     memory = random_bytes(2 * block_bytes()) if memory is None else memory
     numbers = (ctypes.c_int32 * len(cpus))(*cpus)
@@ -250,6 +253,8 @@ def read_gb_per_s(cpus: tuple[int, ...], seconds: float = 0.3, memory: torch.Ten
     spent = needed_library().zero_inference_measure_reads(
         memory.data_ptr(), memory.numel(), instructions, len(cpus), numbers, seconds, ctypes.byref(moved)
     )
+    if spent < 0:
+        raise RunError(TOO_MANY_THREADS.format(len(cpus)))
     return moved.value / spent / 1e9
 
 
