@@ -1,4 +1,4 @@
-"""What plans predict of runs that one H200 has done, beside what these measured.
+"""What plans predict of runs that one H200 or H100 has done, beside what these measured.
 
     python benchmarks/predictions.py [PATTERN] [--machine FILE [--cores-of-runs]]
 
@@ -149,7 +149,7 @@ def errors_of(record: dict[str, Any], plan: Plan) -> dict[str, float | None]:
 
 def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of whole runs of one GPU, with their names."""
-    for path in sorted(RESULTS.glob("h200*/**/*.jsonl")):
+    for path in sorted(RESULTS.glob("h[12]00*/**/*.jsonl")):
         name = str(path.relative_to(RESULTS).with_suffix(""))
         if pattern not in name or "/parts/" in name or "/compare" in name:
             continue

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 from test_stream import BATCH, GEN, generate, load
 from test_stream_cores import feeder_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
@@ -17,11 +18,12 @@ from zero_inference.engines.stream.expert_cache import divide
 from zero_inference.engines.stream.expert_policy import FACTOR, MORE_USES, Exchange, decayed, exchanges
 from zero_inference.engines.stream.expert_slots import share_out
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.residency import Residency
+from zero_inference.engines.stream.residency import USE_VARIES, Residency
 from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.split import best_split, link_quota
 from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
+from zero_inference.records.read import read_records
 from zero_inference.runtime.amounts import amount
 
 FORMS = {16: {}, 8: {"quant_bits": 8, "quant_group_size": 32}, 4: {"quant_bits": 4, "quant_group_size": 32}}
@@ -390,17 +392,17 @@ def test_slots_are_shared_out_evenly():
         assert sum(count * size for count, size in zip(slots, [30, 10, 20])) <= budget
 
 
-def a_mixture(layers: int = 4) -> tuple[list[BlockLayout], list]:
+def a_mixture(layers: int = 4, number: int = 8, chosen: int = 2) -> tuple[list[BlockLayout], list]:
     from zero_inference.engines.stream.blocks import Block
     from zero_inference.engines.stream.layout import Piece, StoredParameter
 
-    experts = FusedExperts("first", "last", "silu", 8, True, chosen=2)
+    experts = FusedExperts("first", "last", "silu", number, True, chosen=chosen)
     pieces = [
-        StoredParameter(name, Piece(0, (8, 25, 1), torch.float32)) for name in ("first", "last")
+        StoredParameter(name, Piece(0, (number, 25, 1), torch.float32)) for name in ("first", "last")
     ]  # 200 bytes an expert
     layouts, blocks = [], []
     for layer in range(layers):
-        layouts += [BlockLayout([], 100, 100), BlockLayout(pieces, 1600, 1600)]
+        layouts += [BlockLayout([], 100, 100), BlockLayout(pieces, 200 * number, 200 * number)]
         blocks += [
             Block(layer, "attention", ("a",), ("a",)),
             Block(layer, "experts", ("first", "last"), experts=experts),
@@ -420,7 +422,8 @@ def test_blocks_that_every_token_uses_come_first():
     some = residency_of(4 * 100 + 13 * 200)
     assert some.resident == [0, 2, 4, 6] and sorted(some.expert_slots.values()) == [3, 3, 3, 4]
     assert some.resident_bytes == 4 * 100 + 13 * 200 and some.kept_bytes == some.resident_bytes
-    assert some.computed_bytes == round(sum(1600 * 2 / 8 * (1 - kept / 8) for kept in (3, 3, 4, 3)))
+    exponent = 1 + USE_VARIES * 3**0.5  # the device keeps the ones that are used most
+    assert some.computed_bytes == round(sum(1600 * 2 / 8 * (1 - kept / 8) ** exponent for kept in (3, 3, 4, 3)))
     everything = residency_of(4 * 1700)
     assert everything.in_host_memory == [] and everything.expert_slots == {}
     several = residency_of(4 * 100 + 13 * 200, ranks=2)
@@ -428,13 +431,32 @@ def test_blocks_that_every_token_uses_come_first():
 
 
 def test_experts_are_fetched_only_where_that_promises_enough():
-    """A token reads 950 of 6400 bytes of experts if all are used alike; cores four times as fast as the link gain 4% by leaving some."""
+    """A token reads 869 of 6400 bytes of experts; cores four times as fast as the link gain 4% by leaving some."""
     layouts, blocks = a_mixture()
     plan = decide_residency(layouts, 0, None, (4 * 100 + 13 * 200 + 0.5) / 2**30, 2, 1, blocks)
-    for cores, share in ((100.0, 128 / (128 + 9.5)), (200.0, 1.0)):
+    for cores, share in ((100.0, 128 / (128 + 8.69)), (200.0, 1.0)):
         rates = BesideLink(1, 50.0, 50.0, cores, cores, cores, 0.0, 1e9)
         split = best_split(plan.with_shares_computed(1.0, 0.0), rates, 0, False)
-        assert split.of_experts == pytest.approx(share) and split.of_others == 0
+        assert split.of_experts == pytest.approx(share, rel=1e-4) and split.of_others == 0
+
+
+def test_as_many_choices_hit_as_text_gave():
+    """Of experts that were kept in runs with tokens drawn as text draws them; Qwen3 has 8 of 128, Mixtral 2 of 8."""
+    found = []
+    for path in sorted((ROOT / "benchmarks" / "results").glob("h100-*/**/*.jsonl")):
+        for record in read_records(path):
+            kept, use = record.get("stream", {}).get("expert_slots"), record.get("experts")
+            if not kept or not use:
+                continue
+            number, chosen = (8, 2) if "mixtral" in record["model"] else (128, 8)
+            layouts, blocks = a_mixture(8, number, chosen)
+            budget = 8 * 100 + round(8 * kept) * 200
+            plan = decide_residency(layouts, 0, None, (budget + 0.5) / 2**30, 2, 1, blocks)
+            plan = plan.with_shares_computed(1.0, 1.0).with_budget_used()
+            assert sum(plan.expert_slots.values()) == round(8 * kept)
+            found.append((1 - plan.computed_bytes / (8 * 200 * chosen), use["hit_rate"]))
+    assert len(found) >= 10 and min(hit for _, hit in found) < 0.2 and max(hit for _, hit in found) > 0.7
+    assert [expected for expected, _ in found] == pytest.approx([hit for _, hit in found], abs=0.04)
 
 
 def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811

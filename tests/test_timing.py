@@ -18,12 +18,15 @@ from zero_inference.machine.machine import DescribedMachine
 from zero_inference.machine.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
 from zero_inference.planning.copies_time import copies_of_step
-from zero_inference.planning.timing import why_unknown
+from zero_inference.planning.host_time import LAUNCH_SLOWNESS
+from zero_inference.planning.loading import COMPARED_GB_PER_S
+from zero_inference.planning.timing import MIXTURE_SLOWNESS, why_unknown
 from zero_inference.planning.weights_time import mean_reads
 from zero_inference.records.read import read_records
 
 GIB = 1 << 30
 LAUNCHES = Launches(operator_s=12e-6, step_s=1e-3, graph_operator_s=2e-6)
+OPERATOR_S = 12e-6 * LAUNCH_SLOWNESS  # in a run
 FAST = MACHINE.model_copy(
     update={"launches": LAUNCHES, "cores": None, "pageable_link_gb_per_s": 10.0, "disk_gb_per_s": 3.0}
 )
@@ -53,7 +56,7 @@ def test_streamed_weights_take_what_the_link_takes():
 def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
     plan, times = times_of("--model opt-13b --engine resident")
     traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 128 + 16)
-    host_s = traced.launches * 12e-6 + 1e-3
+    host_s = traced.launches * OPERATOR_S + 1e-3
 
     def kernels_s(bytes_per_s: float) -> float:
         """None takes less than 2 us, and most of them move little."""
@@ -69,7 +72,10 @@ def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
     assert times.step.seconds == pytest.approx(kernels_s(420e9) + 1e-3) and times.step.bound_by == "device_memory"
     late = FAST.model_copy(update={"launches": Launches(operator_s=1e-3, step_s=0.0)})
     times = times_of("--model opt-13b --engine resident", late)[1]
-    assert times.step.seconds == pytest.approx(traced.launches * 1e-3) and times.step.bound_by == "launches"
+    assert (
+        times.step.seconds == pytest.approx(traced.launches * 1e-3 * LAUNCH_SLOWNESS)
+        and times.step.bound_by == "launches"
+    )
 
 
 def test_a_long_prefill_takes_what_products_take():
@@ -129,7 +135,7 @@ def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was
     dense = traced.total("layer_bytes")
     assert at_least.at_least and not times.at_least
     assert times.step.bound_by == "launches" and plan.weights.pieces > 6 * 40
-    host_s = traced.launches * 12e-6 + plan.weights.pieces * 1e-3
+    host_s = traced.launches * OPERATOR_S + plan.weights.pieces * 1e-3
     assert times.step.seconds == pytest.approx(host_s + 1e-3, rel=1e-3)
     assert times.prefill.seconds == pytest.approx(host_s + plan.weights.pieces * 1e-3 + 1e-3 + 0.01, rel=1e-3)
     quick = FAST.model_copy(
@@ -256,7 +262,7 @@ def test_blocks_restored_on_the_device_take_the_host_time():
     without = times_of(options)[1]
     assert (plan.weights.restored_blocks, plan.weights.pieces) == (40, 0)
     traced = plan.job.skeleton.traced_pass(plan.job.spec, 128, 0)
-    launched_s = (traced.launches + traced.products_in_layers) * 12e-6 + 1e-3
+    launched_s = (traced.launches + traced.products_in_layers) * OPERATOR_S + 1e-3
     assert times.prefill.bound_by == "launches" and times.prefill.seconds == pytest.approx(launched_s + 40 * 0.02)
     assert times.step == without.step, "a graph's blocks are launched by nobody"
     launched, least = (times_of(f"{options} --decode-graph off", each)[1].step for each in (machine, FAST))
@@ -277,12 +283,16 @@ def test_loading_takes_what_drawing_quantizing_and_keeping_take(checkpoints):
     }.items():
         plan = planned(f"--model opt-13b {options} {SIZES}", DescribedMachine(machine))
         dense = plan.job.sizes.parameter_bytes
+        layer_bytes = 2 * (12 * 5120**2 + 13 * 5120)  # the first decoder layer comes to the host to be compared
         expected = sum(dense / rate for rate in parts) + plan.weights.footprint.host / 5.0
+        expected += layer_bytes / COMPARED_GB_PER_S
         assert plan.load_s == pytest.approx(expected / 1e9 + (2.0 + 40 * 0.1) * ("deepspeed" in options))
         assert plan.predicted.load_s == plan.load_s
     checkpoint = ["--model", str(checkpoints("llama")), "--engine", "resident", "--prompt-len", "8", "--gen-len", "4"]
     read = planned(" ".join(checkpoint), DescribedMachine(machine))
-    assert read.load_s == pytest.approx(read.job.sizes.parameter_bytes * (1 / 3.0 + 1 / 10.0) / 1e9)
+    layer_bytes = sum(each.nbytes for each in read.job.skeleton.model.model.layers[0].parameters())
+    expected = read.job.sizes.parameter_bytes * (1 / 3.0 + 1 / 10.0) + layer_bytes / COMPARED_GB_PER_S
+    assert read.load_s == pytest.approx(expected / 1e9)
     unknown = machine.model_copy(update={"disk_gb_per_s": None})
     assert planned(" ".join(checkpoint), DescribedMachine(unknown)).load_s is None
     assert planned(f"--model opt-13b --engine resident {SIZES}", DescribedMachine(FAST)).load_s is None
@@ -311,7 +321,7 @@ def test_a_layer_whose_keys_the_cores_attend_over_takes_the_host_time():
     late = times_of(options, machine.model_copy(update={"own_work": (work, copies)}))[1]
     assert late.step.bound_by == late.prefill.bound_by == "launches"
     traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
-    assert late.step.seconds == pytest.approx(traced.launches * 12e-6 + 40 * 0.01 + 1e-3, rel=1e-3), (
+    assert late.step.seconds == pytest.approx(traced.launches * OPERATOR_S + 40 * 0.01 + 1e-3, rel=1e-3), (
         "all else is beside it"
     )
     assert late.prefill.seconds > 40 * 0.02 > without.prefill.seconds
@@ -455,7 +465,7 @@ def test_a_layer_whose_keys_are_copied_takes_the_host_time():
     late = times_of(options, FAST.model_copy(update={"own_work": (work,)}))[1]
     traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
     assert late.step.bound_by == "launches" and late.step.seconds == pytest.approx(
-        traced.launches * 12e-6 + 40 * 0.01 + 1e-3, rel=1e-3
+        traced.launches * OPERATOR_S + 40 * 0.01 + 1e-3, rel=1e-3
     )
     assert late.prefill.seconds > 40 * 0.02 > without.prefill.seconds
     on_device = "--model opt-13b --engine resident --batch-size 8"
@@ -469,7 +479,8 @@ def test_calls_of_modules_take_the_host_time():
     after = times_of("--model opt-13b --engine resident", FAST.model_copy(update={"launches": launches}))[1]
     traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
     assert traced.module_calls > 40 * 10
-    assert after.step.seconds == pytest.approx(traced.launches * 12e-6 + traced.module_calls * 100e-6 + 1e-3)
+    module_s = 100e-6 * LAUNCH_SLOWNESS
+    assert after.step.seconds == pytest.approx(traced.launches * OPERATOR_S + traced.module_calls * module_s + 1e-3)
     graph = "--model llama-2-13b --engine stream"
     assert times_of(graph)[1].step == times_of(graph, FAST.model_copy(update={"launches": launches}))[1].step
 
@@ -792,6 +803,26 @@ def test_more_tokens_than_the_fused_products_take_are_multiplied_with_restored_w
     assert many.step.seconds - few.step.seconds == pytest.approx(restored, rel=0.05)
     odd = times_of(f"{options} --quant-group-size 256")[1].step.seconds
     assert odd > times_of(options)[1].step.seconds + 0.9 * restored
+
+
+def test_a_prefill_restores_all_experts_however_few_tokens_each_gets():
+    """Qwen3's get 16 of 256 tokens each, which codes could be multiplied with, but not those of attention."""
+    options = (
+        "--model qwen3-30b-a3b --engine stream --quant-bits 4 --prompt-len 256 --gen-len 8 --dummy --dtype bfloat16"
+    )
+
+    def seconds(restored_gb_per_s: float) -> float:
+        rates = (
+            DeviceRate(format="int4", rows=32, gb_per_s=1000.0),
+            DeviceRate(format="int4", rows=33, gb_per_s=restored_gb_per_s),
+            DeviceRate(format="int4", rows=8192, gb_per_s=restored_gb_per_s),
+        )
+        plan, times = planned_times(options, FAST.model_copy(update={"device_products": rates}))
+        assert plan.weights.fused_rows == 32 and times.prefill.bound_by == "device_memory"
+        return times.prefill.seconds
+
+    stored = 48 * 128 * 3 * 2048 * 768 * (4 + 2 * 16 / 32) / 8  # codes, and a scale and a minimum for each group of 32
+    assert seconds(20.0) - seconds(40.0) == pytest.approx(MIXTURE_SLOWNESS * stored / 40e9, rel=0.05)
 
 
 def test_without_a_rate_of_products_times_are_lower_bounds():
