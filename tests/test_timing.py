@@ -14,6 +14,7 @@ from benchmarks.predictions import machine_of, plan_of
 from zero_inference.engines.stream import cores
 from zero_inference.link.cores import BLOCK_BYTES
 from zero_inference.link.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
+from zero_inference.machine.limited import LimitedMachine
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.machine.rates import device_attention_s
 from zero_inference.measure.own_work import _loaded_alike
@@ -670,6 +671,21 @@ def test_blocks_that_come_late_count():
     assert times.step.seconds < times_of(f"{options} --cpu-compute 0.95", machine)[1].step.seconds
 
 
+def test_memory_of_ring_slots_holds_layers_where_the_cpu_multiplies_most_of_the_others():
+    """The CPU reads two thirds of what is in host memory, so a link that is late costs less than the slots that would prevent it."""
+    machine = LimitedMachine(DescribedMachine(FAST.model_copy(update={"cores": MACHINE.cores})), device_bytes=8 * GIB)
+    options = f"--model llama-2-13b --engine stream --quant-bits 4 {SIZES}"
+    chosen, deep = planned(options, machine), planned(f"{options} --ring-depth 24", machine)
+    assert chosen.weights.residency.depth < 12 and chosen.weights.device_peak_bytes <= 8 * GIB
+    assert chosen.weights.residency.host_bytes < 0.7 * deep.weights.residency.host_bytes
+    assert chosen.times.step.seconds < 0.7 * deep.times.step.seconds
+    alone = planned(f"{options} --cpu-compute off", machine)
+    assert alone.weights.residency.depth > 12, "of the link alone a step waits whenever it is late"
+    for depth in (chosen.weights.residency.depth + 1, 2 * chosen.weights.residency.depth):
+        other = planned(f"{options} --ring-depth {depth}", machine)
+        assert chosen.times.step.seconds < 1.05 * other.times.step.seconds
+
+
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b"])
 @pytest.mark.parametrize("keys", ["", "--kv-offload --pin-kv-cache --async-kv-offload"])
 @pytest.mark.parametrize("sizes", ["--batch-size 2 --prompt-len 128", "--batch-size 8 --prompt-len 16384"])
@@ -679,8 +695,8 @@ def test_experts_are_placed_by_all_that_a_step_does(model, keys, sizes, monkeypa
     options = f"--model {model} --engine stream --quant-bits 4 --quant-group-size 64 --gpu-memory 0 {keys} {sizes}"
     options += " --dummy --dtype bfloat16 --gen-len 32"
     chosen = planned(options, machine).times.step.seconds
-    step_s = cores._step_s
-    monkeypatch.setattr(cores, "_step_s", lambda *asked: -step_s(*asked))
+    step_s = cores.step_s
+    monkeypatch.setattr(cores, "step_s", lambda *asked: -step_s(*asked))
     other = planned(options, machine).times.step.seconds
     assert chosen <= 1.03 * other
 

@@ -87,7 +87,7 @@ def add_stream_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="layers on their way to the device at once, or parts of layers where the host's cores multiply "
-        "(default: as many as keep the link busy)",
+        "(default: as many as keep the link busy; fewer where the CPU multiplies most and GPU memory is short)",
     )
     stream.add_argument(
         "--cpu-compute",

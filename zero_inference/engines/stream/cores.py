@@ -218,7 +218,7 @@ def place_on_cores(
         slots = spare_slots(job, residency.depth)
         placed = [each.with_quota(link_quota(each.with_budget_used(), found), slots) for each in placed]
     placed = [each.with_budget_used() for each in placed]
-    residency = min(placed, key=lambda each: _step_s(each, plan, found, graphs))
+    residency = min(placed, key=lambda each: step_s(each, plan, graphs))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share)
 
@@ -240,8 +240,11 @@ def cores_s_of(residency: Residency, rates: BesideLink) -> dict[int, float]:
     }
 
 
-def _step_s(residency: Residency, plan: CoresPlan, rates: BesideLink, graphs: bool) -> float:
-    """Seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks."""
+def step_s(residency: Residency, plan: CoresPlan, graphs: bool) -> float:
+    """Return the seconds of a decode step whose link and cores wait for each other; of the device, what it reads of its own blocks.
+    `plan.rates` are known."""
+    rates = plan.rates
+    assert rates is not None
     others_s = plan.waited_s(residency) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
     sent = residency.nbytes_of(residency.fetched) + residency.staged_bytes + plan.carried_bytes
     return paced_s(residency, cores_s_of(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs)

@@ -21,6 +21,7 @@ from zero_inference.engines.stream.cores import (
     cores_s_of,
     place_on_cores,
     spare_slots,
+    step_s,
     why_cores_stay_out,
     why_not_attending,
 )
@@ -39,6 +40,8 @@ RESERVE_BYTES = 1 << 30  # device memory left to cuBLAS, the allocator's roundin
 # those of hidden states while a feed-forward takes larger ones. Llama-3.1-405B with 32 x 128 tokens ran with 2.68 GB set aside for both and
 # not with 2.15 (docs/performance.md); this makes 2.77.
 UNUSABLE_SHARE = 0.5
+# Slots that are tried where the CPU multiplies beside the link, and how much shorter the step has to be predicted than with more slots.
+RING_DEPTHS_WITH_CORES, SHORTER = (12, 8, 6, 5, 4), 0.98
 SLOWER_ATTENTION = "a step in which they attend is predicted to take longer"  # why they stay out
 
 
@@ -343,11 +346,36 @@ def _with_cores(
     placed, cores = place_on_cores(job, divided, scheme, graphs, may_attend)
     if isinstance(cores, str):
         return None, None, cores
+    placed, cores = with_ring_for_cores(job, placed, cores, scheme, graphs, may_attend)
     placed = without_spare_slots(job, placed, scheme)
     needed = placed.host_bytes + job.kv_host_bytes
     if cores.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
         return None, None, "host memory has no space for the experts that the device keeps as well"
     return placed, cores, None
+
+
+def with_ring_for_cores(
+    job: Job,
+    found: Residency,
+    cores: CoresPlan,
+    scheme: GroupQuantization | None,
+    graphs: bool,
+    may_attend: bool,
+) -> tuple[Residency, CoresPlan]:
+    """Return `found` and `cores`, or those of the ring of fewer slots whose decode step is shortest: where the CPU multiplies most of what
+    is in host memory, the link is not what a step waits for, and memory of slots is worth more as resident layers."""
+    config = job.config
+    chosen = config.ring_depth is not None or config.gpu_memory is not None
+    if chosen or job.free_device_bytes is None or job.ranks.world_size > 1 or not cores.automatic:
+        return found, cores
+    best, best_s = (found, cores), step_s(found, cores, graphs)
+    for depth in (each for each in RING_DEPTHS_WITH_CORES if each < found.depth):
+        placed, plan = place_on_cores(
+            job, _residency(job, scheme, divided=True, depth=depth), scheme, graphs, may_attend
+        )
+        if not isinstance(plan, str) and (found_s := step_s(placed, plan, graphs)) < SHORTER * best_s:
+            best, best_s = (placed, plan), found_s
+    return best
 
 
 def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | None) -> Residency:
