@@ -11,6 +11,7 @@ from conftest import ROOT
 from test_machine import MACHINE, planned
 
 from benchmarks.predictions import machine_of, plan_of
+from zero_inference.cores.library import load_library
 from zero_inference.engines.stream import cores
 from zero_inference.link.cores import BLOCK_BYTES
 from zero_inference.link.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
@@ -125,6 +126,26 @@ def test_without_a_gpu_dequantizing_takes_deepspeed_most_of_the_time():
     plan, times = times_of(options, here.model_copy(update={"own_work": (slow,)}))
     dense = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144).total("layer_bytes")
     assert times.step.bound_by == "host_memory" and times.step.seconds == pytest.approx(dense / 2e9, rel=0.25)
+
+
+def test_without_a_gpu_a_block_that_is_not_multiplied_as_stored_is_dequantized_in_every_step():
+    """All experts of a layer, whichever tokens choose; the CPU's rate of products with codes counts only where it multiplies these."""
+    plain = [DeviceRate(format="bfloat16", rows=rows, gb_per_s=20.0) for rows in (1, 32, 128)]
+    codes = [DeviceRate(format="int4", rows=rows, gb_per_s=rate) for rows, rate in ((1, 20.0), (32, 20.0), (128, 0.25))]
+    here = FAST.model_copy(
+        update={"gpus": (), "cores": None, "device_gb_per_s": 20.0, "link_gb_per_s": 1e6}
+        | {"device_products": tuple(plain + codes)}
+    )
+    for model in ("opt-1.3b", "qwen3-30b-a3b"):
+        options = f"--model {model} --dtype bfloat16 --engine stream --quant-bits 4"
+        plan, dequantized = times_of(f"{options} --cpu-compute off", here)
+        traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
+        stored = (traced.total("layer_bytes") + traced.total("expert_bytes")) * 5 / 16  # groups of 32
+        assert plan.weights.dequantizes_on_cpu
+        assert dequantized.step.seconds == pytest.approx(stored / 0.25e9, rel=0.15)
+        if model == "opt-1.3b" and load_library() is not None:
+            plan, as_stored = times_of(options, here)
+            assert not plan.weights.dequantizes_on_cpu and as_stored.step.seconds < dequantized.step.seconds / 10
 
 
 def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was_measured():

@@ -20,7 +20,6 @@ import torch
 
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
-from zero_inference.engines.use import UseOfMachine
 from zero_inference.engines.words import PlanInWords
 from zero_inference.kv_cache.attended import Meeting
 from zero_inference.kv_cache.host import SLOTS
@@ -163,7 +162,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class EnginePlan(UseOfMachine, PlanInWords):
+class EnginePlan(PlanInWords):
     """What an engine will do with the weights. Engines add what they need for loading.
 
     Attributes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -9,9 +11,10 @@ class UseOfMachine:
     """What holds of an engine that fetches what it needs and multiplies all on the device; others say where they differ.
 
     Attributes:
-        fetched_bytes: see `EnginePlan`.
+        job, fetched_bytes: see `EnginePlan`.
     """
 
+    job: Any
     fetched_bytes: int
 
     def beside_link(self) -> tuple[float, float] | None:
@@ -52,6 +55,11 @@ class UseOfMachine:
     def copies_on_cpu(self) -> bool:
         """Whether weights in host memory are copied where there is no GPU, too, and not used where they lie."""
         return False
+
+    @property
+    def dequantizes_on_cpu(self) -> bool:
+        """Whether there is no GPU, and the dtype that is multiplied is restored from codes in every pass."""
+        return self.job.config.quantized and not self.job.on_gpu
 
     @property
     def copies_overlap(self) -> bool:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_inference.engines.use import UseOfMachine
 from zero_inference.runtime.amounts import amount
 
 
-class PlanInWords:
+class PlanInWords(UseOfMachine):
     """What holds of most engines; others say where they differ.
 
     Attributes:
-        job, footprint, fetched_bytes, disk_bytes: see `EnginePlan`.
+        footprint, disk_bytes: see `EnginePlan`.
     """
 
-    job: Any
     footprint: Any
-    fetched_bytes: int
     disk_bytes: int
 
     def in_words(self) -> list[str]:
@@ -28,10 +27,9 @@ class PlanInWords:
 
     def dequantized_in_words(self) -> list[str]:
         """A line about a CPU that dequantizes weights in every step; none elsewhere."""
-        config = self.job.config
-        if self.job.on_gpu or not config.quantized:
+        if not self.dequantizes_on_cpu:
             return []
-        other = "" if config.engine == "stream" else "; --engine stream multiplies them as stored"
+        other = "" if self.job.config.engine == "stream" else "; --engine stream multiplies them as stored"
         return [f"without a GPU, weights are dequantized in every step: slower than 16 bits{other}"]
 
     def fetched_in_words(self) -> str:

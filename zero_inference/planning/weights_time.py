@@ -14,6 +14,8 @@ from zero_inference.quantization.indexed import pairs_together
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
 
+DEQUANTIZED_ROWS = 128  # of link/compute.py's measurements of a CPU, tokens that are multiplied with restored weights
+
 
 def weights_s_of(
     plan: EnginePlan, description: Description, traced: Pass, tokens: int, of_cores: tuple[float, float]
@@ -21,7 +23,7 @@ def weights_s_of(
     """Seconds in which the device brings the weights of an operator from its memory, without those that the cores multiply.
 
     Codes are multiplied as they are by an engine that can do so with so many tokens, or as it was measured with them; else the dtype that
-    is multiplied is restored first: written once and read once.
+    is multiplied is restored first: written once and read once. On a CPU that takes longer than the product, and all experts of a layer.
     """
     job, config = plan.job, plan.job.config
     number, chosen = job.spec.experts
@@ -40,6 +42,9 @@ def weights_s_of(
     codes = config.quantized and job.on_gpu
     restored = restored_gb_per_s(own_work(description, config.engine, config.quant_bits), plain)
 
+    dequantizes = plan.dequantizes_on_cpu and not restored
+    dequantized = dequantized_byte_ns(description, kind, plain, stored) if dequantizes else 0.0
+
     def of_plain(rows: int) -> tuple[float, float]:
         """1e-9 seconds for a byte, and seconds besides, of a weight that `rows` tokens use."""
         found = product_time(description, plain, rows)
@@ -48,6 +53,8 @@ def weights_s_of(
     def of_weight(rows: int) -> tuple[float, float]:
         """The same of one that is stored as the engine does, for bytes of the dtype that is multiplied."""
         product, call_s = of_plain(rows)
+        if dequantizes:  # whatever is chosen, below
+            return product, call_s
         if restored:  # with the product of one token
             return 1 / restored + max(0.0, product - of_plain(1)[0]), 0.0
         if (found := product_time(description, kind, rows)) and (plan.fused_rows or not codes):
@@ -69,13 +76,29 @@ def weights_s_of(
             (1 - of_cores[0], operator.layer_bytes, 1.0, of_layers),
             (1 - of_cores[1], operator.expert_bytes, read, of_experts),  # by one kernel, whichever are chosen
         )
-        return sum(
+        products_s = sum(
             share * (used * nbytes * byte_ns / 1e9 + calls * call_s)
             for share, nbytes, used, (byte_ns, call_s) in parts
             if nbytes
         )
+        return products_s + dequantized * (operator.layer_bytes + operator.expert_bytes) / 1e9
 
     return seconds
+
+
+def dequantized_byte_ns(description: Description, kind: str, plain: str, stored: float) -> float:
+    """Return 1e-9 seconds in which a CPU dequantizes a byte of a weight in the dtype `plain`: what a product with codes takes longer than
+    one with plain weights, of more tokens than are multiplied with codes; by bytes where that was not measured.
+
+    Args:
+        kind: "int8" or "int4".
+        stored: bytes of codes and scales for a byte.
+    """
+    found = product_time(description, kind, DEQUANTIZED_ROWS)
+    product = product_time(description, plain, DEQUANTIZED_ROWS)
+    if found is None or product is None:
+        return (stored + 1) / (description.device_gb_per_s or float("inf"))
+    return max(0.0, stored / found.gb_per_s - 1 / product.gb_per_s)
 
 
 def mean_reads(tokens: int, share: float, together: int) -> float:

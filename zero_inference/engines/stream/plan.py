@@ -177,6 +177,11 @@ class StreamPlan(EnginePlan):
         return self.pinned and self.residency.host_bytes > 0
 
     @property
+    def dequantizes_on_cpu(self) -> bool:
+        """See `EnginePlan`: unless the CPU multiplies codes."""
+        return super().dequantizes_on_cpu and self.cores is None
+
+    @property
     def pieces(self) -> int:
         """See `EnginePlan`: blocks."""
         return len(self.residency.in_host_memory)
