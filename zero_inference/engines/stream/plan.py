@@ -371,7 +371,13 @@ def with_ring_for_cores(
     is in host memory, the link is not what a step waits for, and memory of slots is worth more as resident layers."""
     config = job.config
     chosen = config.ring_depth is not None or config.gpu_memory is not None
-    if chosen or job.free_device_bytes is None or job.ranks.world_size > 1 or not cores.automatic:
+    if (
+        chosen
+        or job.free_device_bytes is None
+        or job.ranks.world_size > 1
+        or not cores.automatic
+        or cores.rates is None
+    ):
         return found, cores
     best, best_s = (found, cores), step_s(found, cores, graphs)
     for depth in (each for each in RING_DEPTHS_WITH_CORES if each < found.depth):
