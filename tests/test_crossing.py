@@ -14,15 +14,17 @@ from test_cores import error, plain, random
 from test_cores_experts import EXPERTS, HIDDEN, Mixture, a_choice
 from transformers import DynamicCache
 
-from zero_inference.cores.choice import Choice
+from zero_inference.cores.choice import Choice, WeightedRows
 from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
-from zero_inference.cores.crossing import Crossing, HostSide
+from zero_inference.cores.crossing import Crossing, HostSide, StreamSide
 from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Between, Expert, add_experts
+from zero_inference.cores.library import needed_library
 from zero_inference.cores.meeting_place import Agreement, MeetingPlace, own_place
 from zero_inference.errors import RunError
 from zero_inference.kv_cache.attended import AttendedCache
 from zero_inference.kv_cache.diverted import divert_attention
 from zero_inference.kv_cache.meetings import CoresMeeting
+from zero_inference.runtime.extension import load_extension, why_unavailable
 from zero_inference.runtime.transfers import Transfers
 
 COLUMNS, ROWS = 64, 48
@@ -38,18 +40,21 @@ class PythonSide:
     def __init__(self):
         self.number = 0
 
-    def push(self, tensor, target, flag) -> None:
-        ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
-        if flag:
-            self.number += 1
-            word(flag).value = self.number
+    def push(self, tensors, targets, flag) -> None:
+        for tensor, target in zip(tensors, targets):
+            ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
+        self.number += 1
+        word(flag).value = self.number
 
-    def pull(self, out, source, flag, stop) -> None:
+    def pull(self, out, source, flag, stop, of_device) -> None:
         limit = time.monotonic() + 20
         while word(flag).value != self.number & 0xFFFFFFFF:
             assert time.monotonic() < limit, "the cores did not answer"
             time.sleep(1e-4)
         ctypes.memmove(out.data_ptr(), source, out.nbytes)
+        if of_device is not None:
+            weighted = of_device.rows.unflatten(0, of_device.weights.shape) * of_device.weights.unsqueeze(-1)
+            out += weighted.sum(1).flatten()
 
     def wait(self) -> None:
         pass
@@ -151,13 +156,15 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
     calls.cores.reserve(task, 5, 3)
     for rows in (1, 5):
         x, choice = torch.randn(rows, HIDDEN), a_choice(rows, 3)
-        there, of_device = choice.experts < 2, []
+        there = choice.experts < 2
         numbers = torch.where(there, ~choice.experts, choice.experts)
-        on_device = Choice(choice.experts, choice.weights.masked_fill(~there, 0))
+        ones = torch.ones(rows, 1)
+        single = [Choice(choice.experts[:, [i]], ones * there[:, [i]]) for i in range(3)]
+        of_device = torch.stack([mixture.expected(x, each) for each in single], 1).float().flatten(0, 1)
         (out,) = calls(
-            task, x, Choice(numbers, choice.weights), lambda: of_device.append(mixture.expected(x, on_device))
+            task, x, Choice(numbers, choice.weights), lambda: WeightedRows(choice.weights, of_device, 0 * of_device)
         )
-        assert error(out + of_device[0], mixture.expected(x, choice)) < 1e-5
+        assert error(out, mixture.expected(x, choice)) < 1e-5
     assert use[CHOICES] == 3 * 6 and use[HITS] == use[FIRST_USE : FIRST_USE + 2].sum()
 
 
@@ -206,6 +213,71 @@ def test_attention_and_products_share_one_meeting(meet):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             (out,) = calls(task, x)
             assert error(out, x.double() @ weight.double().T) < 1e-6
+
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def of_gpu():
+    """A place in page-locked memory and the stream of a GPU."""
+    assert load_extension(), why_unavailable()
+    return own_place(1 << 20, 1 << 20, pinned=True), StreamSide(torch.device("cuda"))
+
+
+@on_gpu
+def test_a_kernel_brings_several_tensors_and_raises_the_flag_once(of_gpu):
+    place, side = of_gpu
+    flag = place.flags.data_ptr()
+    tensors = (
+        [torch.randn(1, 2048).bfloat16(), torch.arange(8), torch.rand(1, 8)],
+        [torch.randn(33, 4099).half(), torch.arange(99).view(33, 3), torch.rand(33, 3).bfloat16()],
+        [torch.randn(5, 2880).bfloat16(), torch.arange(4), torch.rand(5).half(), torch.arange(7, dtype=torch.uint8)],
+        [torch.arange(3, dtype=torch.uint8)],
+    )
+    for number, inputs in enumerate(tensors * 3, 1):
+        place.input.fill_(0xAB)
+        ends = [0]
+        for tensor in inputs:
+            ends.append(ends[-1] + -(-tensor.nbytes // FLAG_BYTES) * FLAG_BYTES)
+        side.push([tensor.cuda() for tensor in inputs], [place.input.data_ptr() + end for end in ends[:-1]], flag)
+        side.wait()
+        assert word(flag).value == number
+        for tensor, begin, end in zip(inputs, ends, ends[1:]):
+            assert place.input[begin : begin + tensor.nbytes].tolist() == tensor.flatten().view(torch.uint8).tolist()
+            assert bool((place.input[begin + tensor.nbytes : end] == 0xAB).all())
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_kernel_adds_the_rows_of_the_device_to_what_the_cores_wrote(dtype, of_gpu):
+    """One block and several, rows of whole vectors and not, against float64; nothing is read before the flag is raised."""
+    place, side = of_gpu
+    bound = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    number, (arrived, done, stop) = 0, (place.flags.data_ptr() + i * FLAG_BYTES for i in range(3))
+    for tokens, k, width in ((1, 8, 2048), (1, 4, 37), (3, 10, 96), (40, 2, 2880), (7, 1, 513)):
+        for of_weights, both in ((torch.float32, True), (torch.bfloat16, False), (torch.float16, True)):
+            weights = torch.rand(tokens, k, device="cuda").to(of_weights)
+            rows, more = (torch.randn(tokens * k, width, device="cuda").to(dtype) for _ in range(2))
+            of_device = WeightedRows(weights, rows, more if both else None)
+            exact = (rows.double() + both * more.double()).view(tokens, k, width)
+            exact = (exact * weights.double().unsqueeze(-1)).sum(1)
+            assert error(of_device.total(), exact) < bound and of_device.total().dtype == dtype
+            from_cores = torch.randn(tokens, width).to(dtype)
+            out = torch.full((tokens * width,), float("nan"), dtype=dtype, device="cuda")
+            number += 1
+            side.push([weights], [place.input.data_ptr()], arrived)
+            place.output.fill_(0xFF)  # not numbers
+            side.pull(out, place.output.data_ptr(), done, stop, of_device)
+            place.output[: from_cores.nbytes] = from_cores.flatten().view(torch.uint8)
+            needed_library().zero_inference_raise_flag(done, number)
+            side.wait()
+            assert error(out.view(tokens, width), exact + from_cores.double().cuda()) < bound
+            again = torch.empty_like(out)
+            side.pull(again, place.output.data_ptr(), done, stop, of_device)
+            assert torch.equal(again, out)
+            side.pull(again, place.output.data_ptr(), done, stop, None)
+            assert torch.equal(again.view(tokens, width).cpu(), from_cores)
 
 
 RANKS = 3

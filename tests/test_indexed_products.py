@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from test_quantized_products import BOUNDS, on_gpu
 
+from zero_inference.engines.stream.codes import _times, combination_of, experts_forward
+from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization import indexed
-from zero_inference.quantization.groups import dequantize_reference
+from zero_inference.quantization.groups import GroupQuantization, dequantize_reference
 from zero_inference.quantization.indexed import (
     linear_groups_indexed,
     linear_groups_indexed_reference,
@@ -51,6 +56,96 @@ class Case:
             )
 
 
+GATED = FusedExperts("first", "last", "silu", 5, True)
+EXPERTS = {  # each activation, each order of gate and up, and limits
+    "silu": GATED,
+    "gelu, up first": replace(GATED, activation="gelu", gate_is_second=True),
+    "gpt-oss": replace(GATED, activation="gelu_sigmoid", interleaved=True, limit=0.5, up_offset=1.0),
+    "gelu_tanh": replace(GATED, activation="gelu_tanh", limit=0.25),
+    "relu_squared, one product": replace(GATED, activation="relu_squared", gated=False),
+    "relu, one product": replace(GATED, activation="relu", gated=False),
+    "identity": replace(GATED, activation="identity", interleaved=True),
+}
+
+
+def check_experts(experts, case, k, bias, bound, out) -> None:
+    """`out` is what `experts` make of the case's products, in float64; row i of x has the k slots from i * k on."""
+    inner = case.rows // 2 if experts.gated else case.rows
+    assert out.dtype == case.x.dtype and out.shape == (len(case.slot), inner)
+    exact = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
+    for pair, slot in enumerate(case.slot.tolist()):
+        if 0 <= slot < len(case.plain):
+            product = case.plain[slot].double() @ case.x[pair // k].double()
+            exact[pair] = experts.combined(product if bias is None else product + bias[slot].double())
+        else:
+            assert not out[pair].count_nonzero(), pair
+    assert float((out.double() - exact).norm()) <= bound * float(exact.norm())
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", EXPERTS)
+def test_experts_combine_their_first_product(form, biased, dtype):
+    """Where PyTorch does it, which rounds three times."""
+    experts, slots = EXPERTS[form], [2, -1, 0, 1, 1, 4]
+    case = Case(slots, 5, 34, 128, 8, 32, dtype)
+    bias = torch.randn(5, 34).to(dtype) if biased else None
+    for k in (1, 2, 3):
+        case.x = torch.randn(6 // k, 128).to(dtype)
+        for out in (
+            linear_groups_indexed(*case.arguments, bias, combination_of(experts)),
+            linear_indexed(case.x, case.plain, case.slot, bias, combination_of(experts)),
+        ):
+            check_experts(experts, case, k, bias, 4 * BOUNDS[dtype], out)
+
+
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.bfloat16, marks=on_gpu),
+        pytest.param("cuda", torch.float16, marks=on_gpu),
+    ],
+)
+@pytest.mark.parametrize("form", EXPERTS)
+def test_a_module_of_experts_computes_the_weighted_sum(form, device, dtype):
+    """From codes, of one token and of several, with biases where the family has them; weights of whatever dtype a router gives."""
+    experts, inner, hidden = replace(EXPERTS[form], number=5), 96, 160
+    rows = 2 * inner if experts.gated else inner
+    first = Case([], 5, rows, hidden, 4, 32, dtype, device, seed=2)
+    last = Case([], 5, hidden, inner, 4, 32, dtype, device, seed=3)
+    draw = torch.Generator(device).manual_seed(4)
+    biases = [None, None]
+    if form == "gpt-oss":
+        biases = [torch.randn(5, n, device=device, generator=draw).to(dtype) for n in (rows, hidden)]
+    times = [
+        partial(
+            _times,
+            (5, case.rows, case.plain.shape[2]),
+            GroupQuantization(4, 32),
+            lambda case=case: (case.codes, case.scale, case.minimum, None),
+            None if bias is None else lambda bias=bias: bias,
+        )
+        for case, bias in zip((first, last), biases)
+    ]
+    forward = experts_forward(experts, *times)
+    for tokens, k, of_weights in ((1, 4, dtype), (1, 2, torch.float64), (3, 3, torch.float32), (17, 2, torch.float32)):
+        x = torch.randn(tokens, hidden, device=device, generator=draw).to(dtype)
+        chosen = torch.stack([torch.randperm(5, device=device, generator=draw)[:k] for _ in range(tokens)])
+        weights = torch.rand(tokens, k, device=device, generator=draw).to(of_weights)
+        exact = torch.zeros(tokens, hidden, dtype=torch.float64, device=device)
+        for token, place in torch.cartesian_prod(torch.arange(tokens), torch.arange(k)).tolist():
+            e = chosen[token, place]
+            product = first.plain[e].double() @ x[token].double()
+            between = experts.combined(product if biases[0] is None else product + biases[0][e].double())
+            product = last.plain[e].double() @ between
+            product = product if biases[1] is None else product + biases[1][e].double()
+            exact[token] += weights[token, place].double() * product
+        out = forward(x, chosen, weights)
+        assert out.dtype == dtype and out.shape == x.shape
+        assert float((out.double() - exact).norm()) <= 3 * BOUNDS[dtype] * float(exact.norm()), (tokens, k)
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("bits, group_size", [(4, 64), (4, 16), (8, 32), (8, 5)])
 def test_each_row_meets_its_weight(bits, group_size, dtype, monkeypatch):
@@ -83,6 +178,7 @@ def test_what_does_not_fit_is_a_value_error():
         (dict(bits=5), "bits"),
         (dict(slot=case.slot.int()), "slot must be int64"),
         (dict(slot=case.slot[:1]), "slot must be int64"),
+        (dict(slot=torch.tensor([0, 1, 0])), r"slot must be int64 \[2 x k\]"),
         (dict(x=case.x[0]), "x must be"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -117,6 +213,10 @@ def test_shapes_can_be_traced():
         slot = torch.empty(3, dtype=torch.int64)
         found = torch.ops.zero_inference.linear_groups_indexed(x, codes, groups, groups, 4, 32, 5, slot)
         assert found.shape == (3, 5)
+        found = torch.ops.zero_inference.linear_groups_indexed(
+            x[:1], codes[:, :128], groups[:, :8], groups[:, :8], 4, 32, 4, slot, None, indexed.UP_FIRST, 1, 0.0, 0.0, 1
+        )
+        assert found.shape == (3, 2)
 
 
 # --- The kernel ---
@@ -145,6 +245,35 @@ def test_the_kernel_gives_the_products_of_float64(bits, group_size, dtype, libra
             case.slot[case.slot > 4] = -1
             reference = linear_groups_indexed_reference(*case.arguments)
             assert float((out - reference).float().norm()) <= 2 * BOUNDS[dtype] * float(reference.float().norm())
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits, group_size", [(4, 16), (4, 32), (4, 64), (4, 128), (8, 32), (8, 128)])
+@pytest.mark.parametrize("form", EXPERTS)
+def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size, dtype, library):
+    """With one block's rows and with many, columns in one block and split, pairs alone and together; rounded once."""
+    experts, unit = EXPERTS[form], max(group_size, 128 // bits)
+    for seed, (rows, columns) in enumerate(((2, unit), (74, 3 * unit), (130, 8 * unit), (1030, 2048 + unit))):
+        for slots, k in (([4, -1, 0, 3], 4), ([1, 9, 2, -5, 2, 1], 3), ([i % 7 - 1 for i in range(40)], 2), ([0], 1)):
+            case = Case(slots, 5, rows, columns, bits, group_size, dtype, "cuda", seed)
+            case.x = case.x[: len(slots) // k].contiguous()
+            bias = torch.randn(5, rows, device="cuda").to(dtype) if seed % 2 else None
+            inner = rows // 2 if experts.gated else rows
+            torch.full((len(slots), inner), float("nan"), dtype=dtype, device="cuda")  # memory that held NaN before
+            out = linear_groups_indexed(*case.arguments, bias, combination_of(experts))
+            check_experts(experts, case, k, bias, BOUNDS[dtype], out)
+            assert torch.equal(out, linear_groups_indexed(*case.arguments, bias, combination_of(experts)))
+
+
+@on_gpu
+def test_pairs_of_one_token_give_the_same_bits_as_pairs_of_many(library):
+    """`tokens` decides whether a block looks for others with its weight, and nothing else."""
+    case = Case([3, 1, -1, 0, 4, 2], 5, 260, 768, 4, 32, torch.bfloat16, "cuda")
+    expected = linear_groups_indexed(*case.arguments)
+    case.check(expected)
+    for tokens in (1, 2, 3):
+        assert torch.equal(linear_groups_indexed(*case.arguments, tokens=tokens), expected)
 
 
 @on_gpu

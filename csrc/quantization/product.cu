@@ -1,5 +1,6 @@
 // zero_inference::linear_groups: a few tokens times a weight in int8 / int4 groups, which is read as it is stored.
-// zero_inference::linear_groups_indexed: single rows, each times one of several such weights; rows of the same one together.
+// zero_inference::linear_groups_indexed: pairs of a row and one of several such weights; pairs of the same weight together.
+// What an expert of a mixture makes of its first product (`Form`, `Activation`) is computed from the float32 sums.
 //
 //   out[m, n] = round(sum_k x[m, k] * weight[n, k] + bias[n]),   weight[n, k] = round(code * scale + minimum)
 //
@@ -18,7 +19,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
+#include <optional>
+#include <type_traits>
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -57,6 +61,26 @@ constexpr int kRingVectors = kWarps * kProductStages * kProductTiles * 2 * kWarp
 // no bank.
 constexpr int kSumsPad = 4;
 
+// What is stored of a pair's product: all of its rows; f of each; or f(gate) * up, where rows of gate come first, those of up,
+// or both in turn. As in zero_inference/quantization/indexed.py.
+enum Form : int { kPlain, kActivated, kGateFirst, kUpFirst, kInterleaved, kForms };
+
+// f, as `ACTIVATION_NUMBERS` of zero_inference/cores/cores.py.
+enum Activation : int { kRelu, kSilu, kGelu, kGeluTanh, kReluSquared, kGeluSigmoid, kIdentity, kActivations };
+
+// Where a value is not a number, the result is none either, as in PyTorch.
+__device__ __forceinline__ float activated(int activation, float x) {
+  switch (activation) {
+    case kRelu: return x < 0.0f ? 0.0f : x;
+    case kSilu: return x / (1.0f + expf(-x));
+    case kGelu: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    case kGeluTanh: return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+    case kReluSquared: return x < 0.0f ? 0.0f : x * x;
+    case kGeluSigmoid: return x / (1.0f + expf(-1.702f * x));
+    default: return x;
+  }
+}
+
 struct Task {
   const void* x;
   const uint8_t* codes;
@@ -69,10 +93,18 @@ struct Task {
   int column_warps, splits, chunk_steps;
   // of linear_groups_indexed, where `tokens` is how many pairs a block multiplies at most; its first one is blockIdx.y
   int pairs;  // 1 otherwise
+  int pairs_of_row;  // of x, one after the other
   int64_t weights;
   const int64_t* slot;  // [pairs], of which weight; others than 0 to `weights` - 1 are of none
+  int form, activation;
+  float limit, up_offset;  // f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
 
-  __device__ int64_t row_of(int token) const { return token; }  // of x and out
+  __device__ int64_t x_row(int token) const { return token; }
+  __device__ int64_t out_row(int token) const { return token; }
+  // That is row `local` of the block that begins with `first`; those after the last one repeat it and are not stored.
+  __device__ int64_t weight_row(int64_t first, int local) const { return min(first + local, rows - 1); }
+  // Rows of the weight for one element of the result, as a shift.
+  __device__ int halved() const { return 0; }
   __host__ __device__ int block_rows() const { return kWarps / column_warps * kWarpRows; }
   __host__ __device__ int chunk_columns(int step) const { return column_warps * chunk_steps * step; }
   __host__ __device__ int slices() const { return (columns + kSlice - 1) / kSlice; }
@@ -89,11 +121,25 @@ struct Task {
   }
 };
 
-// The pairs of one weight that a block multiplies, as its tokens.
-struct Together : Task {
-  const int* pair;  // [tokens], in shared memory
+// One pair. A block with gate and up in two parts of the weight has as many rows of each, the first part's first.
+struct Alone : Task {
+  __device__ int halved() const { return form >= kGateFirst ? 1 : 0; }
+  __device__ bool in_two_parts() const { return form == kGateFirst || form == kUpFirst; }
+  __device__ int64_t weight_row(int64_t first, int local) const {
+    if (!in_two_parts()) return min(first + local, rows - 1);
+    const int half = block_rows() / 2;
+    const int64_t inner = rows / 2;
+    return min(first / 2 + (local & (half - 1)), inner - 1) + (local < half ? 0 : inner);
+  }
+};
 
-  __device__ int64_t row_of(int token) const { return pair[token]; }
+// The pairs of one weight that a block multiplies, as its tokens.
+struct Together : Alone {
+  const int* pair;    // [tokens], in shared memory
+  const int* row_of;  // of x, likewise
+
+  __device__ int64_t x_row(int token) const { return row_of[token]; }
+  __device__ int64_t out_row(int token) const { return pair[token]; }
 };
 
 // Of a power of two, as warps, steps, rows of a block and groups are.
@@ -140,14 +186,14 @@ __device__ __forceinline__ void stage_input(const AnyTask& task, const Place<kBi
     const int of_step = vector % kStepVectors;
     const int part = vector / kStepVectors * S::kInputs + of_step % S::kInputs;
     const bool there = column < task.columns;
-    const uint16_t* from = x + (there ? task.row_of(token) * task.columns + column : 0);
+    const uint16_t* from = x + (there ? task.x_row(token) * task.columns + column : 0);
     copy_or_zeros<kVectorBytes>(to + (part * task.tokens + token) * kRowShares + of_step / S::kInputs, from, there);
   }
 }
 
 // Scales and minima of a chunk, kBytes at a time (2: not asynchronous). Zeros behind the last group of a row.
-template <int kBits, int kBytes>
-__device__ __forceinline__ void stage_groups(const Task& task, const Place<kBits>& place, int chunk_first, uint8_t* to) {
+template <int kBits, int kBytes, typename AnyTask>
+__device__ __forceinline__ void stage_groups(const AnyTask& task, const Place<kBits>& place, int chunk_first, uint8_t* to) {
   using S = Step<kBits>;
   constexpr int kInUnit = kBytes / 2;
   const int row_groups = task.columns >> task.group_shift;
@@ -163,7 +209,7 @@ __device__ __forceinline__ void stage_groups(const Task& task, const Place<kBits
     const int group = first + unit * kInUnit;
     if (group << task.group_shift >= stop) continue;
     const uint16_t* from = static_cast<const uint16_t*>(line < rows ? task.scale : task.minimum);
-    const int64_t row = min(place.first_row + (line & (rows - 1)), task.rows - 1);
+    const int64_t row = task.weight_row(place.first_row, line & (rows - 1));
     const bool there = group < row_groups;
     from += row * row_groups + (there ? group : 0);
     uint8_t* slot = to + line * stride + unit * kBytes;
@@ -304,47 +350,77 @@ __device__ __forceinline__ void store_sums(const Task& task, const Place<kBits>&
   }
 }
 
-template <typename T, typename AnyTask>
-__device__ __forceinline__ void store_result(const AnyTask& task, int64_t row, int token, float sum) {
-  if (row >= task.rows) return;
-  if (task.bias != nullptr) sum += Pair<T>::load(static_cast<const T*>(task.bias)[row]);
-  static_cast<T*>(task.out)[task.row_of(token) * task.rows + row] = Pair<T>::round(sum);
+// Element `index` of what the block that begins with row `first` stores of a token; `sum_of(row)` is the sum of one of its rows.
+template <typename T, typename AnyTask, typename SumOf>
+__device__ __forceinline__ void store_result(const AnyTask& task, int64_t first, int token, int index, SumOf sum_of) {
+  const int64_t rows = task.rows >> task.halved();
+  const int64_t row = (first >> task.halved()) + index;
+  if (row >= rows) return;
+  const auto biased = [&](int local) {
+    const float sum = sum_of(local);
+    if (task.bias == nullptr) return sum;
+    return sum + Pair<T>::load(static_cast<const T*>(task.bias)[task.weight_row(first, local)]);
+  };
+  float value;
+  if constexpr (std::is_same_v<AnyTask, Task>) {
+    value = biased(index);
+  } else if (task.halved() == 0) {
+    value = biased(index);
+    if (task.form == kActivated) value = activated(task.activation, value);
+  } else {
+    const int one = task.form == kInterleaved ? 2 * index : index;
+    const int other = task.form == kInterleaved ? one + 1 : index + task.block_rows() / 2;
+    float gate = biased(task.form == kUpFirst ? other : one);
+    float up = biased(task.form == kUpFirst ? one : other);
+    gate = gate > task.limit ? task.limit : gate;
+    up = up > task.limit ? task.limit : up < -task.limit ? -task.limit : up;
+    value = activated(task.activation, gate) * (up + task.up_offset);
+  }
+  static_cast<T*>(task.out)[task.out_row(token) * rows + row] = Pair<T>::round(value);
 }
 
-// Adds the sums of the block's warps, then of the cluster's blocks, each of which writes a part of the rows.
+// Adds the sums of the block's warps, then of the cluster's blocks, each of which writes a part of the result.
 template <typename T, int kTokenTiles, typename AnyTask>
 __device__ __forceinline__ void finish(const AnyTask& task, int64_t first_row, float* shared) {
   const int rows = task.block_rows();
   const int pitch = rows + kSumsPad;
   const int shift = log2_of(rows);
+  const int out_shift = shift - task.halved();
+  const auto of_warps = [&](const float* slot) {
+    float sum = slot[0];
+    for (int warp = 1; warp < task.column_warps; ++warp) sum += slot[warp * kTokenTiles * kTileTokens * pitch];
+    return sum;
+  };
+  if (task.splits == 1) {
+#pragma unroll 1
+    for (int index = threadIdx.x; index < task.tokens << out_shift; index += kProductThreads) {
+      const int token = index >> out_shift;
+      store_result<T>(task, first_row, token, index - (token << out_shift),
+                      [&](int row) { return of_warps(shared + token * pitch + row); });
+    }
+    return;
+  }
 #pragma unroll 1
   for (int index = threadIdx.x; index < task.tokens << shift; index += kProductThreads) {
     const int token = index >> shift;
-    const int row = index - (token << shift);
-    float* slot = shared + token * pitch + row;
-    float sum = slot[0];
-    for (int warp = 1; warp < task.column_warps; ++warp) sum += slot[warp * kTokenTiles * kTileTokens * pitch];
-    if (task.splits == 1) {
-      store_result<T>(task, first_row + row, token, sum);
-    } else {
-      slot[0] = sum;
-    }
+    float* slot = shared + token * pitch + index - (token << shift);
+    slot[0] = of_warps(slot);
   }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (task.splits == 1) return;
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   cluster.sync();
-  const int part_shift = shift - log2_of(task.splits);
+  const int part_shift = out_shift - log2_of(task.splits);
   const int first = static_cast<int>(blockIdx.x % task.splits) << part_shift;
 #pragma unroll 1
   for (int index = threadIdx.x; index < task.tokens << part_shift; index += kProductThreads) {
     const int token = index >> part_shift;
-    const int row = first + index - (token << part_shift);
-    float sum = 0.0f;
-    for (int block = 0; block < task.splits; ++block) {
-      sum += cluster.map_shared_rank(shared, static_cast<unsigned int>(block))[token * pitch + row];
-    }
-    store_result<T>(task, first_row + row, token, sum);
+    store_result<T>(task, first_row, token, first + index - (token << part_shift), [&](int row) {
+      float sum = 0.0f;
+      for (int block = 0; block < task.splits; ++block) {
+        sum += cluster.map_shared_rank(shared, static_cast<unsigned int>(block))[token * pitch + row];
+      }
+      return sum;
+    });
   }
   cluster.sync();  // no block may end while another reads its shared memory
 #endif
@@ -365,9 +441,9 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   const int64_t row_bytes = int64_t{task.columns} * kBits / 8;
   const uint8_t* from[kProductTiles * 2];
 #pragma unroll
-  for (int half = 0; half < kProductTiles * 2; ++half) {  // rows behind the last one repeat it: they are not written
-    const int64_t row = place.first_row + place.row_warp * kWarpRows + half * (kTileRows / 2) + place.row_lane;
-    from[half] = task.codes + min(row, task.rows - 1) * row_bytes + place.column_lane * kVectorBytes;
+  for (int half = 0; half < kProductTiles * 2; ++half) {
+    const int row = place.row_warp * kWarpRows + half * (kTileRows / 2) + place.row_lane;
+    from[half] = task.codes + task.weight_row(place.first_row, row) * row_bytes + place.column_lane * kVectorBytes;
   }
   // Step `turn` of this warp into stage `stage` of its ring; every turn is one group of copies, though it be empty.
   const auto fetch = [&](int turn, int stage) {
@@ -418,10 +494,10 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   finish<T, kTokenTiles>(task, place.first_row, shared);
 }
 
-// `pair` and the next ones of the same weight, up to task.tokens, into `found`; how many, or 0 where an earlier pair's block
-// multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each warp looks for itself, so only
-// blocks that multiply meet at a barrier.
-__device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int* found) {
+// `pair` and the next ones of the same weight, up to task.tokens, into `found`, and their rows of x into `row_of`; how many, or 0
+// where an earlier pair's block multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each warp
+// looks for itself, so only blocks that multiply meet at a barrier.
+__device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int* found, int* row_of) {
   const int first = pair / kPairsWindow * kPairsWindow;
   const int words = (min(task.pairs - first, kPairsWindow) + kWarp - 1) / kWarp;
   const int own = (pair - first) / kWarp;
@@ -438,19 +514,22 @@ __device__ __forceinline__ int find_together(const Task& task, int pair, int64_t
       if (word == own && before % task.tokens != 0) return 0;
     }
     const int place = number + __popc(same & ((1u << lane) - 1));
-    if (threadIdx.x < kWarp && (same >> lane & 1) != 0 && place < task.tokens) found[place] = other;
+    if (threadIdx.x < kWarp && (same >> lane & 1) != 0 && place < task.tokens) {
+      found[place] = other;
+      row_of[place] = other / task.pairs_of_row;
+    }
     number += __popc(same);
   }
   __syncthreads();
   return min(number, task.tokens);
 }
 
-// Zeros for this block's rows of the result: of the blocks of a cluster the first writes them.
+// Zeros for this block's part of the result: of the blocks of a cluster the first writes them.
 template <typename T>
-__device__ __forceinline__ void store_zeros(const Task& task) {
+__device__ __forceinline__ void store_zeros(const Alone& task) {
   if (blockIdx.x % task.splits != 0) return;
-  const int64_t first = static_cast<int64_t>(blockIdx.x / task.splits) * task.block_rows();
-  const int64_t last = min(first + task.block_rows(), task.rows);
+  const int64_t first = static_cast<int64_t>(blockIdx.x / task.splits) * (task.block_rows() >> task.halved());
+  const int64_t last = min(first + (task.block_rows() >> task.halved()), task.rows >> task.halved());
   for (int64_t row = first + threadIdx.x; row < last; row += kProductThreads) {
     static_cast<T*>(task.out)[row] = Pair<T>::round(0.0f);
   }
@@ -464,29 +543,31 @@ __global__ void __launch_bounds__(kProductThreads, product_blocks(kTokenTiles)) 
   if constexpr (kRows == Rows::kAll) {
     multiply_rows<T, kBits, kTokenTiles, kGroups>(task);
   } else {
-    // Pair p is row p of x and of out. Weight s begins s * rows rows behind the first: its codes rows * columns * bits / 8
-    // bytes further for each, scales and minima rows * columns / group elements. All blocks of a cluster have the same pairs,
-    // so they leave together.
+    // Weight s begins s * rows rows after the first: its codes rows * columns * bits / 8 bytes further for each, scales and
+    // minima rows * columns / group elements. All blocks of a cluster have the same pairs, so they leave together.
     const int64_t pair = blockIdx.y;
     const int64_t slot = task.slot[pair];
-    Together own = {task, nullptr};
+    Together own = {{task}, nullptr, nullptr};
     own.codes = task.codes + slot * task.rows * (int64_t{task.columns} * kBits / 8);
     const int64_t groups = slot * task.rows * (task.columns >> task.group_shift);
     own.scale = static_cast<const T*>(task.scale) + groups;
     own.minimum = static_cast<const T*>(task.minimum) + groups;
+    if (task.bias != nullptr) own.bias = static_cast<const T*>(task.bias) + slot * task.rows;
     const bool none = slot < 0 || slot >= task.weights;
     if (none || kRows == Rows::kPair) {
-      own.x = static_cast<const T*>(task.x) + pair * task.columns;
-      own.out = static_cast<T*>(task.out) + pair * task.rows;
+      own.x = static_cast<const T*>(task.x) + pair / task.pairs_of_row * task.columns;
+      own.out = static_cast<T*>(task.out) + pair * (task.rows >> own.halved());
     }
     if (none) return store_zeros<T>(own);
     if constexpr (kRows == Rows::kPair) {
-      multiply_rows<T, kBits, kTokenTiles, kGroups>(static_cast<const Task&>(own));
+      multiply_rows<T, kBits, kTokenTiles, kGroups>(static_cast<const Alone&>(own));
     } else {
-      __shared__ int found[kTokenTiles * kTileTokens];
+      constexpr int kMost = kTokenTiles * kTileTokens;
+      __shared__ int found[2 * kMost];
       static_assert(sizeof(found) <= kFoundBytes);
       own.pair = found;
-      own.tokens = find_together(task, static_cast<int>(pair), slot, found);
+      own.row_of = found + kMost;
+      own.tokens = find_together(task, static_cast<int>(pair), slot, found, found + kMost);
       if (own.tokens > 0) multiply_rows<T, kBits, kTokenTiles, kGroups>(own);
     }
   }
@@ -686,39 +767,56 @@ Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, 
   return out;
 }
 
-// x [pairs, columns]; codes, scale and minimum of `weights` weights of `rows` rows, one behind the other; slot int64 [pairs].
+// x [tokens, columns]; codes, scale, minimum and bias of `weights` weights of `rows` rows, one after the other; slot int64
+// [pairs], as many for each row of x, one after the other. limit: of `Task`, 0 for none. of_tokens: how many the pairs belong to,
+// each of which has no weight twice; 0 for as many as x has rows.
 Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
-                             int64_t group_size, int64_t rows, const Tensor& slot) {
+                             int64_t group_size, int64_t rows, const Tensor& slot, const std::optional<Tensor>& bias,
+                             int64_t form, int64_t activation, double limit, double up_offset, int64_t of_tokens) {
   const ScalarType dtype = x.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
                   "linear_groups_indexed: x must be Half or BFloat16, found ", torch::headeronly::toString(dtype));
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups_indexed: x must be [pairs, columns] on a CUDA device");
-  const int64_t pairs = x.size(0);
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2, "linear_groups_indexed: x must be [tokens, columns] on a CUDA device");
+  const int64_t tokens = x.size(0);
   const int64_t columns = x.size(1);
+  const int64_t pairs = slot.numel();
   const int group_shift = group_shift_of(group_size);
   STD_TORCH_CHECK(pairs < kMostPairs, "linear_groups_indexed: ", kMostPairs - 1, " pairs at most, found ", pairs);
+  STD_TORCH_CHECK(tokens > 0 ? pairs % tokens == 0 : pairs == 0, "linear_groups_indexed: ", pairs, " pairs for ", tokens,
+                  " rows of x");
   STD_TORCH_CHECK(bits == 8 || bits == 4, "linear_groups_indexed: bits must be 8 or 4, found ", bits);
   STD_TORCH_CHECK(group_shift > 0, "linear_groups_indexed: group_size must be 16, 32, 64 or 128, found ", group_size);
   STD_TORCH_CHECK(
       rows > 0 && columns > 0 && columns < (int64_t{1} << 30) && columns % group_size == 0 && columns * bits % 128 == 0,
       "linear_groups_indexed: columns must be whole groups and whole vectors of 16 bytes, found ", columns);
+  STD_TORCH_CHECK(form >= 0 && form < kForms && activation >= 0 && activation < kActivations && limit >= 0,
+                  "linear_groups_indexed: no such form: ", form, ", activation ", activation, ", limit ", limit);
+  const bool halved = form >= kGateFirst;
+  STD_TORCH_CHECK(!halved || rows % 2 == 0, "linear_groups_indexed: gate and up must have as many rows, found ", rows);
   const int64_t weights = codes.numel() / (rows * columns * bits / 8);
   const int64_t groups = rows * (columns / group_size);
   Task task = {};
-  task.x = checked("x", x, dtype, pairs * columns, x);
+  task.x = checked("x", x, dtype, tokens * columns, x);
   task.codes = static_cast<const uint8_t*>(checked("codes", codes, ScalarType::Byte, weights * rows * columns * bits / 8, x));
   task.scale = checked("scale", scale, dtype, weights * groups, x);
   task.minimum = checked("minimum", minimum, dtype, weights * groups, x);
   task.slot = static_cast<const int64_t*>(checked("slot", slot, ScalarType::Long, pairs, x));
+  task.bias = bias.has_value() ? checked("bias", *bias, dtype, weights * rows, x) : nullptr;
   task.rows = rows;
   task.columns = static_cast<int>(columns);
-  task.tokens = product_pairs(pairs, weights);
+  const int64_t most = of_tokens > 0 ? of_tokens : std::max<int64_t>(1, tokens);  // pairs of one weight
+  task.tokens = static_cast<int>(std::min<int64_t>(product_pairs(pairs, weights), most));
   task.group_shift = group_shift;
   task.pairs = static_cast<int>(pairs);
+  task.pairs_of_row = static_cast<int>(pairs / std::max<int64_t>(1, tokens));
   task.weights = weights;
+  task.form = static_cast<int>(form);
+  task.activation = static_cast<int>(activation);
+  task.limit = limit > 0 ? static_cast<float>(limit) : INFINITY;
+  task.up_offset = static_cast<float>(up_offset);
 
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const int64_t sizes[] = {pairs, rows};
+  const int64_t sizes[] = {pairs, halved ? rows / 2 : rows};
   Tensor out = torch::stable::new_empty(x, sizes);
   if (pairs == 0) return out;
   task.out = out.mutable_data_ptr();

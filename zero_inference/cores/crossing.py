@@ -1,8 +1,8 @@
 """How a model calls the host's cores (cores.py).
 
 `HostCalls` makes a call at once, for a model of one rank that computes on the CPU. `Crossing` makes it in the order of a GPU's stream:
-a kernel writes the input into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for
-theirs and reads the output. Python only asks for all of it, and waits for nothing. The ranks of a host meet its cores in the same way,
+a kernel writes the inputs into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for
+theirs, reads the output, and adds what the device has computed of the same sum. Python only asks for all of it, and waits for nothing. The ranks of a host meet its cores in the same way,
 on a CPU too: each brings its rows and takes its part of the output. Calls that belong to a CUDA graph are kept when it is
 recorded, and asked for again whenever it is launched.
 """
@@ -17,11 +17,13 @@ from typing import Protocol
 
 import torch
 
-from zero_inference.cores.choice import Choice
+from zero_inference.cores.choice import Choice, WeightedRows
 from zero_inference.cores.cores import ARRIVED, DONE, FLAG_BYTES, STOP, Cores, Task
 from zero_inference.cores.library import needed_library
 from zero_inference.cores.meeting_place import MeetingPlace, await_flag
 from zero_inference.runtime.transfers import Transfers
+
+Meanwhile = Callable[[], WeightedRows | None]  # asks the device for work, and returns what to add to the output
 
 
 @dataclass
@@ -47,15 +49,16 @@ class HostCalls:
         transfers.cores_counts, transfers.cores_busy_s = cores.chosen_bytes, cores.busy_s
 
     def __call__(
-        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Callable[[], None] = lambda: None
+        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Meanwhile = lambda: None
     ) -> list[torch.Tensor]:
-        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; then `meanwhile`."""
+        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; the only one with what `meanwhile` computes."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
         self.cores.run(task, x, out, choice and Choice(*(tensor.contiguous() for tensor in choice)))
         self.transfers.cores_bytes += task.nbytes
-        meanwhile()
-        return _split(out, x.shape[0], task.widths)
+        of_device = meanwhile()
+        parts = _split(out, x.shape[0], task.widths)
+        return parts if of_device is None else [of_device.added_to(part) for part in parts]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[RecordedCalls]:
@@ -73,11 +76,12 @@ class HostCalls:
 class DeviceSide(Protocol):
     """What a device does at a crossing, in the order in which it is asked. It counts the calls. Addresses are of host memory."""
 
-    def push(self, tensor: torch.Tensor, target: int, flag: int) -> None:
-        """Write the contiguous `tensor` to `target`; with a `flag`, if not 0, begin the next call and raise it to its number."""
+    def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
+        """Write the contiguous `tensors`, four at most, to `targets`, begin the next call and raise `flag` to its number."""
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int) -> None:
-        """Wait until `flag` has come to the number of the call, or `stop` is raised, and read the contiguous `out` from `source`."""
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
+        """Wait until `flag` has come to the number of the call, or `stop` is raised, and read the contiguous `out` from `source`; with
+        what is to be added to it."""
 
     def wait(self) -> None:
         """Return when all that was asked here is done."""
@@ -92,11 +96,12 @@ class StreamSide:
     def __init__(self, device: torch.device):
         self.scratch = torch.zeros(3, dtype=torch.int32, device=device)
 
-    def push(self, tensor: torch.Tensor, target: int, flag: int) -> None:
-        torch.ops.zero_inference.crossing_push(tensor, target, flag, self.scratch)
+    def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
+        torch.ops.zero_inference.crossing_push(tensors, targets, flag, self.scratch)
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int) -> None:
-        torch.ops.zero_inference.crossing_pull(out, source, flag, stop, self.scratch)
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
+        rows = () if of_device is None else of_device
+        torch.ops.zero_inference.crossing_pull(out, source, flag, stop, self.scratch, *rows)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.scratch.device).synchronize()
@@ -111,15 +116,17 @@ class HostSide:
     def __init__(self) -> None:
         self.number = 0  # of the call under way
 
-    def push(self, tensor: torch.Tensor, target: int, flag: int) -> None:
-        ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
-        if flag:
-            self.number = (self.number + 1) & 0xFFFFFFFF
-            needed_library().zero_inference_raise_flag(flag, self.number)
+    def push(self, tensors: Sequence[torch.Tensor], targets: Sequence[int], flag: int) -> None:
+        for tensor, target in zip(tensors, targets):
+            ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
+        self.number = (self.number + 1) & 0xFFFFFFFF
+        needed_library().zero_inference_raise_flag(flag, self.number)
 
-    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int) -> None:
+    def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
         await_flag(flag, self.number, stop)
         ctypes.memmove(out.data_ptr(), source, out.nbytes)
+        if of_device is not None:
+            out.copy_(of_device.added_to(out.view(len(of_device.weights), -1)).view(out.shape))
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -158,12 +165,12 @@ class Crossing:
         self.arrived, self.done, self.stop = (flags + flag * FLAG_BYTES for flag in (ARRIVED + rank, DONE, STOP))
 
     def __call__(
-        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Callable[[], None] = lambda: None
+        self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Meanwhile = lambda: None
     ) -> list[torch.Tensor]:
         """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; on the device, when its stream comes there.
 
         Args:
-            meanwhile: asks the device for what it computes while the cores multiply; only with a choice.
+            meanwhile: asks the device for what it computes while the cores multiply; only with a choice, and one output.
 
         Raises:
             ValueError: a choice for more rows than there is memory for.
@@ -196,24 +203,24 @@ class Crossing:
         inputs: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor],
         submit: Callable[[list[int], int], None],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Meanwhile = lambda: None,
     ) -> None:
         """Bring `inputs` to the cores and their outputs to `outs`, in the order of the stream.
 
         Args:
             submit: asks the cores for the call, given the addresses of the inputs in host memory and the call's number; its outputs
                 go to `output`, one behind the other, each of all ranks.
-            meanwhile: asks the device for what stands between input and output in its stream.
+            meanwhile: asks the device for what stands between input and output in its stream, and returns what is added to an output.
         """
         addresses = self._push(inputs)
         if self.recorded is None:
             self._ask(lambda number: submit(addresses, number))
         else:
             self.recorded.submits.append(lambda number: submit(addresses, number))
-        meanwhile()
+        of_device = meanwhile()
         source = self.output.data_ptr()
         for out in outs:
-            self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop)
+            self.side.pull(out, source + self.rank * out.nbytes, self.done, self.stop, of_device)
             self._count().host_to_device_bytes += out.nbytes
             source += self.cores.ranks * out.nbytes
 
@@ -249,20 +256,20 @@ class Crossing:
         return max(1, min(of_input, of_output))
 
     def _push(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Bring them into host memory one behind the other, the last with the flag, and return the addresses of the first rank's."""
+        """Bring them into host memory one after the other, raise the flag, and return the addresses of the first rank's."""
         addresses, end = [], self.input.data_ptr()
         most = end + self.input.numel()
-        for place, tensor in enumerate(tensors, 1):
+        for tensor in tensors:
             of_all = self.cores.ranks * tensor.nbytes
             if end + of_all > most:
                 raise ValueError(
                     f"an input of {of_all} bytes at {most - end} bytes from the end of the place for inputs"
                 )
-            flag = self.arrived if place == len(tensors) else 0
-            self.side.push(tensor.contiguous(), end + self.rank * tensor.nbytes, flag)
             addresses.append(end)
             end += -(-of_all // FLAG_BYTES) * FLAG_BYTES
             self._count().device_to_host_bytes += tensor.nbytes
+        targets = [address + self.rank * tensor.nbytes for address, tensor in zip(addresses, tensors)]
+        self.side.push([tensor.contiguous() for tensor in tensors], targets, self.arrived)
         return addresses
 
     def _chosen_bytes(self) -> int:

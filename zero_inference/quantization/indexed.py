@@ -1,6 +1,6 @@
-"""Products of single rows, each with a weight of its own out of several that lie one behind the other: a mixture's experts.
+"""Products of pairs of a row and a weight out of several that lie one after the other: a mixture's experts.
 
-    out[p, n] = sum_k x[p, k] * weight[slot[p], n, k],   and zeros where slot[p] is negative
+    out[p, n] = sum_k x[p // pairs_of_row, k] * weight[slot[p], n, k] + bias[slot[p], n],   and zeros where slot[p] is negative
 
 Nothing is read for a row without a weight, as far as the fused operator (csrc/quantization/product.cu) goes. It reads a weight
 once for several rows that have it (`pairs_together`); what else does the work here gathers the weights of some rows first.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,22 +26,48 @@ GATHERED_BYTES = 128 << 20
 TRIAL_ROWS, TRIAL_COLUMNS = 200, 1024
 TRIAL_DIFFERENCE = 1e-2  # relative; a result in bfloat16 is rounded by up to 0.4%
 
+# `bias` and what follows it: see `linear_groups_indexed` and `Combination`.
 SCHEMA = (
-    "(Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows, Tensor slot) -> Tensor"
+    "(Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows, Tensor slot, "
+    "Tensor? bias=None, int form=0, int activation=0, float limit=0, float up_offset=0, int tokens=0) -> Tensor"
 )
+# What the operator stores, as `Form` in csrc/quantization/product.cu: a product, f of it, or f(gate) * up, where a weight has the rows
+# of gate first, those of up first, or both in turn.
+PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
+
+
+class Combination(NamedTuple):
+    """What an expert makes of its first product: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), or f of one product.
+
+    Attributes:
+        form: `ACTIVATED` to `INTERLEAVED`.
+        activation: f, a number as in csrc/quantization/product.cu.
+        limit: 0 for none.
+        computed: the same with PyTorch, of float32 [pairs, rows].
+    """
+
+    form: int
+    activation: int
+    limit: float
+    up_offset: float
+    computed: Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def linear_indexed(x: Tensor, weight: Tensor, slot: Tensor) -> Tensor:
-    """Each row of `x` times one of the weights, with PyTorch alone.
+def linear_indexed(
+    x: Tensor, weight: Tensor, slot: Tensor, bias: Tensor | None = None, combination: Combination | None = None
+) -> Tensor:
+    """Return the product of each pair of a row of `x` and one of the weights, with PyTorch alone.
 
     Args:
-        x: [pairs, columns] in the weights' dtype.
+        x: [tokens, columns] in the weights' dtype.
         weight: [slots, rows, columns].
-        slot: int64 [pairs], which weight; negative for none.
+        slot: int64 [pairs], which weight; negative for none. As many for each row of x, one after the other.
+        bias: [slots, rows] in x's dtype.
+        combination: of the product's rows, which is returned in their place.
 
     Returns:
-        [pairs, rows] in x's dtype; zeros where there is no weight.
+        [pairs, rows] in x's dtype, with a combination of two factors half as many; zeros where there is no weight.
 
     Raises:
         ValueError: shapes or dtypes do not fit each other.
@@ -48,39 +76,54 @@ def linear_indexed(x: Tensor, weight: Tensor, slot: Tensor) -> Tensor:
     if weight.dim() != 3 or weight.dtype != x.dtype:
         raise ValueError(f"weight must be {x.dtype} [slots, rows, columns], found {weight.dtype} {list(weight.shape)}")
     one = weight.shape[1] * weight.shape[2] * weight.element_size()
-    return _gathered(x, slot, one, weight.shape[1], lambda which: weight.index_select(0, which))
+    product = _gathered(x, slot, one, weight.shape[1], lambda which: weight.index_select(0, which))
+    return _finished(product, slot, bias, combination)
 
 
 def linear_groups_indexed(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    bits: int,
+    group_size: int,
+    rows: int,
+    slot: Tensor,
+    bias: Tensor | None = None,
+    combination: Combination | None = None,
+    tokens: int = 0,
 ) -> Tensor:
     """`linear_indexed` with weights [rows, columns] in groups.
 
-    On a CUDA device, where `can_fuse` allows it, one kernel on the current stream, with the same bits in every run.
+    On a CUDA device, where `can_fuse` allows it, one kernel on the current stream, with the same bits in every run. It rounds once, what
+    it stores; PyTorch rounds product, sum with the bias and combination each for itself.
 
     Args:
-        x: float16, bfloat16 or float32 [pairs, columns]; columns is a multiple of the group size.
+        x: float16, bfloat16 or float32 [tokens, columns]; columns is a multiple of the group size.
         codes: uint8 [slots, rows * columns * bits / 8], each row of it as `zero_inference.quantization.groups` packs a weight.
         scale, minimum: [slots, rows * columns / group_size], in x's dtype.
         bits: of a code, 8 or 4.
         rows: of each weight.
-        slot: int64 [pairs], which weight; negative for none.
+        slot, bias, combination: as of `linear_indexed`.
+        tokens: that the pairs belong to, each with no weight twice, so that no more pairs have one weight; 0 for the rows of x.
 
     Returns:
-        [pairs, rows] in x's dtype; zeros where there is no weight.
+        As `linear_indexed`.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit each other.
     """
     _check_groups(x, codes, scale, minimum, bits, group_size, rows, slot)
-    fits = 0 < x.shape[0] <= MOST_PAIRS and can_fuse(x, codes, scale, minimum, bits, group_size)
-    if fits and kernel_agrees(x.device, x.dtype, bits, group_size):
+    fits = 0 < slot.numel() <= MOST_PAIRS and can_fuse(x, codes, scale, minimum, bits, group_size, bias)
+    if fits and (bias is None or bias.dtype == x.dtype) and kernel_agrees(x.device, x.dtype, bits, group_size):
         x, slot = x.contiguous(), slot.contiguous()
         if x.data_ptr() % ALIGNMENT == 0 and slot.data_ptr() % ALIGNMENT == 0:
+            how = (PLAIN, 0, 0.0, 0.0) if combination is None else combination[:4]
             return torch.ops.zero_inference.linear_groups_indexed(
-                x, codes, scale, minimum, bits, group_size, rows, slot
+                x, codes, scale, minimum, bits, group_size, rows, slot, bias, *how, tokens
             )
-    return linear_groups_indexed_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
+    product = linear_groups_indexed_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
+    return _finished(product, slot, bias, combination)
 
 
 def pairs_together(pairs: int, weights: int) -> int:
@@ -119,8 +162,8 @@ def kernel_agrees(device: torch.device, dtype: torch.dtype, bits: int, group_siz
 def linear_groups_indexed_reference(
     x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
 ) -> Tensor:
-    """What `linear_groups_indexed` has to give, with PyTorch alone on any device: the weights of some rows are gathered and
-    dequantized at a time. Arguments, result and errors as there."""
+    """What `linear_groups_indexed` has to give without bias and combination, with PyTorch alone on any device: the weights of some
+    rows are gathered and dequantized at a time. Arguments, result and errors as there."""
     _check_groups(x, codes, scale, minimum, bits, group_size, rows, slot)
     columns = x.shape[1]
 
@@ -134,7 +177,8 @@ def linear_groups_indexed_reference(
 
 
 def _gathered(x: Tensor, slot: Tensor, weight_bytes: int, rows: int, weights) -> Tensor:
-    """A few rows at a time; no value of `slot` is read by the host, which would have to wait for it."""
+    """A few pairs at a time; no value of `slot` is read by the host, which would have to wait for it."""
+    x = x.repeat_interleave(slot.numel() // max(1, x.shape[0]), 0)
     out = x.new_empty(x.shape[0], rows)
     step = max(1, GATHERED_BYTES // max(1, weight_bytes))
     for first in range(0, x.shape[0], step):
@@ -144,12 +188,21 @@ def _gathered(x: Tensor, slot: Tensor, weight_bytes: int, rows: int, weights) ->
     return out
 
 
+def _finished(product: Tensor, slot: Tensor, bias: Tensor | None, combination: Combination | None) -> Tensor:
+    """Return what is made of `product` [pairs, rows], where a slot of -1 has no bias."""
+    if bias is not None:
+        product = product + torch.where((slot >= 0).unsqueeze(-1), bias[slot.clamp(min=0)], 0)
+    return product if combination is None else combination.computed(product.float()).to(product.dtype)
+
+
 def _check(x: Tensor, slot: Tensor, slots: int, columns: int) -> None:
     if x.dim() != 2 or x.shape[1] != columns:
-        raise ValueError(f"x must be [pairs, {columns}], found {list(x.shape)}")
-    if slot.dtype != torch.int64 or list(slot.shape) != [x.shape[0]] or slot.device != x.device:
+        raise ValueError(f"x must be [tokens, {columns}], found {list(x.shape)}")
+    tokens = x.shape[0]
+    whole = slot.dim() == 1 and (slot.numel() % tokens == 0 if tokens else slot.numel() == 0)
+    if slot.dtype != torch.int64 or not whole or slot.device != x.device:
         raise ValueError(
-            f"slot must be int64 [{x.shape[0]}] on {x.device}, found {slot.dtype} {list(slot.shape)} on {slot.device}"
+            f"slot must be int64 [{tokens} x k] on {x.device}, found {slot.dtype} {list(slot.shape)} on {slot.device}"
         )
     if slots < 1:
         raise ValueError("there must be one weight at least")
@@ -183,12 +236,42 @@ def _check_groups(
             )
 
 
-def _fake(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, group_size: int, rows: int, slot: Tensor
+def _without_kernel(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    bits: int,
+    group_size: int,
+    rows: int,
+    slot: Tensor,
+    bias: Tensor | None = None,
+    form: int = PLAIN,
+    *_: float,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], rows)
+    """What runs where no kernel is registered."""
+    if form != PLAIN:
+        raise NotImplementedError("a combination is computed by a CUDA device alone: use linear_groups_indexed")
+    product = linear_groups_indexed_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
+    return _finished(product, slot, bias, None)
+
+
+def _fake(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    bits: int,
+    group_size: int,
+    rows: int,
+    slot: Tensor,
+    bias: Tensor | None = None,
+    form: int = PLAIN,
+    *_: float,
+) -> Tensor:
+    return x.new_empty(slot.shape[0], rows // 2 if form >= GATE_FIRST else rows)
 
 
 LIBRARY.define("linear_groups_indexed" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("linear_groups_indexed", linear_groups_indexed_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("linear_groups_indexed", _without_kernel, "CompositeExplicitAutograd")
 torch.library.register_fake("zero_inference::linear_groups_indexed", _fake, lib=LIBRARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,15 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_inference.cores.choice import WeightedRows
+from zero_inference.cores.cores import ACTIVATION_NUMBERS
+from zero_inference.cores.matrix import DTYPES
 from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.engines.stream.views import Packed
 from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
 from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.quantization.indexed import linear_groups_indexed
+from zero_inference.quantization.indexed import (
+    ACTIVATED,
+    GATE_FIRST,
+    INTERLEAVED,
+    UP_FIRST,
+    Combination,
+    linear_groups_indexed,
+)
 from zero_inference.quantization.products import ALIGNMENT, FUSED_ROWS, can_fuse, linear_groups, no_bias
 from zero_inference.runtime.extension import load_extension
 
-Times = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows [pairs, columns] and slots [pairs] -> [pairs, rows]
+# x, slot, combination and tokens of `linear_groups_indexed` -> [pairs, rows]
+Times = Callable[[torch.Tensor, torch.Tensor, Combination | None, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -200,36 +212,29 @@ def _in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 def experts_forward(experts: FusedExperts, first: Times, last: Times) -> Callable[..., torch.Tensor]:
     """What a module of experts computes, of those alone that tokens chose."""
+    combination = combination_of(experts)
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = weighted_sum(experts, first, last, x, top_k_index.to(torch.int64), top_k_weights)
+        slot = top_k_index.to(torch.int64).reshape(-1)
+        weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
+        rows = last(first(x, slot, combination, len(x)), slot, None, len(x))
+        out = WeightedRows(weights.contiguous(), rows).total()
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
     return forward
 
 
-def weighted_sum(
-    experts: FusedExperts, first: Times, last: Times, x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """The sum of each token's experts, float32 [tokens, hidden], added in the order of the choices.
-
-    Args:
-        first, last: rows times the weights in slots, with their bias; zeros for a slot of -1.
-        x: [tokens, hidden].
-        slots: int64 [tokens, k], where the experts that each token chose are; -1 for those that do not count.
-        weights: of them, [tokens, k].
-    """
-    tokens, k = slots.shape
-    slot = slots.reshape(-1)
-    pairs = x.unsqueeze(1).expand(-1, k, -1).reshape(tokens * k, -1)
-    out = last(experts.combined(first(pairs, slot).float()), slot)
-    return (out.view(tokens, k, -1) * weights.float().unsqueeze(-1)).sum(1)  # products in float32
-
-
-def biased(product: torch.Tensor, bias: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Return `product` [pairs, rows] plus the row of `bias` [slots, rows] that each pair's slot names; a slot of -1 adds nothing."""
-    return product + torch.where((slot >= 0).unsqueeze(-1), bias[slot.clamp(min=0)], 0)
+def combination_of(experts: FusedExperts) -> Combination:
+    """Return what `experts` make of their first product."""
+    gated = INTERLEAVED if experts.interleaved else UP_FIRST if experts.gate_is_second else GATE_FIRST
+    return Combination(
+        gated if experts.gated else ACTIVATED,
+        ACTIVATION_NUMBERS[experts.activation],
+        experts.limit if experts.limit < math.inf else 0.0,
+        experts.up_offset,
+        experts.combined,
+    )
 
 
 def _times(
@@ -239,13 +244,16 @@ def _times(
     bias: Callable[[], torch.Tensor] | None,
     x: torch.Tensor,
     slot: torch.Tensor,
+    combination: Combination | None,
+    tokens: int,
 ) -> torch.Tensor:
     """Rows times the experts of a fused parameter that is stored as `shape` [experts, rows, columns]."""
     number, rows, _ = shape
     codes, scales, minima = (part.view(number, -1) for part in packed()[:3])
-    x = x.to(scales.dtype)
-    product = linear_groups_indexed(x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot)
-    return product if bias is None else biased(product, bias(), slot)
+    x, added = x.to(scales.dtype), None if bias is None else bias()
+    return linear_groups_indexed(
+        x, codes, scales, minima, scheme.bits, scheme.group_size, rows, slot, added, combination, tokens
+    )
 
 
 def _can_fuse(

@@ -63,10 +63,9 @@ class ExpertBlock:
     ) -> torch.Tensor:
         """Return the sum of all experts: of those in slots and fetched ones by the device, while the CPU multiplies the others."""
         division = on_device.divide(numbers)
-        of_device: list[torch.Tensor] = []
         choice = Choice(division.for_cpu, weights)
-        (out,) = self.calls(self.task, x, choice, lambda: of_device.append(on_device.products(x, division, weights)))
-        return of_device[0].add_(out)  # in float32
+        (out,) = self.calls(self.task, x, choice, lambda: on_device.products(x, division, weights))
+        return out
 
     def ends(self) -> None:
         """The block was called to its end; nothing is kept from call to call."""

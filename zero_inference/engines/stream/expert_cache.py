@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from zero_inference.cores.choice import WeightedRows
 from zero_inference.cores.experts import CHOICES, FETCHED, FIRST_USE, HITS, UNREAD
-from zero_inference.engines.stream.codes import biased, weighted_sum
+from zero_inference.engines.stream.codes import combination_of
 from zero_inference.engines.stream.expert_policy import (
     LONG_PASS_KEEPS,
     PERIOD_PASSES,
@@ -31,7 +31,7 @@ from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
-from zero_inference.quantization.indexed import linear_groups_indexed, linear_indexed
+from zero_inference.quantization.indexed import Combination, linear_groups_indexed, linear_indexed
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.transfers import ExpertCounts, Transfers
@@ -80,15 +80,22 @@ class _Weights:
         for kept, waiting in zip(self.kept, self.waiting):
             kept[slot].copy_(waiting[expert], non_blocking=True)
 
-    def times(self, x: torch.Tensor, slot: torch.Tensor, scheme: GroupQuantization | None) -> torch.Tensor:
-        """Each row of x [pairs, columns] with the weight in its slot: [pairs, rows], zeros for a slot of -1."""
-        x = x.to(self.dtype)
+    def times(
+        self,
+        x: torch.Tensor,
+        slot: torch.Tensor,
+        scheme: GroupQuantization | None,
+        combination: Combination | None = None,
+        tokens: int = 0,
+    ) -> torch.Tensor:
+        """Return rows of x times the weights in slots, [pairs, rows]; x, slot and what follows as of `linear_groups_indexed`."""
+        x, bias = x.to(self.dtype), self.kept[-1] if self.biased else None
         if not self.quantized or scheme is None:
-            product = linear_indexed(x, self.kept[0].view(-1, self.rows, self.columns), slot)
-        else:
-            codes, scale, minimum = self.kept[:3]
-            product = linear_groups_indexed(x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot)
-        return biased(product, self.kept[-1], slot) if self.biased else product
+            return linear_indexed(x, self.kept[0].view(-1, self.rows, self.columns), slot, bias, combination)
+        codes, scale, minimum = self.kept[:3]
+        return linear_groups_indexed(
+            x, codes, scale, minimum, scheme.bits, scheme.group_size, self.rows, slot, bias, combination, tokens
+        )
 
 
 def _in_one(
@@ -178,7 +185,8 @@ class StagedExperts:
         streams: DeviceStreams,
         stream: Any,
     ):
-        self.experts, self.scheme, self.most = experts, scheme, most
+        self.scheme, self.most = scheme, most
+        self.combination = combination_of(experts)
         self.streams, self.stream = streams, stream
         half = expert_memory(layout, experts, most)[0]
         self.weights = [
@@ -205,11 +213,11 @@ class StagedExperts:
                         kept[place] = waiting[expert]
         return self.streams.recorded(self.stream)
 
-    def products(self, x: torch.Tensor, staged: torch.Tensor, weights: torch.Tensor, there: Any) -> torch.Tensor:
-        """Return the weighted sum of fetched experts, as of `ExpertSlots.products`; `there` as of `fetch`."""
+    def products(self, x: torch.Tensor, staged: torch.Tensor, there: Any) -> torch.Tensor:
+        """Return what fetched experts compute, as of `ExpertSlots.products`; `there` as of `fetch`."""
         self.streams.current().wait_event(there)
-        first, last = (partial(each.times, scheme=self.scheme) for each in self.weights)
-        return weighted_sum(self.experts, first, last, x, staged, weights)
+        slot, (first, last) = staged.view(-1), self.weights
+        return last.times(first.times(x, slot, self.scheme, self.combination), slot, self.scheme, tokens=len(x))
 
 
 class ExpertSlots:
@@ -232,7 +240,7 @@ class ExpertSlots:
         uses: torch.Tensor,
         use: torch.Tensor,
     ):
-        self.experts, self.scheme = experts, scheme
+        self.experts, self.scheme, self.combination = experts, scheme, combination_of(experts)
         self.table, self.uses, self.use = table, uses, use
         self.first, self.last = (
             _Weights(layout, name, bias, experts.number, count, buffer, table.device)
@@ -265,16 +273,15 @@ class ExpertSlots:
         self.first.load(expert, slot)
         self.last.load(expert, slot)
 
-    def products(self, x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of those experts that are in slots, float32 [tokens, hidden], added in the order of the choices.
+    def products(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return what those experts that are in slots compute of x [tokens, hidden]: [tokens * k, hidden].
 
         Args:
-            x: [tokens, hidden].
-            slots: int64 [tokens, k], of the experts that each token chose; -1 for others.
-            weights: of them, [tokens, k].
+            slots: int64 [tokens, k], of the experts that each token chose; -1 for others, whose rows are zeros.
         """
-        first, last = (partial(each.times, scheme=self.scheme) for each in (self.first, self.last))
-        return weighted_sum(self.experts, first, last, x, slots, weights)
+        slot = slots.view(-1)
+        hidden = self.first.times(x, slot, self.scheme, self.combination)
+        return self.last.times(hidden, slot, self.scheme, tokens=len(x))
 
 
 @dataclass(frozen=True)
@@ -299,18 +306,18 @@ class OnDevice:
         most = 0 if self.staged is None else self.staged.most
         return divide(chosen, self.table, self.number, self.quota, most)
 
-    def products(self, x: torch.Tensor, division: Division, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the experts in slots and of fetched ones, float32 [tokens, hidden].
+    def products(self, x: torch.Tensor, division: Division, weights: torch.Tensor) -> WeightedRows:
+        """Return what the experts in slots and fetched ones compute of x [tokens, hidden], and their `weights` [tokens, k].
 
-        `x` [tokens, hidden], `weights` [tokens, k].
+        Those in slots are multiplied while others are fetched.
         """
-        sums = []
+        rows = []
         there = None if self.staged is None else self.staged.fetch(division.fetched)
         if self.slots is not None:
-            sums.append(self.slots.products(x, division.slot, weights))
+            rows.append(self.slots.products(x, division.slot))
         if self.staged is not None:
-            sums.append(self.staged.products(x, division.staged, weights, there))
-        return sums[0] if len(sums) == 1 else sums[0].add_(sums[1])
+            rows.append(self.staged.products(x, division.staged, there))
+        return WeightedRows(weights.contiguous(), *(each.to(x.dtype) for each in rows))
 
 
 class ExpertCache:
