@@ -1,12 +1,14 @@
 """Products of a few tokens with codes on a CUDA device: how fast beside what else there is, and what every launch gives.
 
-    python benchmarks/quantized_products.py [--save FILE] [--dtype float16] [--sweep]
+    python benchmarks/quantized_products.py [--save FILE] [--dtype float16] [--sweep | --experts]
         [--shapes 5120x5120 ...] [--tokens 1 ...] [--bits 4 ...]    (exit code 2 without device or kernel)
 
 Microseconds are those of one product among many that follow each other in a CUDA graph, median of replays; each takes another of as
 many weights as the L2 cache cannot hold. GB/s are 10^9 stored bytes of the weight (codes, scales, minima) a second, the share is
 that of a copy inside the device, whose bytes read and written both count. `--sweep` times every launch of the fused operator
-instead, which is what csrc/launch_sizes.cuh is chosen from.
+instead, which is what csrc/launch_sizes.cuh is chosen from. `--experts` times what a layer of Qwen3-30B-A3B does with the experts
+that the device has, each part as kernels of PyTorch around the products and as our kernels do it, and the hand-off to the CPU,
+whose answer is there at once.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ CACHES = 4  # times the L2 cache that the weights of one measurement fill at lea
 LAUNCHES = 24  # of a graph, at least
 REPLAYS = 5
 COLUMN_WARPS, SPLITS, CHUNK_STEPS = (1, 2, 4, 8), (1, 2, 4, 8), (2, 4)
+HIDDEN, INNER, EXPERTS_OF_TOKEN, SLOTS = 2048, 768, 8, 16  # Qwen3-30B-A3B; experts that the device has
 FIELDS = ("rows", "columns", "bits", "tokens", "what", "launch", "us", "gb_per_s", "share_of_copy")
 
 
@@ -43,7 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--save", type=Path, metavar="FILE", help="write every measurement, tab-separated")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--sweep", action="store_true", help="time every launch of the fused operator")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--sweep", action="store_true", help="time every launch of the fused operator")
+    kind.add_argument("--experts", action="store_true", help="time a mixture's experts and the hand-off instead")
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS", help="of weights")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--bits", type=int, nargs="+", choices=(4, 8), default=(4, 8))
@@ -58,8 +63,13 @@ def main() -> int:
         print(f"no fused product: {why_unavailable()}", file=sys.stderr)
         return 2
     dtype = getattr(torch, args.dtype)
-    copy = copy_gb_per_s()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.dtype}, groups of {args.group_size}")
+    if args.experts:
+        rows = [row for bits in args.bits for row in time_experts(bits, dtype, args.group_size, args.tokens)]
+        if args.save:
+            args.save.write_text("".join("\t".join(map(str, row)) + "\n" for row in rows))
+        return 0
+    copy = copy_gb_per_s()
     print(f"a copy inside the device: {copy:.0f} GB/s\n")
     rows = []
     for (height, width), bits in itertools.product(args.shapes, args.bits):
@@ -180,6 +190,115 @@ def sweep(weights: Weights, counts: Sequence[int]) -> list[tuple[int, str, str, 
                 continue
             us = microseconds(lambda p, x=x, launch=launch: weights.fused(x, p, launch), weights.packed)
             timed.append((tokens, "fused", "x".join(map(str, launch)), us))
+    return timed
+
+
+class Experts:
+    """Both weights of as many layers' experts as the L2 cache cannot hold, and both ways to compute with them."""
+
+    def __init__(self, bits: int, dtype, group_size: int):
+        import torch
+
+        from zero_inference.engines.stream.codes import combination_of
+        from zero_inference.models.experts import FusedExperts
+
+        self.bits, self.group_size = bits, group_size
+        self.form = FusedExperts("first", "last", "silu", SLOTS, True)
+        self.combination = combination_of(self.form)
+
+        def packed(rows: int, columns: int) -> tuple:
+            groups = rows * columns // group_size
+            codes = torch.randint(0, 256, (SLOTS, rows * columns * bits // 8), dtype=torch.uint8, device="cuda")
+            scale, minimum = (0.01 * torch.randn(SLOTS, groups, device="cuda").to(dtype) for _ in range(2))
+            return codes, scale, minimum
+
+        self.layers = [(packed(2 * INNER, HIDDEN), packed(HIDDEN, INNER)) for _ in range(5)]
+
+    def product(self, x, packed, rows: int, slot, combination=None, tokens: int = 0):
+        from zero_inference.quantization.indexed import linear_groups_indexed
+
+        return linear_groups_indexed(x, *packed, self.bits, self.group_size, rows, slot, None, combination, tokens)
+
+    def first_apart(self, x, slot, layer):
+        pairs = x.repeat_interleave(EXPERTS_OF_TOKEN, 0)
+        product = self.product(pairs, layer[0], 2 * INNER, slot)
+        return self.form.combined(product.float()).to(x.dtype)
+
+    def first(self, x, slot, layer):
+        return self.product(x, layer[0], 2 * INNER, slot, self.combination)
+
+
+def time_experts(bits: int, dtype, group_size: int, counts: Sequence[int]) -> list[tuple]:
+    """Print and return (tokens, hits of a token, bits, part, microseconds with PyTorch around the products, as it is)."""
+    import ctypes
+
+    import torch
+
+    from zero_inference.cores.choice import WeightedRows
+    from zero_inference.cores.crossing import StreamSide
+    from zero_inference.cores.meeting_place import own_place
+
+    experts, timed = Experts(bits, dtype, group_size), []
+    k, side, place = EXPERTS_OF_TOKEN, StreamSide(torch.device("cuda")), own_place(1 << 20, 1 << 20, pinned=True)
+    arrived, done, stop = (place.flags.data_ptr() + 64 * flag for flag in range(3))
+    ctypes.c_uint32.from_address(done).value = 1 << 30  # the CPU is done with every call
+    source, target = place.output.data_ptr(), place.input.data_ptr()
+    for tokens, hits in ((tokens, hits) for tokens in counts for hits in (1, 4, 8)):
+        x, weights = (torch.rand(tokens, n, device="cuda").to(dtype) for n in (HIDDEN, k))
+        chosen = torch.stack([torch.randperm(SLOTS, device="cuda")[:k] for _ in range(tokens)])
+        slot = torch.where(torch.arange(k, device="cuda") < hits, chosen, -1).view(-1)
+        hidden = experts.first(x, slot, experts.layers[0])
+        rows = experts.product(hidden, experts.layers[0][1], HIDDEN, slot, tokens=tokens)
+        out, brought = torch.empty(tokens * HIDDEN, dtype=dtype, device="cuda"), [x, chosen, weights]
+        places = [target + offset for offset in (0, x.nbytes, x.nbytes + chosen.nbytes)]
+
+        def by_pytorch(rows, weights=weights, tokens=tokens):
+            return (rows.view(tokens, k, -1) * weights.float().unsqueeze(-1)).sum(1)
+
+        def pull_apart(rows, out=out):
+            total = by_pytorch(rows)
+            side.pull(out, source, done, stop, None)
+            return total.add_(out.view(total.shape)).to(out.dtype)
+
+        def push_apart(_, brought=brought, places=places):
+            for tensor, address in zip(brought, places):
+                side.push([tensor], [address], arrived)
+
+        def layer_apart(layer, x=x, slot=slot):
+            pull_apart(experts.product(experts.first_apart(x, slot, layer), layer[1], HIDDEN, slot))
+
+        def layer_now(layer, x=x, slot=slot, weights=weights, tokens=tokens, out=out):
+            rows = experts.product(experts.first(x, slot, layer), layer[1], HIDDEN, slot, tokens=tokens)
+            side.pull(out, source, done, stop, WeightedRows(weights, rows))
+
+        parts = {
+            "first product": (
+                lambda layer, x=x, slot=slot: experts.first_apart(x, slot, layer),
+                lambda layer, x=x, slot=slot: experts.first(x, slot, layer),
+            ),
+            "last product": (
+                lambda layer, h=hidden, slot=slot: experts.product(h, layer[1], HIDDEN, slot),
+                lambda layer, h=hidden, slot=slot, n=tokens: experts.product(h, layer[1], HIDDEN, slot, tokens=n),
+            ),
+            "weighted sum": (
+                lambda _, rows=rows: by_pytorch(rows).to(rows.dtype),
+                lambda _, rows=rows, weights=weights: WeightedRows(weights, rows).total(),
+            ),
+            "push": (
+                push_apart,
+                lambda _, brought=brought, places=places: side.push(brought, places, arrived),
+            ),
+            "sum and pull": (
+                lambda _, rows=rows: pull_apart(rows),
+                lambda _, rows=rows, w=weights, out=out: side.pull(out, source, done, stop, WeightedRows(w, rows)),
+            ),
+            "products, sum and pull": (layer_apart, layer_now),
+        }
+        print(f"{tokens} tokens, {hits} of {k} experts of each here, int{bits}; us with PyTorch between, and now:")
+        for name, ways in parts.items():
+            apart, now = (microseconds(way, experts.layers) for way in ways)
+            print(f"  {name:24} {apart:6.1f} {now:6.1f}")
+            timed.append((tokens, hits, bits, name, f"{apart:.2f}", f"{now:.2f}"))
     return timed
 
 

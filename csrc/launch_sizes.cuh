@@ -234,12 +234,12 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // 16-byte accesses of a thread on their way at once
 // Enough to fill a link of 64 GB/s and 8 us: 32 * 256 * 4 * 16 bytes. All have to run at once, since they wait for one of them.
 constexpr int kMostBlocks = 32;
-// A block brings 8 KB at once, so a token of 3840 elements in 16 bits with what it chose. Several blocks have to count each other
-// before the flag is raised. Not swept.
+// A block brings 8 KB at once, so a token of 3840 elements in 16 bits with what it chose. Several blocks have to count each
+// other before the flag is raised. Not swept.
 constexpr int kPushThreads = 512;
 constexpr int kMostParts = 4;  // tensors that one call brings
-// Of a sum of weighted rows by itself, 16 bytes a thread: four blocks for a token of 2048 elements, because each thread waits for
-// as many reads as a token has experts. Not swept.
+// Of a sum of weighted rows by itself, 16 bytes a thread: four blocks for a token of 2048 elements, because each thread waits
+// for as many reads as a token has experts. Not swept.
 constexpr int kSumThreads = 64;
 // Of a piece of an expert that is fetched. 4 to 132 blocks copied one expert of 2.65 MB at 44 to 47 GB/s, and four at 50
 // (H100).

@@ -2,7 +2,8 @@
 // write into page-locked host memory and read from it.
 //
 //   crossing_push   writes tensors there, begins the next call, and raises the flag to its number
-//   crossing_pull   waits until the flag has the number of that call, and reads a tensor from there; with `weights` and `rows`, adds
+//   crossing_pull   waits until the flag has the number of that call, and reads a tensor from there; with `weights` and `rows`,
+//   adds
 //                   to it what the device has computed of the same sum: weights [tokens, k] times rows [tokens * k, width]
 //   weighted_rows   that sum alone
 //
@@ -189,8 +190,8 @@ struct Access {
   }
 };
 
-// Adds to `sums` the elements from `first` on of the sum [tokens, width], in the order of the choices; reads of some of these are
-// on their way at once.
+// Adds to `sums` the elements from `first` on of the sum [tokens, width], in the order of the choices; reads of some of these
+// are on their way at once.
 template <typename T, bool kVector>
 __device__ __forceinline__ void add_rows(const WeightedRows& of, int64_t first, float (&sums)[Access<T, kVector>::kElements]) {
   using A = Access<T, kVector>;
@@ -281,9 +282,8 @@ T* at(int64_t address) {
 }
 
 void crossing_push(std::vector<Tensor> tensors, std::vector<int64_t> targets, int64_t flag, const Tensor& scratch) {
-  STD_TORCH_CHECK(!tensors.empty() && tensors.size() <= kMostParts && targets.size() == tensors.size(),
-                  "crossing_push: 1 to ", kMostParts, " tensors and as many targets, found ", tensors.size(), " and ",
-                  targets.size());
+  STD_TORCH_CHECK(!tensors.empty() && tensors.size() <= kMostParts && targets.size() == tensors.size(), "crossing_push: 1 to ",
+                  kMostParts, " tensors and as many targets, found ", tensors.size(), " and ", targets.size());
   STD_TORCH_CHECK(flag != 0, "crossing_push: there must be a flag");
   Parts parts = {};
   for (size_t p = 0; p < kMostParts; ++p) {
@@ -303,8 +303,8 @@ void crossing_push(std::vector<Tensor> tensors, std::vector<int64_t> targets, in
   }
   const torch::stable::accelerator::DeviceGuard guard(scratch.get_device_index());
   const cudaStream_t stream = current_stream(scratch.get_device_index());
-  push<<<blocks_for(parts.units, kPushThreads), kPushThreads, 0, stream>>>(
-      parts, at<uint32_t>(flag), static_cast<uint32_t*>(scratch.mutable_data_ptr()));
+  push<<<blocks_for(parts.units, kPushThreads), kPushThreads, 0, stream>>>(parts, at<uint32_t>(flag),
+                                                                           static_cast<uint32_t*>(scratch.mutable_data_ptr()));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -313,23 +313,19 @@ WeightedRows weighted(const char* name, const Tensor& out, int64_t width, const 
                       const std::optional<Tensor>& more) {
   const ScalarType of_weights = weights.scalar_type();
   STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous() && rows.dim() == 2 && rows.is_contiguous() &&
-                      rows.size(0) == weights.numel() && weights.size(0) * rows.size(1) == out.numel() &&
-                      rows.size(1) == width,
+                      rows.size(0) == weights.numel() && weights.size(0) * rows.size(1) == out.numel() && rows.size(1) == width,
                   name, ": weights [tokens, k] and rows [tokens * k, width] must be contiguous and fit the result");
-  STD_TORCH_CHECK(of_weights == ScalarType::Float || of_weights == ScalarType::Half || of_weights == ScalarType::BFloat16,
-                  name, ": weights must be Float, Half or BFloat16, found ", torch::headeronly::toString(of_weights));
-  const bool fits = !more.has_value() || (more->numel() == rows.numel() && more->is_contiguous() && more->is_cuda() &&
-                                          more->scalar_type() == rows.scalar_type() &&
-                                          more->get_device_index() == out.get_device_index());
+  STD_TORCH_CHECK(of_weights == ScalarType::Float || of_weights == ScalarType::Half || of_weights == ScalarType::BFloat16, name,
+                  ": weights must be Float, Half or BFloat16, found ", torch::headeronly::toString(of_weights));
+  const bool fits =
+      !more.has_value() || (more->numel() == rows.numel() && more->is_contiguous() && more->is_cuda() &&
+                            more->scalar_type() == rows.scalar_type() && more->get_device_index() == out.get_device_index());
   STD_TORCH_CHECK(fits && rows.is_cuda() && weights.is_cuda() && rows.get_device_index() == out.get_device_index() &&
                       weights.get_device_index() == out.get_device_index() && rows.scalar_type() == out.scalar_type(),
                   name, ": rows and more must be alike and of the result's dtype, all on its device");
-  return {weights.const_data_ptr(),
-          of_weights,
-          rows.const_data_ptr(),
-          more.has_value() ? more->const_data_ptr() : nullptr,
-          static_cast<int>(weights.size(1)),
-          width};
+  return {
+      weights.const_data_ptr(),          of_weights, rows.const_data_ptr(), more.has_value() ? more->const_data_ptr() : nullptr,
+      static_cast<int>(weights.size(1)), width};
 }
 
 // Calls launch(T, std::bool_constant<whether rows are whole vectors>).

@@ -71,13 +71,20 @@ enum Activation : int { kRelu, kSilu, kGelu, kGeluTanh, kReluSquared, kGeluSigmo
 // Where a value is not a number, the result is none either, as in PyTorch.
 __device__ __forceinline__ float activated(int activation, float x) {
   switch (activation) {
-    case kRelu: return x < 0.0f ? 0.0f : x;
-    case kSilu: return x / (1.0f + expf(-x));
-    case kGelu: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-    case kGeluTanh: return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    case kReluSquared: return x < 0.0f ? 0.0f : x * x;
-    case kGeluSigmoid: return x / (1.0f + expf(-1.702f * x));
-    default: return x;
+    case kRelu:
+      return x < 0.0f ? 0.0f : x;
+    case kSilu:
+      return x / (1.0f + expf(-x));
+    case kGelu:
+      return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    case kGeluTanh:
+      return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+    case kReluSquared:
+      return x < 0.0f ? 0.0f : x * x;
+    case kGeluSigmoid:
+      return x / (1.0f + expf(-1.702f * x));
+    default:
+      return x;
   }
 }
 
@@ -92,7 +99,7 @@ struct Task {
   int columns, tokens, group_shift;
   int column_warps, splits, chunk_steps;
   // of linear_groups_indexed, where `tokens` is how many pairs a block multiplies at most; its first one is blockIdx.y
-  int pairs;  // 1 otherwise
+  int pairs;         // 1 otherwise
   int pairs_of_row;  // of x, one after the other
   int64_t weights;
   const int64_t* slot;  // [pairs], of which weight; others than 0 to `weights` - 1 are of none
@@ -350,7 +357,8 @@ __device__ __forceinline__ void store_sums(const Task& task, const Place<kBits>&
   }
 }
 
-// Element `index` of what the block that begins with row `first` stores of a token; `sum_of(row)` is the sum of one of its rows.
+// Element `index` of what the block that begins with row `first` stores of a token; `sum_of(row)` is the sum of one of its
+// rows.
 template <typename T, typename AnyTask, typename SumOf>
 __device__ __forceinline__ void store_result(const AnyTask& task, int64_t first, int token, int index, SumOf sum_of) {
   const int64_t rows = task.rows >> task.halved();
@@ -494,9 +502,9 @@ __device__ __forceinline__ void multiply_rows(const AnyTask& task) {
   finish<T, kTokenTiles>(task, place.first_row, shared);
 }
 
-// `pair` and the next ones of the same weight, up to task.tokens, into `found`, and their rows of x into `row_of`; how many, or 0
-// where an earlier pair's block multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each warp
-// looks for itself, so only blocks that multiply meet at a barrier.
+// `pair` and the next ones of the same weight, up to task.tokens, into `found`, and their rows of x into `row_of`; how many, or
+// 0 where an earlier pair's block multiplies this one. Pairs are looked for in windows, of which a block sees its own. Each
+// warp looks for itself, so only blocks that multiply meet at a barrier.
 __device__ __forceinline__ int find_together(const Task& task, int pair, int64_t slot, int* found, int* row_of) {
   const int first = pair / kPairsWindow * kPairsWindow;
   const int words = (min(task.pairs - first, kPairsWindow) + kWarp - 1) / kWarp;
@@ -768,8 +776,8 @@ Tensor linear_groups(const Tensor& x, const Tensor& codes, const Tensor& scale, 
 }
 
 // x [tokens, columns]; codes, scale, minimum and bias of `weights` weights of `rows` rows, one after the other; slot int64
-// [pairs], as many for each row of x, one after the other. limit: of `Task`, 0 for none. of_tokens: how many the pairs belong to,
-// each of which has no weight twice; 0 for as many as x has rows.
+// [pairs], as many for each row of x, one after the other. limit: of `Task`, 0 for none. of_tokens: how many the pairs belong
+// to, each of which has no weight twice; 0 for as many as x has rows.
 Tensor linear_groups_indexed(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& minimum, int64_t bits,
                              int64_t group_size, int64_t rows, const Tensor& slot, const std::optional<Tensor>& bias,
                              int64_t form, int64_t activation, double limit, double up_offset, int64_t of_tokens) {

@@ -1,10 +1,10 @@
 """How a model calls the host's cores (cores.py).
 
-`HostCalls` makes a call at once, for a model of one rank that computes on the CPU. `Crossing` makes it in the order of a GPU's stream:
-a kernel writes the inputs into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for
-theirs, reads the output, and adds what the device has computed of the same sum. Python only asks for all of it, and waits for nothing. The ranks of a host meet its cores in the same way,
-on a CPU too: each brings its rows and takes its part of the output. Calls that belong to a CUDA graph are kept when it is
-recorded, and asked for again whenever it is launched.
+`HostCalls` makes a call at once, for a model of one rank that computes on the CPU. `Crossing` makes it in the order of a GPU's stream: a
+kernel writes the inputs into page-locked memory and raises a flag, threads that watch it multiply, and another kernel waits for theirs,
+reads the output, and adds what the device has computed of the same sum. Python only asks for all of it, and waits for nothing. The ranks
+of a host meet its cores in the same way, on a CPU too: each brings its rows and takes its part of the output. Calls that belong to a CUDA
+graph are kept when it is recorded, and asked for again whenever it is launched.
 """
 
 from __future__ import annotations
