@@ -196,28 +196,36 @@ class StagedExperts:
                 (experts.last, experts.last_bias, memory[half:]),
             )
         ]
-        pairs = [(waiting, kept) for each in self.weights for waiting, kept in zip(each.waiting, each.kept)]
-        addresses = [(waiting.data_ptr(), kept.data_ptr(), waiting[0].nbytes) for waiting, kept in pairs]
-        self.pairs, self.in_vectors = pairs, not any(number % 16 for row in addresses for number in row)
-        self.pieces = torch.tensor(addresses, device=memory.device)
+        addresses = [
+            [(waiting.data_ptr(), kept.data_ptr(), waiting[0].nbytes) for waiting, kept in zip(each.waiting, each.kept)]
+            for each in self.weights
+        ]
+        self.in_vectors = not any(number % 16 for rows in addresses for row in rows for number in row)
+        self.pieces = [torch.tensor(rows, device=memory.device) for rows in addresses]
 
-    def fetch(self, fetched: torch.Tensor) -> Any:
-        """Fetch the experts `fetched`, int64 [most], and return the event that follows it; the products of those before are done."""
+    def fetch(self, fetched: torch.Tensor) -> list[Any]:
+        """Fetch the experts `fetched`, int64 [most], and return the events that follow their first and their last weights, so that the
+        first product is computed while the last weights come. The products of those before are done."""
         self.stream.wait_event(self.streams.recorded(self.streams.current()))
-        with self.streams.on(self.stream):
-            if fetched.is_cuda:
-                torch.ops.zero_inference.expert_fetch(fetched, self.pieces, self.in_vectors)
-            else:
-                for place, expert in enumerate(fetched.tolist()):
-                    for waiting, kept in self.pairs if expert >= 0 else ():
-                        kept[place] = waiting[expert]
-        return self.streams.recorded(self.stream)
+        there = []
+        for weights, pieces in zip(self.weights, self.pieces):
+            with self.streams.on(self.stream):
+                if fetched.is_cuda:
+                    torch.ops.zero_inference.expert_fetch(fetched, pieces, self.in_vectors)
+                else:
+                    for place, expert in enumerate(fetched.tolist()):
+                        if expert >= 0:
+                            weights.load(expert, place)
+            there.append(self.streams.recorded(self.stream))
+        return there
 
-    def products(self, x: torch.Tensor, staged: torch.Tensor, there: Any) -> torch.Tensor:
+    def products(self, x: torch.Tensor, staged: torch.Tensor, there: list[Any]) -> torch.Tensor:
         """Return what fetched experts compute, as of `ExpertSlots.products`; `there` as of `fetch`."""
-        self.streams.current().wait_event(there)
         slot, (first, last) = staged.view(-1), self.weights
-        return last.times(first.times(x, slot, self.scheme, self.combination), slot, self.scheme, tokens=len(x))
+        self.streams.current().wait_event(there[0])
+        hidden = first.times(x, slot, self.scheme, self.combination)
+        self.streams.current().wait_event(there[1])
+        return last.times(hidden, slot, self.scheme, tokens=len(x))
 
 
 class ExpertSlots:
