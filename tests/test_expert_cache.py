@@ -142,6 +142,20 @@ def test_the_quota_ends_link_and_cpu_together():
     assert link_quota(replace(residency, few_tokens=4), slow_cpu) == tuple(range(9)), "all that is missed"
 
 
+def test_fetched_experts_take_no_more_memory_than_the_device_has():
+    """With --gpu-memory: what attention leaves of its 700 bytes, 300, and what is free beside ring and workspace. Each of an expert's two
+    weights takes 100 bytes, and together they begin at a multiple of 256."""
+    layouts, blocks = a_mixture()
+    budget, quota = (700 + 0.5) / 2**30, tuple(range(9))
+    for free, most in ((None, 8), (1 << 30, 8), (100 + 700 + 2 * 1600 + 1000, 5), (100 + 700 + 2 * 1600, 0)):
+        layouts[0].workspace_bytes = 100
+        plan = decide_residency(layouts, 0, free, budget, 2, 1, blocks).with_shares_computed(1.0, 1.0)
+        staged = plan.with_quota(quota, None).with_budget_used()
+        assert max(staged.quota, default=0) == most, free
+        assert free is None or staged.device_bytes <= free
+        assert plan.with_quota(quota, 0).quota == (), "only what the ring can spare"
+
+
 def cache_of(loaded) -> expert_cache.ExpertCache:
     return feeder_of(loaded).experts
 

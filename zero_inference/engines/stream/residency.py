@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ class Residency:
         expert_budget: bytes of device memory for single experts of the blocks that the cores multiply.
         quota: by the number of experts of a layer that tokens chose and that the device does not keep, how many of them it fetches
             in a pass of few tokens; the CPU multiplies the others. Empty where it fetches none.
+        free_bytes: of the device, for blocks, ring, workspace and fetched experts; None where nothing limits them.
     """
 
     layouts: list[BlockLayout]
@@ -51,6 +53,7 @@ class Residency:
     few_tokens: int = 1
     expert_budget: int = 0
     quota: tuple[int, ...] = ()
+    free_bytes: int | None = None
 
     @property
     def fetched(self) -> list[int]:
@@ -206,7 +209,8 @@ class Residency:
         """Return the same with some missed experts fetched, into memory of single experts and, if that is too little, of ring slots.
 
         Args:
-            spare_slots: of the ring; fewer experts are fetched where these are too few. None: the device has more memory than is planned.
+            spare_slots: of the ring. None: what is kept has a budget of its own, and fetched experts take what the device has beside it.
+                Fewer are fetched where either is too little.
         """
         staged = replace(self, quota=quota)
         if spare_slots is not None and staged.staging_bytes > self.expert_budget:
@@ -214,9 +218,13 @@ class Residency:
             staged = replace(
                 staged, depth=self.depth - slots, expert_budget=self.expert_budget + slots * self.slot_bytes
             )
-            while staged.staging_bytes > staged.expert_budget:
-                most = max(staged.quota) - 1
-                staged = replace(staged, quota=tuple(min(most, each) for each in quota) if most else ())
+        room: float = staged.expert_budget
+        if spare_slots is None:
+            taken = self.workspace_bytes + self.kept_bytes + self.depth * self.slot_bytes
+            room += math.inf if self.free_bytes is None else max(0, self.free_bytes - taken)
+        while staged.staging_bytes > room:
+            most = max(staged.quota) - 1
+            staged = replace(staged, quota=tuple(min(most, each) for each in quota) if most else ())
         return replace(staged, expert_budget=max(0, staged.expert_budget - staged.staging_bytes))
 
     def with_budget_used(self) -> Residency:

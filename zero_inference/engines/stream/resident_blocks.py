@@ -100,6 +100,7 @@ def _plan(
         outside_bytes,
         blocks,
         expert_budget=max(0, budget - sum(layouts[b].nbytes for b in chosen)) if apart else 0,
+        free_bytes=None if left is None else left + max(layout.workspace_bytes for layout in layouts),
     )
     plan.depth = min(slots, len(plan.in_host_memory))
     if left is not None and depth is None and plan.depth > LEAST_RING_DEPTH:
