@@ -63,8 +63,8 @@ __device__ __forceinline__ void raise_flag(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// What was seen before is in order before what is read or written after it, by the host too. Not sequentially consistent as
-// __threadfence_system is, which costs more.
+// What was read and written before is in order before what follows, for the host too; no order among several such fences is
+// needed, as __threadfence_system gives.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // One fence a block: what its other threads wrote comes before it by the barrier.
