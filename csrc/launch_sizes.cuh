@@ -247,3 +247,11 @@ constexpr int kFetchBlocks = 16;
 constexpr int kMostExperts = 8192;  // of a layer: an int each in shared memory
 
 }  // namespace zero_inference::crossing
+
+namespace zero_inference::fused {
+
+// Both kernels are for decode steps, where a launch and what waits for it count and not their threads. Not swept.
+constexpr int kRotaryThreads = 256;
+constexpr int kRoutingThreads = 128;  // four tokens, a warp each
+
+}  // namespace zero_inference::fused

@@ -27,6 +27,7 @@ LAYERS = {
     "cores": "What the host's cores compute, and how a device's stream meets them.",
     "norms": "Norm kernels, their reference, and their place in models.",
     "models": "A name becomes a config, a skeleton and weights.",
+    "fused": "Kernels for several of PyTorch's, in models for which a trial gives the same.",
     "kv_cache": "Keys and values, on the device or in host memory.",
     "link": "Measured rates of the machine: link, disk, device.",
     "machine": "The hardware that a plan is for: this machine, or one that a file describes.",

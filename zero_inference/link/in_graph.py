@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
+from zero_inference.fused.rotary import rotary_kernel
 from zero_inference.kv_cache.device import DeviceKVCache
 from zero_inference.kv_cache.shared_keys import heads_share_keys
 from zero_inference.link.compute import as_graph, median_s
@@ -36,8 +39,8 @@ def measure_graph_operator(device: torch.device, width: int = WIDTH) -> float:
     attention is measured by itself.
 
     A Llama's layer with 40 heads took 43 us on an H200 besides its products; a chain of sums of 4096 elements, which had been measured
-    instead, 0.96 us an operator (h200-kept/seventh_host: resident.txt, machine.json). A norm that a kernel of ours computes counts as many
-    operators as transformers' own.
+    instead, 0.96 us an operator (h200-kept/seventh_host: resident.txt, machine.json). What a kernel of ours computes, norms and rotary
+    embedding, counts as many operators as in transformers' own code.
     """
     few, many = (_StepWithoutProducts(layers, device, width) for layers in LAYERS)
     few_s, many_s = (median_s(device, each.step, SECONDS) for each in (few, many))
@@ -77,7 +80,11 @@ class _StepWithoutProducts:
         self.mask = torch.zeros(1, 1, 1, POSITIONS, dtype=torch.bfloat16, device=device)
         with torch.no_grad():
             self.model(input_ids=self.ids, past_key_values=self.cache)  # which allocates it
-            self.step = as_graph(device, self._step) if device.type == "cuda" else self._step
+            if device.type == "cuda":
+                with rotary_kernel(model, device, torch.bfloat16) if load_extension() else contextlib.nullcontext():
+                    self.step = as_graph(device, self._step)
+            else:
+                self.step = self._step
 
     @torch.no_grad()
     def _step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import statistics
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zero_inference.fused.rotary import rotary_kernel
 from zero_inference.link.description import Launches
 from zero_inference.link.device_attention import measure_device_attention
 from zero_inference.link.in_graph import measure_graph_operator
@@ -80,10 +82,10 @@ def _of_each(counts: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 class _Steps:
-    """Decode steps of a small model, with our norm kernels where a run has them.
+    """Decode steps of a small model, with our kernels of norms and rotary embedding where a run has them.
 
     Attributes:
-        operators, module_calls: of a step with transformers' own norms, as a plan counts them.
+        operators, module_calls: of a step with transformers' own code, as a plan counts them.
         rounds_s: of a step, what a long generation takes more than a short one for each token, in each round.
     """
 
@@ -92,9 +94,11 @@ class _Steps:
         counted = trace_without_weights(model.eval(), 1, TOKENS)
         assert counted is not None, "such models run on the meta device"
         self.operators, self.module_calls = counted.launches, counted.module_calls
-        self.model = model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = model.to(device, self.dtype)
         self.ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
-        if device.type == "cuda" and load_extension():
+        self.fuses = device.type == "cuda" and load_extension()
+        if self.fuses:
             patch_norms(self.model)
         self._generation_s(2)  # loads kernels
         self.rounds_s: list[float] = []
@@ -112,9 +116,10 @@ class _Steps:
         return self.operators - other.operators, self.module_calls - other.module_calls, self.step_s - other.step_s
 
     def _generation_s(self, tokens: int) -> float:
-        return seconds_of(
-            self.device,
-            lambda: self.model.generate(
-                self.ids, generation_config=greedy(tokens), attention_mask=torch.ones_like(self.ids)
-            ),
-        )
+        with rotary_kernel(self.model, self.device, self.dtype) if self.fuses else contextlib.nullcontext():
+            return seconds_of(
+                self.device,
+                lambda: self.model.generate(
+                    self.ids, generation_config=greedy(tokens), attention_mask=torch.ones_like(self.ids)
+                ),
+            )

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from zero_inference.engines.base import LoadedModel
+from zero_inference.engines.base import Job, LoadedModel
+from zero_inference.fused.rotary import rotary_kernel
+from zero_inference.fused.routing import find_routers, use_routing_kernel
 from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.measure import generation
 from zero_inference.measure.finiteness import PlainLayers
@@ -26,6 +28,7 @@ from zero_inference.planning.plan import Plan
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
 from zero_inference.runtime.amounts import amount
+from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.progress import Progress
 from zero_inference.runtime.replace import replacing
 from zero_inference.runtime.tables import three_digits
@@ -35,7 +38,7 @@ from zero_inference.runtime.tables import three_digits
 def loaded_model(
     plan: Plan, progress: Progress, compared: bool = True
 ) -> Iterator[tuple[LoadedModel, float, Callable[[], None]]]:
-    """Yield the model of `plan` with its norm kernels, the seconds that loading took without compiling, and a function to call before the
+    """Yield the model of `plan` with our kernels, the seconds that loading took without compiling, and a function to call before the
     model is used: it compares a decoder layer of each kind with transformers' own. Release the model at the end.
 
     Args:
@@ -54,6 +57,8 @@ def loaded_model(
         job.spec.text_config.hidden_size,
         progress.say,
     )
+    fuses = has_kernels(job, progress)
+    routers = find_routers(job.skeleton.model, job.ranks.device) if fuses else {}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints there, and stdout is for results
         plan.weights.prepare()
     job.ranks.barrier()  # that a rank compiled kernels, or tried them, is not loading for the others either
@@ -77,9 +82,17 @@ def loaded_model(
                 f"{', '.join(names[:3])}"
                 + (f" and {len(names) - 3} more (all in the record)" if len(names) > 3 else "")
             )
-        yield loaded, load_s, lambda: None if plain is None else _compare(plain, plan, loaded, progress)
+        use_routing_kernel(loaded.model, routers)
+        rotary = rotary_kernel(loaded.model, job.ranks.device, job.spec.dtype) if fuses else contextlib.nullcontext()
+        with rotary:
+            yield loaded, load_s, lambda: None if plain is None else _compare(plain, plan, loaded, progress)
     finally:
         loaded.close()
+
+
+def has_kernels(job: Job, progress: Progress) -> bool:
+    """Return whether there are compiled kernels for the job's device."""
+    return job.on_gpu and load_extension(progress.say)
 
 
 def _compare(plain: PlainLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:

@@ -1,0 +1,200 @@
+// A router's choice of experts for each token, from its logits: softmax over all experts, the k largest and their sum to one,
+// or the k largest and softmax over them. The schema is in zero_inference/fused/routing.py. PyTorch takes seven kernels for it,
+// 18 us of a layer's decode step.
+//
+// A warp has a token, and each lane experts lane, lane + 32, ...; sums have the order of PyTorch's softmax and sum of a few.
+// Chosen experts follow each other by value, equal ones by number; NaN is larger than any number, as in torch.topk.
+
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <tuple>
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "../current_stream.cuh"
+#include "../elements.cuh"
+#include "../launch_sizes.cuh"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using zero_inference::current_stream;
+using zero_inference::Element;
+
+using namespace zero_inference::fused;  // launch sizes
+
+constexpr int kWarp = 32;
+constexpr unsigned int kAll = 0xffffffffu;
+constexpr int kMostExperts = 1024;
+
+// Of every lane's value the sum, in every lane.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) value = __fadd_rn(value, __shfl_xor_sync(kAll, value, offset));
+  return value;
+}
+
+// An unsigned int that is larger for a larger value, largest for NaN, and never 0.
+__device__ __forceinline__ uint32_t order_of(float value) {
+  if (value != value) return ~0u;
+  const uint32_t bits = __float_as_uint(value);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float value_of(uint32_t order) {
+  return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
+}
+
+// Softmax of the row of which this lane has `value`; -infinity where there is no expert.
+template <int kEach>
+__device__ __forceinline__ void softmax(float (&value)[kEach]) {
+  float most = value[0];
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) most = fmaxf(most, value[i]);
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, offset));
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    value[i] = expf(value[i] - most);
+    sum = __fadd_rn(sum, value[i]);
+  }
+  sum = warp_sum(sum);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) value[i] = __fdiv_rn(value[i], sum);
+}
+
+// The sum of what the first k lanes have, in every lane; others have 0. Lanes beyond the largest power of two up to k add
+// theirs to those of the first ones, and then neighbours are added, and neighbours of these.
+__device__ __forceinline__ float sum_of_chosen(float value, int k, int lane) {
+  const int width = 1 << (kWarp - 1 - __clz(k));
+  const float beyond = __shfl_down_sync(kAll, value, width % kWarp);
+  float sum = lane + width < k ? __fadd_rn(value, beyond) : value;
+  for (int offset = 1; offset < width; offset *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kAll, sum, offset));
+  return __shfl_sync(kAll, sum, 0);
+}
+
+template <typename T, int kEach>
+__global__ void __launch_bounds__(kRoutingThreads)
+    choose(const T* __restrict__ logits, int64_t tokens, int experts, int k, bool softmax_first, bool normalized,
+           bool in_float32, void* __restrict__ weights, int64_t* __restrict__ numbers) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kRoutingThreads / kWarp) + threadIdx.x / kWarp;
+  if (token >= tokens) return;  // a whole warp
+  const T* const row = logits + token * experts;
+  float value[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int expert = lane + i * kWarp;
+    value[i] = expert < experts ? Element<T>::load(row[expert]) : -INFINITY;
+  }
+  if (softmax_first) softmax(value);
+  uint32_t order[kEach];  // 0: no expert, or chosen already
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) order[i] = lane + i * kWarp < experts ? order_of(value[i]) : 0;
+
+  float mine = 0.0f;  // of lane c the c-th chosen expert
+  int number = 0;
+  for (int c = 0; c < k; ++c) {
+    uint32_t best = 0;
+    int at = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (order[i] > best) {
+        best = order[i];
+        at = i;
+      }
+    }
+    // the larger value wins, and of equal ones the smaller number
+    unsigned long long key =
+        static_cast<unsigned long long>(best) << 32 | (kAll - static_cast<unsigned int>(lane + at * kWarp));
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      const unsigned long long other = __shfl_xor_sync(kAll, key, offset);
+      key = other > key ? other : key;
+    }
+    const int winner = static_cast<int>(kAll - static_cast<unsigned int>(key));
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (winner == lane + i * kWarp) order[i] = 0;
+    }
+    if (lane == c) {
+      mine = value_of(static_cast<uint32_t>(key >> 32));
+      number = winner;
+    }
+  }
+  if (!softmax_first) {
+    const float most = __shfl_sync(kAll, mine, 0);
+    mine = lane < k ? expf(mine - most) : 0.0f;
+    mine = __fdiv_rn(mine, warp_sum(mine));
+  } else if (normalized) {
+    mine = __fdiv_rn(mine, sum_of_chosen(mine, k, lane));
+  }
+  if (lane >= k) return;
+  const int64_t out = token * k + lane;
+  numbers[out] = number;
+  if (in_float32) {
+    static_cast<float*>(weights)[out] = mine;
+  } else {
+    static_cast<T*>(weights)[out] = Element<T>::round(mine);
+  }
+}
+
+struct Task {
+  int64_t tokens;
+  int experts, k;
+  bool softmax_first, normalized, in_float32;
+};
+
+template <typename T, int kEach = 1>
+void launch(const Tensor& logits, const Task& task, const Tensor& weights, const Tensor& numbers, cudaStream_t stream) {
+  if constexpr (kEach * kWarp < kMostExperts) {
+    if (task.experts > kEach * kWarp) return launch<T, 2 * kEach>(logits, task, weights, numbers, stream);
+  }
+  constexpr int64_t kTokens = kRoutingThreads / kWarp;
+  const unsigned int blocks = static_cast<unsigned int>((task.tokens + kTokens - 1) / kTokens);
+  choose<T, kEach><<<blocks, kRoutingThreads, 0, stream>>>(
+      static_cast<const T*>(logits.const_data_ptr()), task.tokens, task.experts, task.k, task.softmax_first, task.normalized,
+      task.in_float32, weights.mutable_data_ptr(), static_cast<int64_t*>(numbers.mutable_data_ptr()));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+std::tuple<Tensor, Tensor> choose_experts(const Tensor& logits, int64_t k, bool softmax_first, bool normalized,
+                                          bool in_float32) {
+  const ScalarType dtype = logits.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float,
+                  "choose_experts: logits must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
+  STD_TORCH_CHECK(logits.is_cuda() && logits.dim() == 2 && logits.is_contiguous(),
+                  "choose_experts: logits must be [tokens, experts], contiguous, on a CUDA device");
+  const int64_t tokens = logits.size(0), experts = logits.size(1);
+  STD_TORCH_CHECK(experts <= kMostExperts && k > 0 && k <= experts && k <= kWarp && tokens < (int64_t{1} << 31),
+                  "choose_experts: 1 to ", kWarp, " of up to ", kMostExperts, " experts can be chosen; found ", k, " of ",
+                  experts);
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const int64_t sizes[] = {tokens, k};
+  const Tensor weights = torch::stable::new_empty(logits, sizes, in_float32 ? ScalarType::Float : dtype);
+  const Tensor numbers = torch::stable::new_empty(logits, sizes, ScalarType::Long);
+  if (tokens == 0) return {weights, numbers};
+  const Task task = {tokens, static_cast<int>(experts), static_cast<int>(k), softmax_first, normalized, in_float32};
+  const cudaStream_t stream = current_stream(logits.get_device_index());
+  if (dtype == ScalarType::BFloat16) {
+    launch<__nv_bfloat16>(logits, task, weights, numbers, stream);
+  } else if (dtype == ScalarType::Half) {
+    launch<__half>(logits, task, weights, numbers, stream);
+  } else {
+    launch<float>(logits, task, weights, numbers, stream);
+  }
+  return {weights, numbers};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) { library.impl("choose_experts", TORCH_BOX(&choose_experts)); }
