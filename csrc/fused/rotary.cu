@@ -4,9 +4,9 @@
 //   first  = round(round(x_first * cos_first)   + round(-x_second * sin_first))
 //   second = round(round(x_second * cos_second) + round(x_first * sin_second))
 //
-// where `first` and `second` are the halves of a head's leading `rotated` elements, and what follows them is copied. The schema
-// is in zero_inference/fused/rotary.py. PyTorch takes ten kernels for it: 22 us of a layer's decode step, all of it launches
-// that wait for each other.
+// where `first` and `second` are the halves of a head's leading `rotated` elements, and the rest of a head is copied. The
+// schema is in zero_inference/fused/rotary.py. PyTorch takes ten kernels for it: 22 us of a layer's decode step, all of it
+// launches that wait for each other.
 
 #include <cuda_runtime.h>
 
@@ -32,7 +32,7 @@ using zero_inference::rounded;
 
 using namespace zero_inference::fused;  // launch sizes
 
-// Heads [batch, heads, tokens, head_dim], read and written; elements of a head lie one behind the other.
+// Heads [batch, heads, tokens, head_dim], read and written; elements of a head are contiguous.
 template <typename T>
 struct Heads {
   const T* in;
@@ -55,8 +55,7 @@ struct Sizes {
   unsigned int q_heads;  // which come first
   unsigned int tokens;   // of a sequence
   unsigned int half;     // pairs of a head
-  unsigned int
-      second;  // what is behind the angle of an element in the first half: 0 where both halves share angles, else `half`
+  unsigned int second;   // offset of the second half's angles from the first half's: `half`, or 0 where both share them
 };
 
 template <typename T>
@@ -103,7 +102,7 @@ void check(const char* name, const Tensor& tensor, const Tensor& like, int64_t d
       "rotary_embedding: ", name, " must be ", torch::headeronly::toString(like.scalar_type()), " on CUDA device ",
       like.get_device_index(), " like q");
   STD_TORCH_CHECK(tensor.dim() == dimensions && tensor.stride(dimensions - 1) == 1, "rotary_embedding: ", name, " must have ",
-                  dimensions, " dimensions, and elements of the last one behind the other");
+                  dimensions, " dimensions, the last one contiguous");
 }
 
 template <typename T>

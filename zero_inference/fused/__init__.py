@@ -1,1 +1,1 @@
-"""Kernels that stand for several of PyTorch's, in models for which a trial gives the same."""
+"""Fused kernels: each replaces several of PyTorch's in models for which a trial gives the same results."""

@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and keys as one kernel, where a model's own function gives the same bits.
+"""Rotary embedding of queries and keys as one kernel, where it gives the bits of the model's own function.
 
-Attention of transformers calls `apply_rotary_pos_emb` of its own file, some ten kernels of PyTorch. While a model uses the kernel, that
-name stands for `_Rotary`, which calls the function that was there in passes of many tokens, with gradients, and for other models.
+Attention of transformers calls `apply_rotary_pos_emb` of its own file, some ten kernels of PyTorch. While a loaded model uses the
+kernel, a `_Rotary` has that name there. It still calls the function for long passes, with gradients, and for other models of the family.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _changing = threading.Lock()
 
 
 class Form(NamedTuple):
-    """What a function computes with cos of some width.
+    """Rotation by cos and sin of some width.
 
     Attributes:
         times: of that width are rotated, from the first element of a head on.
@@ -70,7 +70,7 @@ def rotary_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def _use(file: Any, device: torch.device, dtype: torch.dtype) -> _Rotary | None:
-    """Return what stands for the function of the module `file`, with one user more; None where it has none like the kernel."""
+    """Replace the function of the module `file`, or add a user; None where it has no function that the kernel equals."""
     with _changing:
         found = vars(file).get(NAME)
         own = found.own if isinstance(found, _Rotary) else found
@@ -84,7 +84,7 @@ def _use(file: Any, device: torch.device, dtype: torch.dtype) -> _Rotary | None:
 
 
 class _Rotary:
-    """A model's function, and the kernel in its place.
+    """Calls the kernel, or the model's own function for calls that the kernel does not take.
 
     Attributes:
         forms: as of `forms_of`, by device and dtype.

@@ -1,7 +1,7 @@
-"""Routers of mixtures: the choice of experts as one kernel behind the product of their logits, where a trial gives the same.
+"""Routers of mixtures: one kernel chooses experts by the logits, where a trial gives the same.
 
-A router of transformers returns its logits, the weights of the chosen experts and their numbers. Whether these are those of the kernel
-is tried on a copy of the router with random weights, before anything is loaded; families are not listed.
+A router of transformers returns its logits, the weights of the chosen experts and their numbers. Before loading, a copy of each router
+with random weights is compared with the kernel; families are not listed. The product that makes the logits stays PyTorch's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LIBRARY.impl("choose_experts", choose_experts_reference, "CompositeExplicitAutog
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router computes of its logits; the arguments of the kernel.
+    """Arguments of the kernel that make it compute what a router does.
 
     Attributes:
         dtype: of hidden states and the router's weight.
