@@ -255,3 +255,23 @@ constexpr int kRotaryThreads = 256;
 constexpr int kRoutingThreads = 128;  // four tokens, a warp each
 
 }  // namespace zero_inference::fused
+
+namespace zero_inference::attention {
+
+// Threads of a block, four or eight warps: eight where half of the processors have no block, since the time of one step of a
+// warp is then all that it takes. A warp copies two steps ahead, 8 KB each with rows of 128 elements of 16 bits; so three
+// blocks of four warps a processor have on their way eight times what 3.35 TB/s times a microsecond asks of each. Not swept.
+constexpr int kLeastThreads = 128;
+constexpr int kMostThreads = 256;
+constexpr bool are_few(int64_t blocks, int processors) { return 2 * blocks <= processors; }
+
+// Blocks of one cluster, which divide the keys: doubled until there are three blocks for two processors, as long as each warp
+// has a step. Eight is what every device with clusters allows. Sets the order of sums. Not swept.
+constexpr int kSplits = 8;
+constexpr bool fills(int64_t blocks, int processors) { return 2 * blocks >= 3 * int64_t{processors}; }
+
+constexpr int kMostWidth = 256;  // of a row of keys or values, whose sums a warp has in registers
+constexpr int64_t kMostPositions = int64_t{1} << 30;
+constexpr int64_t kMostBlocks = 1 << 16;  // fewer than these: blocks of a grid in its second and third dimension
+
+}  // namespace zero_inference::attention

@@ -5,7 +5,7 @@ import torch
 from conftest import build_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_inference.kv_cache import shared_keys
+from zero_inference.kv_cache import decode_attention
 from zero_inference.link import compute, device_attention, in_graph
 from zero_inference.link.compute import ProductTime, product_times
 from zero_inference.link.in_graph import measure_graph_operator
@@ -177,7 +177,7 @@ def test_what_is_measured_of_attention_is_that_of_a_layer(heads, key_heads, posi
     monkeypatch.setattr(device_attention, "CACHES_BYTES", 1 << 18)
     monkeypatch.setattr(device_attention, "median_s", seconds)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    monkeypatch.setattr(shared_keys, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(decode_attention, "scaled_dot_product_attention", attention)
     found = device_attention.attention_s(torch.device("cpu"), heads, key_heads, positions, layers=layers)
     assert found == pytest.approx(1e-3), "a layer's part of a step"
     layer_bytes = 2 * key_heads * positions * 128 * 2

@@ -13,12 +13,13 @@ from conftest import FAMILIES, ROOT, VOCAB, plain_ids
 from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cores import chosen_by_plan, feeder_of
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from zero_inference.engines.stream import core_team, engine, graphs, plan, step_graph
 from zero_inference.engines.stream.balance import LAST_PASS, MOST_LOOKS
 from zero_inference.engines.stream.decode_steps import StepInputs, is_decode_step
 from zero_inference.errors import UsageError
-from zero_inference.kv_cache import shared_keys
+from zero_inference.kv_cache import decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
 from zero_inference.measure import finiteness
 from zero_inference.models.prompts import random_ids
@@ -91,15 +92,13 @@ def test_a_repeated_step_gives_the_ids_of_plain_transformers(family, bits, check
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_heads_that_share_keys_are_rows_of_one_product(family, checkpoints, steps, monkeypatch):
-    """As of releases of transformers that would copy keys and values for each of them."""
-    monkeypatch.setattr(shared_keys, "TRANSFORMERS_DOES", False)
-    own, attended = shared_keys.scaled_dot_product_attention, []
+    own, attended = decode_attention.scaled_dot_product_attention, []
 
     def seen(query, key, value, **more):
         attended.append(query.shape[1] == key.shape[1] and query.shape[2] > 1)
         return own(query, key, value, **more)
 
-    monkeypatch.setattr(shared_keys, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr(decode_attention, "scaled_dot_product_attention", seen)
     used = used_with_right_ids(checkpoints(family))
     assert used.unused_because is None and used.difference < 1e-5 and steps["repeated"] > 0
     assert attended and all(attended)
@@ -122,14 +121,14 @@ def test_attention_with_shared_keys_is_transformers_own(heads, key_heads, kind, 
     )
     mask = (mask > -0.5) | (torch.arange(5) == 0) if kind == "boolean" else mask
     mask = None if kind == "none" else mask.expand(-1, -1, queries, -1)
-    own, asked = shared_keys.sdpa_attention.sdpa_attention_forward, []
+    own, asked = sdpa_attention_forward, []
 
     def seen(*args, **more):
         asked.append(args)
         return own(*args, **more)
 
     options = {"scaling": 0.3, "is_causal": False}
-    found = shared_keys.attend(seen, module, query, key, value, mask, **options)
+    found = decode_attention.attend(seen, module, query, key, value, mask, **options)
     expected = own(module, query, key, value, mask, **options)
     torch.testing.assert_close(found[0], expected[0])
     assert found[1] is None and found[0].shape == (2, queries, heads, 6)
@@ -137,15 +136,14 @@ def test_attention_with_shared_keys_is_transformers_own(heads, key_heads, kind, 
 
 
 def test_transformers_own_attention_is_back_whatever_happens(monkeypatch):
-    monkeypatch.setattr(shared_keys, "TRANSFORMERS_DOES", False)
-    functions = shared_keys.ALL_ATTENTION_FUNCTIONS
+    functions = decode_attention.ALL_ATTENTION_FUNCTIONS
     own = functions["sdpa"]
-    with pytest.raises(RuntimeError, match="inside"), shared_keys.heads_share_keys():
+    with pytest.raises(RuntimeError, match="inside"), decode_attention.using_decode_attention():
         assert functions["sdpa"] is not own
         raise RuntimeError("inside")
     assert functions["sdpa"] is own
     monkeypatch.setitem(functions, "sdpa", replaced := lambda *args, **more: None)
-    with shared_keys.heads_share_keys():
+    with decode_attention.using_decode_attention():
         assert functions["sdpa"] is not replaced
     assert functions["sdpa"] is replaced
 

@@ -16,7 +16,7 @@ LONGEST_NAME = 200  # characters that are shown
 
 SCHEMA_VERSION = 1
 # Raised where `link --save` measures more than before, or otherwise, so that machines are measured anew.
-MEASURED_WITH = 6
+MEASURED_WITH = 7
 
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST, allow_inf_nan=False)]

@@ -10,7 +10,7 @@ import itertools
 
 import torch
 
-from zero_inference.kv_cache.shared_keys import attend
+from zero_inference.kv_cache.decode_attention import attend
 from zero_inference.link.compute import CLOCKS_S, as_graph, median_s
 from zero_inference.link.description import DeviceAttention
 from zero_inference.models.greedy import use_repeatable_attention

@@ -7,8 +7,8 @@ import contextlib
 import torch
 
 from zero_inference.fused.rotary import rotary_kernel
+from zero_inference.kv_cache.decode_attention import using_decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache
-from zero_inference.kv_cache.shared_keys import heads_share_keys
 from zero_inference.link.compute import as_graph, median_s
 from zero_inference.link.device_attention import HEAD_DIM, attention_s
 from zero_inference.link.small_models import POSITIONS, small_llama
@@ -88,7 +88,7 @@ class _StepWithoutProducts:
 
     @torch.no_grad()
     def _step(self) -> None:
-        with self.cache.writing_at(self.place), heads_share_keys():
+        with self.cache.writing_at(self.place), using_decode_attention():
             self.model(
                 input_ids=self.ids,
                 position_ids=self.ids,

@@ -239,11 +239,8 @@ def _attention_s(plan: EnginePlan, description: Description, operator: Operator,
     nbytes = operator.nbytes * job.rank_batch
     found = None
     if shape is not None:
-        # a graph reads all the memory of keys and values in every step, but for windows no longer than the prompt
-        whole = plan.graphs and shape.positions > job.config.prompt_len
-        positions = job.length if whole else shape.positions
         key_heads, row_bytes = job.rank_batch * shape.key_heads, shape.head_dim * job.spec.dtype.itemsize
-        found = device_attention_s(description, shape.heads // shape.key_heads, key_heads, positions, row_bytes)
+        found = device_attention_s(description, shape.heads // shape.key_heads, key_heads, shape.positions, row_bytes)
     if found is not None:
         return found
     if launches is not None and launches.attention_gb_per_s:

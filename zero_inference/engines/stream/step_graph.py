@@ -25,8 +25,8 @@ from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import Record, Recording
 from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.errors import RunError, UsageError
+from zero_inference.kv_cache.decode_attention import using_decode_attention
 from zero_inference.kv_cache.device import DeviceKVCache, attends_to_all
-from zero_inference.kv_cache.shared_keys import heads_share_keys
 from zero_inference.records.schema import DecodeGraph
 
 # One behind the other, computed as usual right before: libraries take their memory, and blocks are placed and used as in the step to come.
@@ -164,7 +164,7 @@ class StepGraph:
         fixed = inputs.instead_of(call)
 
         def step() -> torch.Tensor:
-            with self.feeder.timeline.paused(), cache.writing_at(inputs.place), heads_share_keys():
+            with self.feeder.timeline.paused(), cache.writing_at(inputs.place), using_decode_attention():
                 return self.own(**fixed).logits
 
         self.feeder.fix_places()

@@ -1,0 +1,238 @@
+"""Attention of decode steps: what goes to the kernel, and the kernel against float64 on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_inference.kv_cache import decode_attention
+from zero_inference.runtime.extension import load_extension, why_unavailable
+
+BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # of norms, relative
+MASKS = ("none", "boolean", "added", "of each head", "of each query", "one for all")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    assert load_extension(), why_unavailable()
+
+
+class Case:
+    """Random states as models and caches hand them out: queries as a view of [batch, queries, heads, width], the first `positions` of a
+    longer cache, and a mask that hides the first and last positions of each sequence, others in between."""
+
+    def __init__(self, batch, heads, key_heads, queries, positions, widths, dtype, mask="added", device="cpu"):
+        width, value_width = widths
+        draw = torch.Generator(device).manual_seed(positions + heads)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=draw, device=device).to(dtype)
+
+        self.query = 2 * normal(batch, queries, heads, width).transpose(1, 2)
+        self.key = normal(batch, key_heads, positions + 5, width)[:, :, :positions]
+        self.value = 1 + normal(batch, key_heads, positions + 5, value_width)[:, :, :positions]
+        self.scale, self.mask = 0.7 * width**-0.5, None
+        shape = [1 if mask == "one for all" else batch, 1, 1, positions]
+        shape[1] = heads if mask == "of each head" else 1
+        shape[2] = queries if mask == "of each query" else 1
+        if mask != "none":
+            place = torch.arange(positions, device=device)
+            sequence = torch.arange(shape[0], device=device)[:, None, None, None]
+            seen = torch.rand(shape, generator=draw, device=device) < 0.8
+            seen &= (place >= positions // 3 + sequence) & (place <= positions * 3 // 4)
+            seen[..., positions // 2 :][..., :1] = True  # of each row at least one
+            added = torch.randn(shape, generator=draw, device=device).to(dtype)
+            self.mask = seen if mask == "boolean" else added.masked_fill(~seen, torch.finfo(dtype).min)
+
+    def found(self) -> torch.Tensor:
+        return torch.ops.zero_inference.decode_attention(self.query, self.key, self.value, self.mask, self.scale)
+
+    def exact(self) -> torch.Tensor:
+        groups = self.query.shape[1] // self.key.shape[1]
+        key, value = (each.double().repeat_interleave(groups, dim=1) for each in (self.key, self.value))
+        scores = self.query.double() @ key.transpose(2, 3) * self.scale
+        if self.mask is not None:
+            hidden = ~self.mask if self.mask.dtype == torch.bool else self.mask <= torch.finfo(self.mask.dtype).min
+            scores = (scores if self.mask.dtype == torch.bool else scores + self.mask).masked_fill(hidden, -torch.inf)
+        return (scores.softmax(dim=3) @ value).transpose(1, 2)
+
+    def check(self) -> None:
+        found, exact = self.found(), self.exact()
+        assert found.shape == exact.shape and found.dtype == self.query.dtype and found.is_contiguous()
+        error = (found.double() - exact).norm() / exact.norm()
+        assert error < BOUNDS[self.query.dtype], float(error)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_operator_on_a_cpu(mask, dtype):
+    Case(2, 6, 2, 3, 20, (16, 24), dtype, mask).check()
+
+
+@pytest.mark.parametrize(
+    "change, needed",
+    [
+        ({"query": torch.zeros(1, 4, 1, 16, dtype=torch.float64)}, "float64"),
+        ({"key": torch.zeros(1, 3, 9, 16), "value": torch.zeros(1, 3, 9, 16)}, "batch, heads, positions"),
+        ({"value": torch.zeros(1, 2, 8, 16)}, "batch, heads, positions"),
+        ({"value": torch.zeros(1, 2, 9, 12)}, "head_dim .* not 12"),
+        ({"value": torch.zeros(1, 2, 9, 264)}, "head_dim .* not 264"),
+        ({"key": torch.zeros(1, 2, 16, 9).transpose(2, 3)}, "rows without gaps"),
+        ({"key": torch.zeros(1 + 2 * 9 * 16)[1:].view(1, 2, 9, 16)}, "begin on 16 bytes"),
+        ({"value": torch.zeros(1, 2, 9, 18)[..., :16]}, "begin on 16 bytes"),
+        ({"mask": torch.zeros(1, 1, 1, 8)}, "expands to"),
+        ({"mask": torch.zeros(1, 2, 1, 9)}, "expands to"),
+        ({"mask": torch.zeros(9)}, "expands to"),
+        ({"mask": torch.zeros(1, 1, 1, 9, dtype=torch.float16)}, "torch.bool or torch.float32"),
+        ({"mask": torch.zeros(1, 1, 1, 18)[..., ::2]}, "rows without gaps"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(change, needed):
+    given = {"query": torch.zeros(1, 4, 1, 16), "key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
+    given = given | {"mask": None} | change
+    with pytest.raises(ValueError, match=needed):
+        torch.ops.zero_inference.decode_attention(*given.values(), 0.5)
+
+
+def which(case: Case, **options) -> list[str]:
+    """Return what computes `case`: "own", "kernel" or, for rows of one product, nothing."""
+    asked = []
+
+    def own(*args, **more):
+        asked.append("own")
+        return case.found(), None
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "decode_attention" in str(function):
+                asked.append("kernel")
+            return function(*args, **(kwargs or {}))
+
+    with Seen(), torch.no_grad():
+        decode_attention.attend(own, torch.nn.Module(), case.query, case.key, case.value, case.mask, **options)
+    return asked[:1]
+
+
+def test_on_a_cpu_nothing_goes_to_the_kernel():
+    assert which(Case(2, 4, 2, 1, 9, (16, 16), torch.float32)) == []
+    assert which(Case(2, 4, 4, 1, 9, (16, 16), torch.float32)) == ["own"]
+    assert which(Case(2, 4, 2, 1, 9, (16, 16), torch.float32, "none")) == ["own"]
+
+
+@on_gpu
+def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel(kernel):
+    def case(*sizes, mask="added", dtype=torch.bfloat16):
+        return Case(*sizes, dtype, mask, "cuda")
+
+    assert which(case(2, 4, 2, 1, 9, (16, 16))) == which(case(2, 4, 4, 1, 9, (16, 16), mask="none")) == ["kernel"]
+    assert which(case(2, 4, 2, 3, 9, (16, 16))) == ["kernel"]
+    for more in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}):
+        assert which(case(2, 4, 2, 1, 9, (16, 16)), **more) == ["own"]
+    assert which(case(2, 4, 2, 3, 9, (16, 16), mask="none"), is_causal=True) == ["own"]
+    assert which(case(2, 4, 2, 9, 9, (16, 16))) == ["own"]
+    assert which(case(2, 4, 2, 1, 9, (12, 12))) == []
+    learned = case(2, 4, 4, 1, 9, (16, 16))
+    learned.query.requires_grad_()
+    own = []
+    decode_attention.attend(
+        lambda *args, **more: own.append(args), torch.nn.Module(), learned.query, learned.key, learned.value, None
+    )
+    assert own
+
+
+SIZES = [  # batch, heads, key heads, queries, positions, widths
+    (1, 32, 4, 1, 576, (128, 128)),  # eight blocks of eight warps divide the keys of a head
+    (2, 8, 1, 1, 161, (128, 128)),
+    (3, 40, 40, 1, 300, (128, 128)),
+    (64, 40, 8, 1, 130, (128, 128)),  # no cluster
+    (1, 16, 1, 1, 1000, (128, 128)),  # sixteen rows
+    (2, 6, 2, 3, 77, (128, 128)),  # nine of sixteen rows
+    (2, 10, 2, 8, 50, (64, 64)),  # forty rows: three blocks
+    (1, 71, 1, 1, 200, (64, 64)),
+    (2, 8, 2, 1, 333, (80, 80)),
+    (2, 8, 2, 2, 40, (96, 72)),
+    (1, 8, 4, 1, 700, (256, 256)),
+    (2, 12, 1, 1, 90, (192, 128)),
+    (1, 4, 2, 1, 1, (8, 8)),
+    (2, 4, 2, 1, 17, (56, 40)),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_kernel_is_attention_in_float64(sizes, dtype, kernel):
+    for mask in MASKS:
+        case = Case(*sizes, dtype, mask, "cuda")
+        case.check()
+        first = case.found()
+        assert all(torch.equal(first, case.found()) for _ in range(5)), "the same bits in every run"
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("kind", ["boolean", "added"])
+def test_keys_and_values_that_a_mask_hides_are_not_read(kind, dtype, kernel):
+    """Before a window, and past what a cache of fixed size holds: they are not numbers here."""
+    case = Case(2, 16, 2, 1, 512, (128, 128), dtype, "none", "cuda")
+    seen = torch.zeros(2, 1, 1, 512, dtype=torch.bool, device="cuda")
+    seen[..., 96:288] = True
+    case.mask = seen if kind == "boolean" else torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
+    exact = case.exact()
+    for states in (case.key, case.value):
+        states[:, :, :96] = states[:, :, 288:] = torch.nan
+    found = case.found().double()
+    assert ((found - exact).norm() / exact.norm()) < BOUNDS[dtype]
+
+
+@on_gpu
+def test_a_row_that_sees_nothing_is_zeros(kernel):
+    case = Case(2, 8, 2, 1, 100, (64, 64), torch.float16, "boolean", "cuda")
+    case.mask[1] = False
+    found = case.found()
+    assert found[0].abs().sum() > 0 and not found[1].any()
+
+
+@on_gpu
+def test_a_graph_follows_the_mask(kernel):
+    """As a decode step's graph repeats it: memory stays, the mask shows one position more."""
+    case = Case(1, 32, 4, 1, 300, (128, 128), torch.bfloat16, "none", "cuda")
+    case.mask = torch.zeros(1, 1, 1, 300, dtype=torch.bfloat16, device="cuda")
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        case.found()
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = case.found()
+    for length in (1, 16, 17, 299):
+        case.mask.fill_(torch.finfo(torch.bfloat16).min)[..., :length] = 0
+        graph.replay()
+        exact = case.exact()
+        assert (out.double() - exact).norm() / exact.norm() < BOUNDS[torch.bfloat16]
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "change, needed",
+    [
+        ({"query": torch.zeros(1, 4, 1, 16, dtype=torch.float64)}, "Half, BFloat16 or Float"),
+        ({"key": torch.zeros(1, 3, 9, 16), "value": torch.zeros(1, 3, 9, 16)}, "cannot share"),
+        ({"key": torch.zeros(1, 2, 9, 24)}, "one length"),
+        ({"value": torch.zeros(1, 2, 8, 16)}, "must be"),
+        ({"value": torch.zeros(1, 2, 9, 12)}, "multiple of 8"),
+        ({"value": torch.zeros(1, 2, 9, 18)[..., :16]}, "16 bytes"),
+        ({"mask": torch.zeros(1, 2, 1, 9)}, "expandable"),
+        ({"mask": torch.zeros(1, 1, 1, 8)}, "9 elements"),
+        ({"mask": torch.zeros(1, 1, 1, 9, dtype=torch.float16)}, "Bool or of its dtype"),
+    ],
+)
+def test_the_kernel_refuses_what_it_would_read_wrongly(change, needed, kernel):
+    given = {"query": torch.zeros(1, 4, 1, 16), "key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
+    given = given | {"mask": None} | change
+
+    def on_device(each):  # with its strides
+        return None if each is None else torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
+
+    with pytest.raises(RuntimeError, match=needed):
+        torch.ops.zero_inference.decode_attention(*map(on_device, given.values()), 0.5)

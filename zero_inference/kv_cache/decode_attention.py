@@ -1,0 +1,138 @@
+"""Attention of decode steps: one kernel (csrc/attention/decode_attention.cu) where it can compute them, else PyTorch's, for which query
+heads that share keys and values are rows of one product.
+
+PyTorch's memory-efficient attention, the one that takes a mask, took an H100 28 us for a query over 576 positions of 32 heads that
+share 4 (h100-mixtures/host2/trace-gpu2.txt), because few heads are few blocks, and it reads all that a mask hides.
+
+transformers before it had `pack_gqa` (5.17 has none) copies keys and values for each of these heads first. In a step of Llama-3.1-70B,
+batch 8, that took an H200 49 us of the 449 of a layer, and attention over the copies 34 (h200-kept/eighth_host/70b.txt).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from zero_inference.runtime.extension import load_extension, operators_of
+
+# options of attention functions that neither the kernel nor a product of rows has
+CHANGES_RESULT = ("position_bias", "softcap", "s_aux", "cache")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_QUERIES = 8  # of a sequence: keys and values are read once for 16 queries of heads that share them
+WIDTH_STEP, MOST_WIDTH = 8, 256  # elements of a row of keys or values
+ALIGNMENT = 16  # bytes: rows are read in vectors of this size
+OLDEST_DEVICE = (8, 0)  # whose tensor cores take bfloat16
+
+LIBRARY = operators_of(__name__)
+
+
+@contextlib.contextmanager
+def using_decode_attention() -> Iterator[None]:
+    """Within it, models whose attention is PyTorch's attend as `attend` does."""
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(attend, own)
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]  # what was set here hid it
+        if ALL_ATTENTION_FUNCTIONS.get("sdpa") is not own:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+
+
+def attend(
+    own: Callable[..., Any],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Return what `own`, transformers' function for PyTorch's attention, returns; sums are added in another order.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        key, value: [batch, key heads, positions, head_dim].
+        attention_mask: booleans that are true where a query sees, or what is added to scores, [batch, 1 or heads, queries, positions].
+
+    Returns:
+        [batch, queries, heads, head_dim of the values], and no scores.
+    """
+    batch, heads, queries, width = query.shape
+    if dropout or any(more.get(name) is not None for name in CHANGES_RESULT):
+        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
+    if _has_kernel(query, key, value, attention_mask):
+        scale = width**-0.5 if scaling is None else scaling
+        return torch.ops.zero_inference.decode_attention(query, key, value, attention_mask, scale), None
+    one_mask = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
+    if key.shape[1] == heads or queries > 1 or not one_mask:
+        return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
+    rows = query.reshape(batch, key.shape[1], -1, width)
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(batch, queries, heads, value.shape[-1]), None
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether the kernel computes this: on a CUDA device of capability 8.0 or newer, for a few queries that a mask, if there are
+    several, says what they see."""
+    queries = query.shape[2]
+    return (
+        query.is_cuda
+        and queries <= MOST_QUERIES
+        and (queries == 1 or mask is not None)
+        and why_not(query, key, value, mask) is None
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
+        and torch.cuda.get_device_capability(query.device) >= OLDEST_DEVICE
+        and load_extension()
+    )
+
+
+def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    """Return what the operator needs of its arguments and does not find; None where it takes them."""
+    batch, heads, queries, width = query.shape
+    shape, positions = (batch, key.shape[1]), key.shape[2]
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        return f"one of {', '.join(map(str, DTYPES))} for all, not {query.dtype}, {key.dtype}, {value.dtype}"
+    if key.shape != (*shape, positions, width) or value.shape[:3] != key.shape[:3] or heads % key.shape[1]:
+        return f"[batch, heads, positions, head_dim], not {[list(each.shape) for each in (query, key, value)]}"
+    for each in (query, key, value):
+        if each.shape[3] % WIDTH_STEP or not WIDTH_STEP <= each.shape[3] <= MOST_WIDTH:
+            return f"a head_dim of {WIDTH_STEP} to {MOST_WIDTH}, a multiple of {WIDTH_STEP}, not {each.shape[3]}"
+        steps = [stride * each.element_size() for size, stride in zip(each.shape[:3], each.stride()) if size > 1]
+        if each.stride(3) != 1 or any(offset % ALIGNMENT for offset in (each.data_ptr(), *steps)):
+            return f"rows without gaps that begin on {ALIGNMENT} bytes, not strides of {each.stride()}"
+    if mask is not None:
+        sizes = zip(mask.shape[:3], (batch, heads, queries))
+        if mask.dim() != 4 or mask.shape[3] != positions or any(size not in (1, full) for size, full in sizes):
+            return f"a mask that expands to {[batch, heads, queries, positions]}, not {list(mask.shape)}"
+        if mask.dtype not in (torch.bool, query.dtype) or (positions > 1 and mask.stride(3) != 1):
+            return f"a mask of torch.bool or {query.dtype} with rows without gaps, not {mask.dtype}, {mask.stride()}"
+    return None
+
+
+def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Compute the operator in PyTorch alone, on any device.
+
+    Raises:
+        ValueError: the operator does not take these arguments.
+    """
+    if needed := why_not(query, key, value, mask):
+        raise ValueError(f"decode_attention needs {needed}")
+    added = mask if mask is None or mask.dtype == torch.bool else mask.float()
+    states = (each.float() for each in (query, key, value))
+    out = scaled_dot_product_attention(*states, attn_mask=added, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+LIBRARY.define("decode_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor")
+LIBRARY.impl("decode_attention", _without_kernel, "CompositeExplicitAutograd")
