@@ -9,7 +9,7 @@ from zero_inference.kv_cache import decode_attention
 from zero_inference.runtime.extension import load_extension, why_unavailable
 
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 1e-5}  # of norms, relative
-MASKS = ("none", "boolean", "added", "of each head", "of each query", "one for all")
+MASKS = ("boolean", "added", "of each head", "of each query", "one for all")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA devices only")
 
 
@@ -32,18 +32,17 @@ class Case:
         self.query = 2 * normal(batch, queries, heads, width).transpose(1, 2)
         self.key = normal(batch, key_heads, positions + 5, width)[:, :, :positions]
         self.value = 1 + normal(batch, key_heads, positions + 5, value_width)[:, :, :positions]
-        self.scale, self.mask = 0.7 * width**-0.5, None
+        self.scale = 0.7 * width**-0.5
         shape = [1 if mask == "one for all" else batch, 1, 1, positions]
         shape[1] = heads if mask == "of each head" else 1
         shape[2] = queries if mask == "of each query" else 1
-        if mask != "none":
-            place = torch.arange(positions, device=device)
-            sequence = torch.arange(shape[0], device=device)[:, None, None, None]
-            seen = torch.rand(shape, generator=draw, device=device) < 0.8
-            seen &= (place >= positions // 3 + sequence) & (place <= positions * 3 // 4)
-            seen[..., positions // 2 :][..., :1] = True  # of each row at least one
-            added = torch.randn(shape, generator=draw, device=device).to(dtype)
-            self.mask = seen if mask == "boolean" else added.masked_fill(~seen, torch.finfo(dtype).min)
+        place = torch.arange(positions, device=device)
+        sequence = torch.arange(shape[0], device=device)[:, None, None, None]
+        seen = torch.rand(shape, generator=draw, device=device) < 0.8
+        seen &= (place >= positions // 3 + sequence) & (place <= positions * 3 // 4)
+        seen[..., positions // 2 :][..., :1] = True  # of each row at least one
+        added = torch.randn(shape, generator=draw, device=device).to(dtype)
+        self.mask = seen if mask == "boolean" else added.masked_fill(~seen, torch.finfo(dtype).min)
 
     def found(self) -> torch.Tensor:
         return torch.ops.zero_inference.decode_attention(self.query, self.key, self.value, self.mask, self.scale)
@@ -52,9 +51,8 @@ class Case:
         groups = self.query.shape[1] // self.key.shape[1]
         key, value = (each.double().repeat_interleave(groups, dim=1) for each in (self.key, self.value))
         scores = self.query.double() @ key.transpose(2, 3) * self.scale
-        if self.mask is not None:
-            hidden = ~self.mask if self.mask.dtype == torch.bool else self.mask <= torch.finfo(self.mask.dtype).min
-            scores = (scores if self.mask.dtype == torch.bool else scores + self.mask).masked_fill(hidden, -torch.inf)
+        hidden = ~self.mask if self.mask.dtype == torch.bool else self.mask <= torch.finfo(self.mask.dtype).min
+        scores = (scores if self.mask.dtype == torch.bool else scores + self.mask).masked_fill(hidden, -torch.inf)
         return (scores.softmax(dim=3) @ value).transpose(1, 2)
 
     def check(self) -> None:
@@ -90,7 +88,7 @@ def test_the_operator_on_a_cpu(mask, dtype):
 )
 def test_what_it_does_not_take_is_refused(change, needed):
     given = {"query": torch.zeros(1, 4, 1, 16), "key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
-    given = given | {"mask": None} | change
+    given = given | {"mask": torch.zeros(1, 1, 1, 9)} | change
     with pytest.raises(ValueError, match=needed):
         torch.ops.zero_inference.decode_attention(*given.values(), 0.5)
 
@@ -101,7 +99,7 @@ def which(case: Case, **options) -> list[str]:
 
     def own(*args, **more):
         asked.append("own")
-        return case.found(), None
+        return None, None
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -117,7 +115,9 @@ def which(case: Case, **options) -> list[str]:
 def test_on_a_cpu_nothing_goes_to_the_kernel():
     assert which(Case(2, 4, 2, 1, 9, (16, 16), torch.float32)) == []
     assert which(Case(2, 4, 4, 1, 9, (16, 16), torch.float32)) == ["own"]
-    assert which(Case(2, 4, 2, 1, 9, (16, 16), torch.float32, "none")) == ["own"]
+    without = Case(2, 4, 2, 1, 9, (16, 16), torch.float32)
+    without.mask = None
+    assert which(without) == ["own"]
 
 
 @on_gpu
@@ -125,18 +125,25 @@ def test_on_a_gpu_what_it_can_compute_goes_to_the_kernel(kernel):
     def case(*sizes, mask="added", dtype=torch.bfloat16):
         return Case(*sizes, dtype, mask, "cuda")
 
-    assert which(case(2, 4, 2, 1, 9, (16, 16))) == which(case(2, 4, 4, 1, 9, (16, 16), mask="none")) == ["kernel"]
+    assert which(case(2, 4, 2, 1, 9, (16, 16))) == which(case(2, 4, 4, 1, 9, (16, 16))) == ["kernel"]
     assert which(case(2, 4, 2, 3, 9, (16, 16))) == ["kernel"]
     for more in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}):
         assert which(case(2, 4, 2, 1, 9, (16, 16)), **more) == ["own"]
-    assert which(case(2, 4, 2, 3, 9, (16, 16), mask="none"), is_causal=True) == ["own"]
+    without = case(2, 4, 2, 3, 9, (16, 16))
+    without.mask = None
+    assert which(without, is_causal=True) == ["own"]
     assert which(case(2, 4, 2, 9, 9, (16, 16))) == ["own"]
     assert which(case(2, 4, 2, 1, 9, (12, 12))) == []
     learned = case(2, 4, 4, 1, 9, (16, 16))
     learned.query.requires_grad_()
     own = []
     decode_attention.attend(
-        lambda *args, **more: own.append(args), torch.nn.Module(), learned.query, learned.key, learned.value, None
+        lambda *args, **more: own.append(args),
+        torch.nn.Module(),
+        learned.query,
+        learned.key,
+        learned.value,
+        learned.mask,
     )
     assert own
 
@@ -175,7 +182,7 @@ def test_the_kernel_is_attention_in_float64(sizes, dtype, kernel):
 @pytest.mark.parametrize("kind", ["boolean", "added"])
 def test_keys_and_values_that_a_mask_hides_are_not_read(kind, dtype, kernel):
     """Before a window, and past what a cache of fixed size holds: they are not numbers here."""
-    case = Case(2, 16, 2, 1, 512, (128, 128), dtype, "none", "cuda")
+    case = Case(2, 16, 2, 1, 512, (128, 128), dtype, device="cuda")
     seen = torch.zeros(2, 1, 1, 512, dtype=torch.bool, device="cuda")
     seen[..., 96:288] = True
     case.mask = seen if kind == "boolean" else torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
@@ -197,7 +204,7 @@ def test_a_row_that_sees_nothing_is_zeros(kernel):
 @on_gpu
 def test_a_graph_follows_the_mask(kernel):
     """As a decode step's graph repeats it: memory stays, the mask shows one position more."""
-    case = Case(1, 32, 4, 1, 300, (128, 128), torch.bfloat16, "none", "cuda")
+    case = Case(1, 32, 4, 1, 300, (128, 128), torch.bfloat16, device="cuda")
     case.mask = torch.zeros(1, 1, 1, 300, dtype=torch.bfloat16, device="cuda")
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
@@ -229,10 +236,10 @@ def test_a_graph_follows_the_mask(kernel):
 )
 def test_the_kernel_refuses_what_it_would_read_wrongly(change, needed, kernel):
     given = {"query": torch.zeros(1, 4, 1, 16), "key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
-    given = given | {"mask": None} | change
+    given = given | {"mask": torch.zeros(1, 1, 1, 9)} | change
 
     def on_device(each):  # with its strides
-        return None if each is None else torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
+        return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
 
     with pytest.raises(RuntimeError, match=needed):
         torch.ops.zero_inference.decode_attention(*map(on_device, given.values()), 0.5)

@@ -20,7 +20,6 @@
 #include <algorithm>
 #include <cfloat>
 #include <cstdint>
-#include <optional>
 #include <type_traits>
 
 #include <torch/csrc/stable/accelerator.h>
@@ -58,7 +57,7 @@ constexpr int kShares = 4;  // lanes that have parts of one row
 constexpr float kHidden = -INFINITY;
 constexpr float kLog2E = 1.44269504088896340736f;
 
-enum class Mask : int { kNone, kBoolean, kAdded };
+enum class Mask : int { kBoolean, kAdded };
 
 // [sequence, head, position]: elements from one to the next
 struct Strides {
@@ -169,7 +168,6 @@ template <typename T, int kHalves>
 __device__ __forceinline__ void load_mask(const Task& task, const int64_t (&rows)[kHalves], int step,
                                           uint32_t (&mask)[kHalves][Product<T>::kKeyTiles * 2]) {
   using Word = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
-  if (task.mask_kind == Mask::kNone) return;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
 #pragma unroll
@@ -185,7 +183,6 @@ __device__ __forceinline__ void load_mask(const Task& task, const int64_t (&rows
 template <typename T>
 __device__ __forceinline__ float added(const Task& task, int key, uint32_t mask) {
   if (key >= task.positions) return kHidden;
-  if (task.mask_kind == Mask::kNone) return 0.0f;
   if (task.mask_kind == Mask::kBoolean) return mask != 0 ? 0.0f : kHidden;
   float values[2];
   Element<T>::unpack(mask, values);
@@ -579,8 +576,7 @@ Strides checked_mask(const Tensor& mask, const Tensor& query, int64_t positions)
   return {stride(0), stride(1), stride(2)};
 }
 
-Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
-                        double scale) {
+Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, double scale) {
   const ScalarType dtype = query.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float,
                   "decode_attention: query must be Half, BFloat16 or Float, found ", torch::headeronly::toString(dtype));
@@ -598,11 +594,9 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   task.value_strides = checked("value", value, query, key_heads, positions);
   STD_TORCH_CHECK(query.size(3) == key.size(3), "decode_attention: rows of query and key must have one length, found ",
                   query.size(3), " and ", key.size(3));
-  if (mask.has_value()) {
-    task.mask_strides = checked_mask(*mask, query, positions);
-    task.mask_kind = mask->scalar_type() == ScalarType::Bool ? Mask::kBoolean : Mask::kAdded;
-    task.mask = mask->const_data_ptr();
-  }
+  task.mask_strides = checked_mask(mask, query, positions);
+  task.mask_kind = mask.scalar_type() == ScalarType::Bool ? Mask::kBoolean : Mask::kAdded;
+  task.mask = mask.const_data_ptr();
   const torch::stable::accelerator::DeviceGuard guard(query.get_device_index());
   const int64_t sizes[] = {sequences, queries, heads, value.size(3)};
   Tensor out = torch::stable::new_empty(query, sizes);

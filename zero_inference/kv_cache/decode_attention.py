@@ -71,7 +71,7 @@ def attend(
     batch, heads, queries, width = query.shape
     if dropout or any(more.get(name) is not None for name in CHANGES_RESULT):
         return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
-    if _has_kernel(query, key, value, attention_mask):
+    if attention_mask is not None and _has_kernel(query, key, value, attention_mask):
         scale = width**-0.5 if scaling is None else scaling
         return torch.ops.zero_inference.decode_attention(query, key, value, attention_mask, scale), None
     one_mask = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
@@ -82,14 +82,11 @@ def attend(
     return out.reshape(batch, queries, heads, value.shape[-1]), None
 
 
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the kernel computes this: on a CUDA device of capability 8.0 or newer, for a few queries that a mask, if there are
-    several, says what they see."""
-    queries = query.shape[2]
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
+    """Return whether the kernel computes this: on a CUDA device of capability 8.0 or newer, for a few queries."""
     return (
         query.is_cuda
-        and queries <= MOST_QUERIES
-        and (queries == 1 or mask is not None)
+        and query.shape[2] <= MOST_QUERIES
         and why_not(query, key, value, mask) is None
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
         and torch.cuda.get_device_capability(query.device) >= OLDEST_DEVICE
@@ -97,7 +94,7 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
     )
 
 
-def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | None:
     """Return what the operator needs of its arguments and does not find; None where it takes them."""
     batch, heads, queries, width = query.shape
     shape, positions = (batch, key.shape[1]), key.shape[2]
@@ -111,16 +108,15 @@ def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> s
         steps = [stride * each.element_size() for size, stride in zip(each.shape[:3], each.stride()) if size > 1]
         if each.stride(3) != 1 or any(offset % ALIGNMENT for offset in (each.data_ptr(), *steps)):
             return f"rows without gaps that begin on {ALIGNMENT} bytes, not strides of {each.stride()}"
-    if mask is not None:
-        sizes = zip(mask.shape[:3], (batch, heads, queries))
-        if mask.dim() != 4 or mask.shape[3] != positions or any(size not in (1, full) for size, full in sizes):
-            return f"a mask that expands to {[batch, heads, queries, positions]}, not {list(mask.shape)}"
-        if mask.dtype not in (torch.bool, query.dtype) or (positions > 1 and mask.stride(3) != 1):
-            return f"a mask of torch.bool or {query.dtype} with rows without gaps, not {mask.dtype}, {mask.stride()}"
+    sizes = zip(mask.shape[:3], (batch, heads, queries))
+    if mask.dim() != 4 or mask.shape[3] != positions or any(size not in (1, full) for size, full in sizes):
+        return f"a mask that expands to {[batch, heads, queries, positions]}, not {list(mask.shape)}"
+    if mask.dtype not in (torch.bool, query.dtype) or (positions > 1 and mask.stride(3) != 1):
+        return f"a mask of torch.bool or {query.dtype} with rows without gaps, not {mask.dtype}, {mask.stride()}"
     return None
 
 
-def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute the operator in PyTorch alone, on any device.
 
     Raises:
@@ -128,11 +124,11 @@ def _without_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     """
     if needed := why_not(query, key, value, mask):
         raise ValueError(f"decode_attention needs {needed}")
-    added = mask if mask is None or mask.dtype == torch.bool else mask.float()
+    added = mask if mask.dtype == torch.bool else mask.float()
     states = (each.float() for each in (query, key, value))
     out = scaled_dot_product_attention(*states, attn_mask=added, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
-LIBRARY.define("decode_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor")
+LIBRARY.define("decode_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor")
 LIBRARY.impl("decode_attention", _without_kernel, "CompositeExplicitAutograd")
