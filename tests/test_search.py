@@ -707,7 +707,7 @@ def test_what_auto_did_not_choose_is_printed_with_the_option_to_type(capfd):
     assert console_main(["zero-inference", "plan", "llama-3.1-70b", "--dummy", "--engine", "stream", *where]) == 0
     out = " ".join(capfd.readouterr().out.split())
     assert (
-        f"stream engine, bf16, batch 1: at most {significant(answer['predicted']['decode_throughput'])} token/s predicted. {said}"
+        f"stream engine, bf16, batch 1 (at most {significant(answer['predicted']['decode_throughput'])} token/s predicted): {said}"
         in out
     )
     quick = [*asked, "--quant-bits", "auto", "--goal", "throughput"]  # README's row for who wants the fastest

@@ -251,4 +251,4 @@ def test_ranks_of_several_hosts_have_no_memory_in_common(checkpoints, monkeypatc
     assert main([*asked, "--cpu-compute", "0.5"]) == 2
     assert "--cpu-compute 0.5: the ranks are on 2 hosts" in capfd.readouterr().err
     assert main(asked) == 0
-    assert "the host's cores are not used: the ranks are on several hosts" in capfd.readouterr().out
+    assert "PyTorch computes all layers: the ranks are on several hosts" in capfd.readouterr().out

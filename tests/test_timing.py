@@ -22,6 +22,7 @@ from zero_inference.measure.own_work import _loaded_alike
 from zero_inference.planning.copies_time import copies_of_step
 from zero_inference.planning.host_time import LAUNCH_SLOWNESS
 from zero_inference.planning.loading import COMPARED_GB_PER_S
+from zero_inference.planning.outlook import experts_in_words
 from zero_inference.planning.timing import MIXTURE_SLOWNESS, why_unknown
 from zero_inference.planning.weights_time import mean_reads
 from zero_inference.records.read import read_records
@@ -142,10 +143,24 @@ def test_without_a_gpu_a_block_that_is_not_multiplied_as_stored_is_dequantized_i
         traced = plan.job.skeleton.traced_pass(plan.job.spec, 1, 144)
         stored = (traced.total("layer_bytes") + traced.total("expert_bytes")) * 5 / 16  # groups of 32
         assert plan.weights.dequantizes_on_cpu
+        assert plan.weights.in_words()[0].endswith(" within host memory")
+        copied = "experts of a layer within host memory in each step, a token uses 8: PyTorch computes whole layers"
+        assert (copied in (experts_in_words(plan.weights) or "")) is (model != "opt-1.3b")
         assert dequantized.step.seconds == pytest.approx(stored / 0.25e9, rel=0.15)
         if model == "opt-1.3b" and load_library() is not None:
             plan, as_stored = times_of(options, here)
             assert not plan.weights.dequantizes_on_cpu and as_stored.step.seconds < dequantized.step.seconds / 10
+
+
+def test_without_a_gpu_experts_in_host_memory_are_used_where_they_are():
+    """DeepSpeed and accelerate copy none, and say nothing of experts that are copied; from disk they read all."""
+    here = FAST.model_copy(update={"gpus": (), "cores": None, "disk_gb_per_s": 2.0})
+    for engine in ("deepspeed", "accelerate"):
+        for place in ("cpu", "disk"):
+            weights = times_of(f"--model qwen3-30b-a3b --engine {engine} --{place}-offload", here)[0].weights
+            said = f"{engine} reads from disk all 128 experts of a layer in each step" if place == "disk" else "None"
+            assert str(experts_in_words(weights)).startswith(said)
+            assert [line.split(" GiB ")[1] for line in weights.in_words()] == ["from disk"] * (place == "disk")
 
 
 def test_deepspeed_takes_what_its_hooks_and_its_dequantizing_take_where_that_was_measured():

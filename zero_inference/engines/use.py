@@ -27,6 +27,11 @@ class UseOfMachine:
         return False
 
     @property
+    def chosen_bytes(self) -> int:
+        """Bytes of `fetched_bytes` that are experts which tokens choose, and no others."""
+        return 0
+
+    @property
     def why_whole_layers(self) -> str:
         """Why a step of a mixture copies experts that no token chose, in a few words."""
         return "it fetches whole layers"

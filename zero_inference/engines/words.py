@@ -22,8 +22,10 @@ class PlanInWords(UseOfMachine):
         """Lines about what a decode step moves and who computes it; none where there is nothing to tell."""
         if not self.fetched_bytes:
             return []
-        disk = f", {amount(self.disk_bytes)} of it from disk" if self.disk_bytes else ""
-        return [f"each decode step {self.fetched_in_words()}{disk}"]
+        disk = f"{amount(self.disk_bytes)} {{}}from disk" if self.disk_bytes else ""
+        if not (self.job.on_gpu or self.copies_on_cpu):  # weights in host memory are used where they are
+            return [f"each decode step reads {disk.format('')}"] if disk else []
+        return [f"each decode step {self.fetched_in_words()}{', ' * bool(disk)}{disk.format('of it ')}"]
 
     def dequantized_in_words(self) -> list[str]:
         """A line about a CPU that dequantizes weights in every step; none elsewhere."""
@@ -35,7 +37,7 @@ class PlanInWords(UseOfMachine):
     def fetched_in_words(self) -> str:
         """`copies 20.4 GiB over the link`."""
         fetched = amount(self.fetched_bytes) if self.fetched_bytes else "nothing"
-        return f"copies {fetched} over the link" if self.job.on_gpu else f"fetches {fetched}"
+        return f"copies {fetched} {'over the link' if self.job.on_gpu else 'within host memory'}"
 
     def places_in_words(self) -> str:
         """Where the weights are."""

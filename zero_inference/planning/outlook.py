@@ -30,6 +30,8 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
     if found is None:
         return "not known, because the description of the machine has no rates"
     bound_by, step_s = found
+    if bound_by == "device_memory" and not plan.job.on_gpu:
+        bound_by = "host_memory"
     if predicted_step_s is not None and significant(step_s) == significant(predicted_step_s):
         return None
     most = plan.job.config.batch_size / step_s
@@ -39,15 +41,18 @@ def limit_in_words(plan: EnginePlan, predicted_step_s: float | None = None) -> s
 
 
 def experts_in_words(plan: EnginePlan) -> str | None:
-    """Return a line about experts that a decode step copies though no token chose them; None where it copies none of these."""
-    sizes, (number, chosen) = plan.job.sizes, plan.job.spec.experts
+    """Return a line about experts that a decode step copies, or reads from disk, though no token chose them; None where it moves none of
+    these."""
+    sizes, (number, chosen), job = plan.job.sizes, plan.job.spec.experts, plan.job
     idle = sizes.idle_expert_bytes / max(1, sizes.parameter_bytes)
-    if not idle or plan.fetched_bytes <= plan.weight_bytes * (1 - idle):
+    copies = job.on_gpu or plan.copies_on_cpu
+    if not idle or (plan.fetched_bytes - plan.chosen_bytes if copies else plan.disk_bytes) <= plan.weight_bytes * (
+        1 - idle
+    ):
         return None
-    engine = plan.job.config.engine
-    return (
-        f"{engine} copies all {number} experts of a layer in each step, a token uses {chosen}: {plan.why_whole_layers}"
-    )
+    how = "copies" if copies else "reads from disk"
+    where = "" if job.on_gpu or not copies else " within host memory"
+    return f"{job.config.engine} {how} all {number} experts of a layer{where} in each step, a token uses {chosen}: {plan.why_whole_layers}"
 
 
 def first_token_in_words(plan: EnginePlan, times: Times) -> str | None:

@@ -3,7 +3,7 @@ launch them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,16 +84,27 @@ class Times:
 
 def why_unknown(plan: EnginePlan, description: Description) -> str:
     """Why `predicted_times` gives none, in a few words."""
-    device = "device memory" if plan.job.on_gpu else "host memory"
-    memory = [f"{device} (memory=)"] if description.device_gb_per_s is None else []
-    if names := memory + missing_rates(plan, description):
-        remedy = ""
-        if any("disk=" in name for name in names) and plan.job.machine.is_here:
-            remedy = " (measure it with zero-inference link --save --disk DIR)"
-        return f"the rate of {' and '.join(names)} is not known{remedy}"
+    if names := unknown_rates(plan, description):
+        return unknown_in_words(names, plan.job.machine.is_here)
     if _lacks_dequantizing(plan, description):
         return f"how long {plan.job.config.engine} takes to dequantize on a CPU was not measured (zero-inference link --save does)"
     return "the model cannot be traced without its weights"
+
+
+def unknown_rates(plan: EnginePlan, description: Description) -> list[str]:
+    """Return the names of the rates that `predicted_times` lacks."""
+    device = "device memory" if plan.job.on_gpu else "host memory"
+    memory = [f"{device} (memory=)"] if description.device_gb_per_s is None else []
+    return memory + missing_rates(plan, description)
+
+
+def unknown_in_words(names: Sequence[str], is_here: bool) -> str:
+    """Return `unknown_rates` in a few words."""
+    remedy = ""
+    if is_here and any("disk=" in name for name in names):
+        remedy = " (measure it with zero-inference link --save --disk DIR)"
+    several = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return f"the rate{'s' * (len(names) > 1)} of {several} {'are' if len(names) > 1 else 'is'} not known{remedy}"
 
 
 def predicted_times(plan: EnginePlan, description: Description) -> Times | None:

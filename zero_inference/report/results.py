@@ -114,7 +114,8 @@ def _explanations(request: Request, result: Result) -> Iterator[str]:
         if line := idle_in_words(measured.link_use, bool(moved.cores_bytes_per_step)):
             yield line
     elif measured.device == "cpu" and moved.host_to_device_bytes_per_step and not moved.cores_bytes_per_step:
-        yield f"decode fetches {amount(moved.host_to_device_bytes_per_step)} a step; without a GPU there is no link to cross"
+        how = "copies" if engine.stream is not None else "uses"  # others use weights where they are
+        yield f"decode {how} {amount(moved.host_to_device_bytes_per_step)} a step within host memory: there is no GPU"
     if moved.cores_bytes_per_step:
         last = measured.loops[-1]  # what was moved is the last loop's
         planned = engine.stream.cores if engine.stream is not None else None

@@ -82,7 +82,7 @@ def _about(args: argparse.Namespace, job: Job) -> str:
 def _below(args: argparse.Namespace, found: Found, best: Sequence[Candidate], shown: int, unknown: int) -> list[str]:
     """Return the lines below a table of the `shown` best and of `unknown` configurations that are not predicted."""
     hidden = len(best) - shown if best else len(found.unknown) - unknown
-    lines = [f"{hidden} more configurations fit: --all shows them"] if hidden else []
+    lines = [f"{hidden} more configuration{'s fit' if hidden > 1 else ' fits'}: --all shows them"] if hidden else []
     if best:
         lines += [
             "*: no other has both a shorter step and more token/s",
@@ -95,7 +95,7 @@ def _below(args: argparse.Namespace, found: Found, best: Sequence[Candidate], sh
         lines += ["Does not fit:", *(f"  {line}" for line in what_does_not_fit(found.too_large))]
     if found.unknown and best:
         where = "" if unknown else "; --all lists them"
-        lines.append(f"{len(found.unknown)} more fit, but are not predicted: {why_not_predicted(found.unknown)}{where}")
+        lines.append(f"fit, but not predicted: {len(found.unknown)} more: {why_not_predicted(found.unknown)}{where}")
     return lines
 
 

@@ -118,7 +118,7 @@ def what_is_faster(best: Sequence[Candidate], goal: str) -> str | None:
         best, key=lambda each: (each.failed, each.world_size, -each.config.quant_bits, each.config.batch_size)
     )
     found = faster_than(plainest.plan, goal)
-    return f"{in_short(plainest)}: {speed(plainest, goal)} {faster_in_words(found)}" if found else None
+    return f"faster than {in_short(plainest)} ({speed(plainest, goal)}): {faster_in_words(found)}" if found else None
 
 
 def _fastest(plan: Plan, changes: Sequence[dict[str, Any]], own: float) -> Faster | None:

@@ -8,7 +8,7 @@ from zero_inference.planning.changes import changes_that_fit
 from zero_inference.planning.memory import PAGE_LOCKED
 from zero_inference.planning.outlook import experts_in_words, first_token_in_words
 from zero_inference.planning.plan import Plan
-from zero_inference.planning.timing import why_unknown
+from zero_inference.planning.timing import unknown_in_words, unknown_rates, why_unknown
 from zero_inference.planning.verdict import NOT_MEASURED
 from zero_inference.runtime.amounts import amount, compared
 from zero_inference.runtime.durations import seconds
@@ -28,7 +28,7 @@ def headline(best: Sequence[Candidate], goal: str) -> str:
         best: all that fit, the best first.
     """
     first = best[0]
-    line = f"{FIRST[goal]}: {in_short(first)}: {speed(first, goal)}"
+    line = f"{FIRST[goal]}: {in_short(first)}: {speed(first, goal)}."
     good = [each for each in best if not each.failed]
     if first.config.batch_size > 1:
         others = [each for each in ranked(good, "latency") if each.config.batch_size == 1]
@@ -36,7 +36,7 @@ def headline(best: Sequence[Candidate], goal: str) -> str:
     else:
         others, about = ranked(good, "throughput"), "Most token/s"
     if others and others[0] is not first:
-        line += f" {about}: {in_short(others[0])}: {speed(others[0], goal)}"
+        line += f" {about}: {in_short(others[0])}: {speed(others[0], goal)}."
     return line
 
 
@@ -48,17 +48,17 @@ def in_short(candidate: Candidate) -> str:
 
 
 def speed(candidate: Candidate, goal: str) -> str:
-    """Return its token/s, with what `goal` is about, as the end of a sentence."""
+    """Return its token/s, with what `goal` is about."""
     most, least = ("at most ", "at least ") if candidate.times.at_least else ("", "")
     predicted = significant(candidate.tokens_per_s)
     if candidate.measured_tokens_per_s is not None:
-        return f"{significant(candidate.measured_tokens_per_s)} token/s measured, {most}{predicted} predicted."
+        return f"{significant(candidate.measured_tokens_per_s)} token/s measured, {most}{predicted} predicted"
     parts = [f"{most}{predicted} token/s"]
     if goal == "latency":
         parts.insert(0, f"{least}{seconds(candidate.times.step.seconds)} a step")
     if goal == "memory":
         parts.insert(0, f"{amount(candidate.memory_bytes)} of device and host memory")
-    return f"{', '.join(parts)} predicted."
+    return f"{', '.join(parts)} predicted"
 
 
 def notes(candidates: Sequence[Candidate]) -> list[str]:
@@ -116,7 +116,8 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
     for plan in plans:
         config = plan.job.config
         short = next(need for need in plan.needs if not need.fits)
-        place = {"cpu": " in host memory", "disk": " on disk"}.get(config.offload, " on the device")
+        where = " on the device" if plan.job.on_gpu else " in host memory"
+        place = {"cpu": " in host memory", "disk": " on disk"}.get(config.offload, where)
         gpus = f", {plan.job.ranks.world_size} GPUs" if plan.job.ranks.world_size > 1 else ""
         name = f"{config.engine} {kind_of_weights(plan)}{'' if config.engine == 'stream' else place}{gpus}"
         needed, there, unit = compared(short.with_reserve, short.available or 0)
@@ -150,12 +151,19 @@ def why_none(found: Found, model: str) -> str:
 
 
 def why_not_predicted(plans: Sequence[Plan]) -> str:
-    """Why nobody knows how fast they are; each reason once."""
-    reasons = []
+    """Return why no speed is predicted for them; each reason, and each rate that is not known, once."""
+    rates: dict[str, None] = {}
+    reasons: dict[str, None] = {}
     for plan in plans:
         description = plan.job.machine.described()
-        reasons.append(NOT_MEASURED if description is None else why_unknown(plan.weights, description))
-    return "; ".join(dict.fromkeys(reasons))
+        names = [] if description is None else unknown_rates(plan.weights, description)
+        rates |= dict.fromkeys(names)
+        if description is None:
+            reasons[NOT_MEASURED] = None
+        elif not names:
+            reasons[why_unknown(plan.weights, description)] = None
+    of_rates = [unknown_in_words(list(rates), plans[0].job.machine.is_here)] if rates else []
+    return "; ".join([*of_rates, *reasons])
 
 
 def commands(plans: Sequence[tuple[int, Plan]], where: str) -> list[str]:

@@ -16,7 +16,6 @@ from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cores import (
-    NO_LINK,
     CoresPlan,
     cores_s_of,
     place_on_cores,
@@ -111,6 +110,11 @@ class StreamPlan(EnginePlan):
         return any(block in self.residency.computed for block in self.residency.expert_blocks)
 
     @property
+    def chosen_bytes(self) -> int:
+        """See `EnginePlan`."""
+        return round(self.residency.staged_bytes)
+
+    @property
     def lacks_cores(self) -> bool:
         """See `EnginePlan`."""
         job = self.job
@@ -139,10 +143,10 @@ class StreamPlan(EnginePlan):
         blocks, _, _ = _laid_out(self.job, self.scheme, divided=True)
         if not any(block.experts is not None and block.computable for block in blocks or ()):
             return "the CPU does not multiply experts of this form"
+        if self.cores:
+            return "the CPU multiplies only a part of them"
         return (
-            "the CPU multiplies only a part of them"
-            if self.cores
-            else f"the CPU computes nothing: {self.cores_stay_out}"
+            f"the CPU computes nothing: {self.cores_stay_out}" if self.job.on_gpu else "PyTorch computes whole layers"
         )
 
     def least_cores_s(self) -> float:
@@ -257,7 +261,7 @@ class StreamPlan(EnginePlan):
     def in_words(self) -> list[str]:
         """See `EnginePlan`."""
         found = self.residency
-        who = "PyTorch computes all layers" if self.cores_stay_out == NO_LINK else "the host's cores are not used"
+        who = "the host's cores are not used" if self.job.on_gpu else "PyTorch computes all layers"
         unused = f"{who}: {self.cores_stay_out}"
         crosses = []
         if self.no_attention not in (None, self.cores_stay_out) and self.job.ranks.world_size == 1:
@@ -276,7 +280,8 @@ class StreamPlan(EnginePlan):
                 *crosses,
                 *self.dequantized_in_words(),
             ]
-        lines = [f"{line}; {words.cores_in_words(self.cores, found)}", *words.rates_in_words(self.cores)]
+        copied = f"{line}; " if self.job.on_gpu or found.fetched else "in each decode step "
+        lines = [f"{copied}{words.cores_in_words(self.cores, found)}", *words.rates_in_words(self.cores)]
         return lines + crosses + words.experts_in_words(found)
 
     def places_in_words(self) -> str:
