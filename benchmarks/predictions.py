@@ -1,21 +1,29 @@
 """What plans predict of runs that one H200 or H100 has done, beside what these measured.
 
     python benchmarks/predictions.py [PATTERN] [--machine FILE [--cores-of-runs]]
+    python benchmarks/predictions.py --ranges
 
 Takes the records of one GPU under benchmarks/results whose path has PATTERN in it; needs no GPU. Each is planned for the machine of FILE,
 as `zero-inference link --save` wrote it there; without FILE for one with the rates that the record itself has: link, device memory,
 products, cores beside the link. With --cores-of-runs the cores have the GB/s that they had in the run itself, where that says how fast
 they multiply: a host that others use has other rates in a run than when it was measured. No record says what the host takes to launch
 operators; `LAUNCHES` are those of all. A figure is by how much more was measured than predicted.
+
+--ranges: the table of `zero_inference.planning.ranges`, from the runs of HOSTS, each planned for its host as `link --save` found it; and of
+each host how many times are within the ranges that the other hosts' runs make.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from zero_inference.engines.base import Job
 from zero_inference.errors import UsageError
@@ -32,7 +40,9 @@ from zero_inference.machine.machine import DescribedMachine
 from zero_inference.models.skeleton import Skeleton, build_skeleton
 from zero_inference.models.spec import ModelSpec, resolve_model
 from zero_inference.options import run_config
+from zero_inference.planning.loading import compared_s
 from zero_inference.planning.plan import Plan, make_plan
+from zero_inference.planning.ranges import Range
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import detect_ranks
 
@@ -43,7 +53,20 @@ GIB = 1 << 30
 # was measured by itself: `zero-inference link --save` does that since then.
 LAUNCHES = Launches(operator_s=15e-6, step_s=1e-3, graph_operator_s=2e-6)
 PROCESS_BYTES = 2_100_000_000  # of the runs' host memory, what is not weights, keys or values: 1.5 to 2.4 GB
+# Hosts whose `link --save` measured as it does now: by what their records' paths begin with, its file. Of the tenth and eleventh host,
+# hand-offs are the twelfth's.
+HOSTS = {
+    **{f"h200-kept/{name}_host": f"h200-kept/{name}_host/machine_again.json" for name in ("tenth", "eleventh")},
+    **{
+        f"h200-kept/{name}_host": f"h200-kept/{name}_host/machine.json"
+        for name in ("twelfth", "thirteenth", "fourteenth")
+    },
+    "h200-big-models/bs": "h200-big-models/machine.json",
+    "h200-together/table": "h200-together/table/machine.json",
+    "h100-predicted": "h100-predicted/machine.json",
+}
 PAGEABLE_GB_PER_S, DISK_GB_PER_S = 9.5, 2.3  # of that machine, where a record lacks them (h200/link.txt)
+OUTSIDE, STEP = 0.06, 0.05  # share of runs outside a range; what its ends are rounded to
 LINK_GB_PER_S, DEVICE_GB_PER_S, TFLOPS = 55.3, 4225.0, 680.0  # the same, of the oldest records
 
 
@@ -147,6 +170,69 @@ def errors_of(record: dict[str, Any], plan: Plan) -> dict[str, float | None]:
     }
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """Measured over predicted time of a run on `host`; `kind` is a key of `RANGES`."""
+
+    host: str
+    kind: str
+    value: float
+
+
+def ratios() -> Iterator[Ratio]:
+    """Yield those of all runs of HOSTS, without steps of mixtures whose greedy tokens chose the same experts again and again, and without
+    loading by DeepSpeed where compiling counted as loading."""
+    skeletons: dict[Any, Skeleton] = {}
+    for host, file in HOSTS.items():
+        machine = read_description(RESULTS / file)
+        for _, record in records(host):
+            plan = plan_of(record, DescribedMachine(machine), skeletons)
+            said, times, since_compared = plan.predicted, plan.times, "compile_s" in record
+            assert times is not None and said.load_s is not None
+            if record["engine"] != "deepspeed" or since_compared:
+                copied_s = 0.0 if since_compared else compared_s(plan.weights)  # which it takes today
+                yield Ratio(host, "load", (record["load_s"] + copied_s) / said.load_s)
+            yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)
+            if not plan.job.spec.experts[0] or record.get("dummy_routing") == "text":
+                yield Ratio(host, times.step.kind, record["decode_latency_s"] / (said.decode_s or 1.0))
+
+
+def ranges_of(found: Sequence[Ratio]) -> dict[str, Range]:
+    """Return the ranges by kind that `found` make, rounded outward to steps of `STEP`."""
+    ranges = {}
+    for kind in dict.fromkeys(each.kind for each in found):
+        low, high = np.quantile([each.value for each in found if each.kind == kind], [OUTSIDE / 2, 1 - OUTSIDE / 2])
+        ranges[kind] = Range(round(math.floor(low / STEP) * STEP, 2), round(math.ceil(high / STEP) * STEP, 2))
+    return ranges
+
+
+def within_others(found: Sequence[Ratio]) -> dict[str, dict[str, list[bool]]]:
+    """Return by host and kind whether each ratio is within the range that all other hosts make; of kinds that these have."""
+    said: dict[str, dict[str, list[bool]]] = {}
+    for host in HOSTS:
+        others = ranges_of([each for each in found if each.host != host])
+        for each in found:
+            if each.host == host and each.kind in others:
+                low, high = others[each.kind]
+                said.setdefault(host, {}).setdefault(each.kind, []).append(low <= each.value <= high)
+    return said
+
+
+def print_ranges() -> None:
+    found = list(ratios())
+    made, inside = ranges_of(found), within_others(found)
+    for kind, (low, high) in made.items():
+        values = [each.value for each in found if each.kind == kind]
+        of_others = [each for host in inside.values() for each in host.get(kind, [])]
+        print(
+            f"{kind:18} {low:.2f} to {high:.2f}, median {statistics.median(values):.2f}, {min(values):.2f} to {max(values):.2f} of "
+            f"{len(values)} runs; {sum(of_others)} of {len(of_others)} within the ranges of other hosts"
+        )
+    for host, kinds in inside.items():
+        every = [each for values in kinds.values() for each in values]
+        print(f"{host}: {sum(every)} of {len(every)}")
+
+
 def records(pattern: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of whole runs of one GPU, with their names."""
     for path in sorted(RESULTS.glob("h[12]00*/**/*.jsonl")):
@@ -164,6 +250,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--machine", type=Path, metavar="FILE", help="plan for this machine, and not for the rates of each record"
     )
+    parser.add_argument("--ranges", action="store_true", help="the ranges of predicted times, from all hosts")
     parser.add_argument("--cores-of-runs", action="store_true", help="with the rates that the cores had in each run")
     asked = parser.parse_args()
     if asked.cores_of_runs and not asked.machine:
@@ -173,6 +260,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
+    if asked.ranges:
+        print_ranges()
+        return
     given = read_description(asked.machine) if asked.machine else None
     names = ("decode", "prefill", "device", "host")
     kinds: dict[str, dict[str, list[float]]] = {}

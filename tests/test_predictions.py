@@ -1,4 +1,4 @@
-"""Committed runs planned again for the rates that their cores had."""
+"""Committed runs planned again: for the rates that their cores had, and all of them for the ranges of predicted times."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.predictions import RESULTS, with_cores_of_run
+from benchmarks.predictions import HOSTS, RESULTS, ranges_of, ratios, with_cores_of_run, within_others
 from zero_inference.link.description_file import read_description
 from zero_inference.models.spec import resolve_model
 from zero_inference.options import run_config
+from zero_inference.planning.ranges import RANGES
 from zero_inference.records.read import read_records
 
 HOST = "h200-kept/ninth_host"
@@ -40,3 +41,15 @@ def test_cores_are_as_fast_as_in_the_run():
 def test_a_mixture_and_a_run_without_cores_keep_what_was_measured(run, model):
     kept, found, _ = planned_with(run, model)
     assert found == kept
+
+
+def test_ranges_are_those_of_committed_runs_and_hold_for_hosts_that_they_were_not_made_from():
+    found = list(ratios())
+    assert ranges_of(found) == RANGES and {each.host for each in found} == set(HOSTS)
+    inside = within_others(found)
+    for kind in RANGES:
+        known = [each for of_host in inside.values() for each in of_host.get(kind, [])]
+        assert len(known) > 20 and sum(known) >= 0.9 * len(known), kind
+    for host, kinds in inside.items():
+        known = [each for of_kind in kinds.values() for each in of_kind]
+        assert sum(known) >= 0.75 * len(known), host

@@ -440,6 +440,17 @@ def test_predictions_fit_a_hundred_columns_and_say_what_a_figure_means(capsys, m
         assert "as predicted in all runs: stored weights" in lines and "of 18 runs" in lines
 
 
+def test_the_prediction_report_counts_the_times_within_their_ranges(tmp_path, capsys):
+    said = {"prefill_s": 1.0, "prefill_range_s": [0.9, 1.1], "decode_s": 1.0, "decode_range_s": [0.9, 1.1]}
+    odd = [None, "x", [1.0], [0.9, "1.1"], {"low": 1}, [None, None]]
+    records = [make_record(predicted=said, prefill_latency_s=1.05, decode_latency_s=each) for each in (0.8, 0.95, 1.2)]
+    records += [make_record(predicted=said | {"decode_range_s": each}, prefill_latency_s=1.2) for each in odd]
+    (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    assert printed(capsys, tmp_path, "--prediction").splitlines()[-1] == (
+        "within the predicted range: prefill 3 of 9, decode 1 of 3"
+    )
+
+
 def test_folders_below_and_several_folders_are_read_once_each(tmp_path, capsys):
     for folder, batch in (("one", 1), ("one/deep/er", 2), ("two", 3), ("one/.hidden", 4)):
         (tmp_path / folder).mkdir(parents=True)

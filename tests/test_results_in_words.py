@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -89,9 +89,14 @@ def test_the_results_of_a_gpu(use, words, capsys):
 
 
 def test_what_was_predicted_stands_beside_it():
-    predicted = Predicted(None, 0.25, 0.125, "link", 1, 1, 1, 1, 1, 1, 1)
+    sizes = {field.name: 1 for field in fields(Predicted) if "bytes" in field.name}
+    predicted = Predicted(load_s=None, prefill_s=0.25, decode_s=0.125, bound_by="link", **sizes)
     lines = times_table(replace(measured(None), predicted=predicted)).splitlines()
     assert [line.split()[-1] for line in lines[2:]] == ["0.250", "0.125", "0.375"]
+    ranges = {"prefill_range_s": [0.2, 0.4], "decode_range_s": [0.12, 0.15]}
+    lines = times_table(replace(measured(None), predicted=replace(predicted, **ranges))).splitlines()
+    said = ["0.250 (0.200 to 0.400)", "0.125 (0.120 to 0.150)", "0.375 (0.320 to 0.550)"]
+    assert [line.split("  ")[-1].strip() for line in lines[2:]] == said and max(map(len, lines)) <= 100
     lines = times_table(replace(measured(None), predicted=replace(predicted, prefill_s=None))).splitlines()
     assert lines[0].endswith("predicted (s)") and [line.split()[-1] for line in lines[2:]] == ["-", "0.125", "-"]
 

@@ -148,7 +148,8 @@ def test_the_table_is_for_people(capfd, tmp_path):
     assert console_main(["zero-inference", *asked, "--plot", str(tmp_path / "front.svg")]) == 0
     out, err = capfd.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("Shortest decode step: stream engine, int4, batch 1: ") and " s a step, " in lines[0]
+    assert lines[0].startswith("Shortest decode step: stream engine, int4, batch 1: ")
+    assert re.search(r"1: (\S+) s \((\S+) to \S+\) a step, ", lines[0]), "with its range"
     assert "a machine that is not there (assumed): 1 x GPU with 24 GiB" in out.replace("\n", " ")
     head = next(number for number, line in enumerate(lines) if "engine: weights, KV cache" in line)
     assert lines[head].split()[-5:] == ["(s)", "token", "(s)", "(GiB)", "(GiB)"] or "bound by" in lines[head]
@@ -413,6 +414,9 @@ def test_several_gpus_are_planned_as_a_launcher_plans_them(monkeypatch, capfd):
         out = capfd.readouterr().out
         prefill, step, rate = (significant(each[name]) for name in ("prefill_s", "step_s", "tokens_per_s"))
         most, least = ("at most ", "at least ") if each["at_most"] else ("", "")
+        within = each["tokens_per_s_range"]
+        rate += "" if within is None else f" ({significant(within[0])} to {significant(within[1])})"
+        assert (within is None) == each["at_most"] and (within is None or within[0] < each["tokens_per_s"] < within[1])
         assert out.startswith(f"It fits. Predicted: {most}{rate} token/s (decode step {least}{step} s, bound by ")
         assert f"), first token {least}{prefill} s" in out.splitlines()[0]
         rows = {line[2:17].strip(): line[17:] for line in out.splitlines()}
@@ -780,7 +784,9 @@ def test_a_part_of_the_device_is_in_the_command_too(capfd):
     command = only["command"].split()[2:]
     assert only["device_bytes"] < 10 * GIB and 0 < float(command[command.index("--gpu-memory") + 1]) < 9
     assert main(["run_model.py", *command, "--dry-run", "--assume", LINE]) == 0
-    assert f"It fits. Predicted: {only['tokens_per_s']:.3g} token/s " in capfd.readouterr().out
+    low, high = only["tokens_per_s_range"]
+    said = f"It fits. Predicted: {only['tokens_per_s']:.3g} ({low:.3g} to {high:.3g}) token/s "
+    assert said in capfd.readouterr().out
 
 
 def test_what_the_stream_engine_refuses_is_no_candidate():

@@ -23,6 +23,7 @@ from zero_inference.planning.copies_time import copies_of_step
 from zero_inference.planning.host_time import LAUNCH_SLOWNESS
 from zero_inference.planning.loading import COMPARED_GB_PER_S
 from zero_inference.planning.outlook import experts_in_words
+from zero_inference.planning.ranges import RANGES
 from zero_inference.planning.timing import MIXTURE_SLOWNESS, why_unknown
 from zero_inference.planning.weights_time import mean_reads
 from zero_inference.records.read import read_records
@@ -79,6 +80,33 @@ def test_a_resident_model_takes_what_its_memory_or_the_host_takes():
         times.step.seconds == pytest.approx(traced.launches * 1e-3 * LAUNCH_SLOWNESS)
         and times.step.bound_by == "launches"
     )
+
+
+def test_a_time_has_the_range_of_its_kind():
+    options = "--model llama-2-13b --engine stream --quant-bits 4"
+    kinds = {
+        "--engine resident": ("launched", "launched"),
+        "--engine stream": ("launched", "step"),  # a graph
+        "--engine stream --gpu-memory 0": ("prefill", "step"),
+        "--engine resident --batch-size 64": ("prefill", "launched"),
+    }
+    for others, (of_prefill, of_step) in kinds.items():
+        plan, times = times_of(f"--model llama-2-13b {others}")
+        assert (times.prefill.kind, times.step.kind) == (of_prefill, of_step), others
+        assert times.prefill_range_s == tuple(each * times.prefill.seconds for each in RANGES[of_prefill])
+        low, high = (each * times.step.seconds for each in RANGES[of_step])
+        batch = plan.job.config.batch_size
+        assert times.tokens_per_s_range(batch) == pytest.approx((batch / high, batch / low))
+        assert plan.predicted.decode_range_s == pytest.approx([31 * low, 31 * high])
+    with_cores = times_of(f"{options} --gpu-memory 0", FAST.model_copy(update={"cores": MACHINE.cores}))[1]
+    assert with_cores.step.kind == "step with the CPU"
+    bound = FAST.model_copy(update={"matmul_tflops": {}})
+    plan, times = times_of(options, bound)
+    assert times.step_range_s is None and times.prefill_range_s is None and times.tokens_per_s_range(1) is None
+    assert plan.predicted.decode_range_s is None and " to " not in times.in_words(1)
+    on_cpu = FAST.model_copy(update={"gpus": ()})
+    plan, times = times_of("--model opt-125m --engine resident", on_cpu)
+    assert not times.at_least and times.step_range_s is None, "no host without a GPU was measured"
 
 
 def test_a_long_prefill_takes_what_products_take():
@@ -844,7 +872,9 @@ def test_steps_with_the_cores_are_predicted_to_10_percent(skeletons):
         errors.append(step_s / plan.times.step.seconds - 1)
         assert abs(errors[-1]) < 0.1, name
         assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
-    assert abs(statistics.median(errors)) < 0.06  # records from before the attention kernel, which plans count (3% of a step)
+    assert (
+        abs(statistics.median(errors)) < 0.06
+    )  # records from before the attention kernel, which plans count (3% of a step)
 
 
 def test_more_tokens_than_the_fused_products_take_are_multiplied_with_restored_weights():

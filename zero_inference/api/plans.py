@@ -21,6 +21,7 @@ from zero_inference.options import Parser
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime import garbage
 from zero_inference.runtime.durations import LONG_S, duration
+from zero_inference.runtime.tables import significant
 from zero_inference.search import arguments, command
 from zero_inference.utils import GB
 
@@ -44,6 +45,7 @@ SHOWN_COLUMNS = {  # of `repr` and a notebook, by attribute
     "batch": "batch",
     "weights": "weights in",
     "tokens_per_s": "token/s",
+    "tokens_per_s_range": "9 in 10 within",
     "step_s": "step (s)",
     "first_token_s": "first token (s)",
     "device_gib": "GPU (GiB)",
@@ -64,6 +66,7 @@ class PlannedRun:
         weights: where they are, in words, such as "60% host (cores 30%)".
         kv_offload: whether keys and values are in host memory.
         tokens_per_s: of decoding, all sequences together; as measured where `verify` ran it.
+        tokens_per_s_range, first_token_range_s: low and high, within which 9 of 10 such runs are; None of a bound, and on a CPU.
         step_s, first_token_s, total_s: seconds of a decode step, of the prefill, and of the whole generation.
         device_gib: most memory of a GPU in GiB; None on a CPU.
         host_gib: host memory in GiB.
@@ -84,6 +87,8 @@ class PlannedRun:
     step_s: float | None
     first_token_s: float | None
     total_s: float | None
+    tokens_per_s_range: tuple[float, float] | None
+    first_token_range_s: tuple[float, float] | None
     device_gib: float | None
     host_gib: float
     bound_by: str | None
@@ -253,6 +258,7 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
     from zero_inference.search.table import weights_in_words
 
     config, job, times = planned.job.config, planned.job, None if candidate is None else candidate.times
+    measured = candidate is not None and candidate.measured_tokens_per_s is not None
     options = {
         name: value
         for name, value in config.as_dict().items()
@@ -271,6 +277,8 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
         step_s=None if candidate is None else candidate.best_step_s,
         first_token_s=None if times is None else times.prefill.seconds,
         total_s=None if candidate is None else candidate.total_s,
+        tokens_per_s_range=None if measured or times is None else times.tokens_per_s_range(config.batch_size),
+        first_token_range_s=None if times is None else times.prefill_range_s,
         device_gib=planned.weights.device_peak_bytes / GB if job.on_gpu else None,
         host_gib=next(need.needed for need in planned.needs if need.place == "host memory") / GB,
         bound_by=None if times is None else times.step.bound_by,
@@ -284,6 +292,8 @@ def _row(planned: Plan, candidate: Candidate | None, why_not: str | None) -> Pla
 def _in_words(name: str, value: Any) -> str:
     if value is None:
         return ""
+    if name == "tokens_per_s_range":
+        return " to ".join(map(significant, value))
     if name == "bound_by":
         return RATE_WORDS.get(value, str(value))
     if name in ("device_gib", "host_gib"):

@@ -25,6 +25,7 @@ from zero_inference.models.dummy import draw_tokens
 from zero_inference.models.files import few
 from zero_inference.norms.choice import apply_norm_kernels, prepare_norm_kernels
 from zero_inference.planning.plan import Plan
+from zero_inference.planning.ranges import Range, seconds_in_words
 from zero_inference.records.limit import Rates, TracedLinkUse
 from zero_inference.records.schema import Result
 from zero_inference.runtime.amounts import amount
@@ -71,7 +72,7 @@ def loaded_model(
         job.ranks.barrier()
         load_s = time.perf_counter() - start
         progress.clear()
-        progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {three_digits(load_s)} s")
+        progress.say(f"loaded {amount(loaded.weight_bytes)} of weights in {three_digits(load_s)} s{_planned(plan)}")
         for line in plan.weights.in_words():
             progress.say(line)
         loaded.facts |= apply_norm_kernels(asked, unused_because, loaded.model, progress.say)
@@ -93,6 +94,14 @@ def loaded_model(
 def has_kernels(job: Job, progress: Progress) -> bool:
     """Return whether there are compiled kernels for the job's device."""
     return job.on_gpu and load_extension(progress.say)
+
+
+def _planned(plan: Plan) -> str:
+    """Return such as "; planned: 1.29 s (1.16 to 2)"; empty where it was not known."""
+    said = plan.predicted
+    if said.load_s is None or said.load_range_s is None:
+        return ""
+    return f"; planned: {seconds_in_words(said.load_s, Range(*said.load_range_s))}"
 
 
 def _compare(plain: PlainLayers, plan: Plan, loaded: LoadedModel, progress: Progress) -> None:

@@ -20,6 +20,7 @@ from zero_inference.models.skeleton import build_skeleton
 from zero_inference.models.spec import ModelSpec
 from zero_inference.planning.loading import predicted_load_s
 from zero_inference.planning.memory import Need, memory_needs
+from zero_inference.planning.ranges import RANGES, Range
 from zero_inference.planning.timing import Times, predicted_times
 from zero_inference.records.schema import Predicted
 from zero_inference.runtime.distributed import Ranks
@@ -47,11 +48,15 @@ class Plan:
     @functools.cached_property
     def predicted(self) -> Predicted:
         """For the record. What `load` keeps of it was found before it began."""
-        moved, times = self.weights.moved_per_step(), self.times
+        moved, times, steps = self.weights.moved_per_step(), self.times, self.job.config.gen_len - 1
+        step_range_s, load_range_s = times.step_range_s if times else None, self.load_range_s
         return Predicted(
             load_s=self.load_s,
+            load_range_s=None if load_range_s is None else list(load_range_s),
             prefill_s=times.prefill.seconds if times else None,
-            decode_s=times.step.seconds * (self.job.config.gen_len - 1) if times else None,
+            prefill_range_s=list(times.prefill_range_s) if times and times.prefill_range_s else None,
+            decode_s=times.step.seconds * steps if times else None,
+            decode_range_s=None if step_range_s is None else [steps * each for each in step_range_s],
             bound_by=times.step.bound_by if times else None,
             weight_bytes=self.weights.weight_bytes,
             peak_gpu_bytes=self.weights.device_peak_bytes if self.job.on_gpu else None,
@@ -73,6 +78,12 @@ class Plan:
         """Of loading the weights; None where it is not known."""
         description = self.job.machine.described()
         return None if description is None else predicted_load_s(self.weights, description)
+
+    @property
+    def load_range_s(self) -> Range | None:
+        """Return the range of `load_s`; None where that is not known, and without a GPU."""
+        load_s = self.load_s if self.job.on_gpu else None
+        return None if load_s is None else RANGES["load"].of(load_s)
 
     @property
     def _peak_host_bytes(self) -> int | None:

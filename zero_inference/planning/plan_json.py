@@ -10,9 +10,10 @@ Bytes and seconds throughout; null is a value that is not known. Keys:
                             `needed_bytes`, `reserve_bytes` (to stay free besides), `available_bytes`, `fits`; null where the engine
                             makes no plan because of `refused`
     refused                 why the engine makes no plan; else null
-    predicted               `prefill_s`, `decode_step_s`, `decode_throughput` (token/s), `bound_by`, `load_s`; `bounds_because`: why the
-                            times are lower bounds, empty where they are not; `left_out`: what they do not count;
-                            `unknown_because`: why there are none
+    predicted               `prefill_s`, `decode_step_s`, `decode_throughput` (token/s), `bound_by`, `load_s`; `prefill_range_s`,
+                            `decode_step_range_s`, `decode_throughput_range`, `load_range_s`: [low, high], within which 9 of 10 runs
+                            of this kind were, null for bounds and without a GPU; `bounds_because`: why they are lower bounds, empty
+                            where they are not; `left_out`: what they do not count; `unknown_because`: why there are none
     limit                   of a described machine: `decode_step_s` by its rates alone, `decode_throughput`, `bound_by`; else null
     moved_per_step          bytes of a decode step, over all ranks, by the record's names
     placement               where the weights are, and what a decode step does, in words
@@ -89,6 +90,10 @@ def _predicted(plan: Plan | None, verdict: Verdict) -> dict[str, Any]:
         "decode_throughput": times.tokens_per_s(plan.job.config.batch_size) if plan and times else None,
         "bound_by": times.step.bound_by if times else None,
         "load_s": plan.load_s if plan else None,
+        "prefill_range_s": times.prefill_range_s if times else None,
+        "decode_step_range_s": times.step_range_s if times else None,
+        "decode_throughput_range": times.tokens_per_s_range(plan.job.config.batch_size) if plan and times else None,
+        "load_range_s": plan.load_range_s if plan else None,
         "bounds_because": list(times.bounds_because) if times else [],
         "left_out": times.left_out() if times else [],
         "unknown_because": verdict.unpredicted,

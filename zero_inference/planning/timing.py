@@ -12,10 +12,17 @@ from zero_inference.machine.rates import device_attention_s, own_work
 from zero_inference.models.operators import Operator, Pass
 from zero_inference.planning.copies_time import copies_of_prefill, copies_of_step, lacks_peers, missing_rates
 from zero_inference.planning.host_time import HostWork, host_work_s, piece_s
+from zero_inference.planning.ranges import (
+    LAUNCHED_PREFILL,
+    LAUNCHED_STEP,
+    RANGES,
+    Range,
+    rate_in_words,
+    seconds_in_words,
+)
 from zero_inference.planning.weights_time import weights_s_of
 from zero_inference.records.limit import RATE_WORDS
 from zero_inference.runtime.durations import seconds
-from zero_inference.runtime.tables import significant
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
@@ -32,10 +39,12 @@ class PassTime:
     Attributes:
         seconds: of the pass.
         bound_by: what most of them are for, a key of `RATE_WORDS`.
+        kind: a key of `RANGES`; None without a GPU, where no runs have been compared.
     """
 
     seconds: float
     bound_by: str
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,32 @@ class Times:
         """Of decoding."""
         return batch_size / self.step.seconds
 
+    @property
+    def step_range_s(self) -> Range | None:
+        """Return the range of a decode step; None where times are bounds, and without a GPU."""
+        return self._range_s(self.step)
+
+    @property
+    def prefill_range_s(self) -> Range | None:
+        """Return the range of the first token; None as of a step."""
+        return self._range_s(self.prefill)
+
+    def _range_s(self, of: PassTime) -> Range | None:
+        return None if self.at_least or of.kind is None else RANGES[of.kind].of(of.seconds)
+
+    def tokens_per_s_range(self, batch_size: int) -> Range | None:
+        """Return the range of `tokens_per_s`; None as of a step."""
+        step = self.step_range_s
+        return None if step is None else Range(batch_size / step.high, batch_size / step.low)
+
     def in_words(self, batch_size: int) -> str:
         """On one line, without what `left_out` says."""
         least, most = ("at least ", "at most ") if self.at_least else ("", "")
+        rate = rate_in_words(self.tokens_per_s(batch_size), self.tokens_per_s_range(batch_size))
         return (
-            f"{most}{significant(self.tokens_per_s(batch_size))} token/s (decode step {least}{seconds(self.step.seconds)}, "
-            f"bound by {RATE_WORDS[self.step.bound_by]}), first token {least}{seconds(self.prefill.seconds)}"
+            f"{most}{rate} token/s (decode step {least}{seconds(self.step.seconds)}, "
+            f"bound by {RATE_WORDS[self.step.bound_by]}), "
+            f"first token {least}{seconds_in_words(self.prefill.seconds, self.prefill_range_s)}"
         )
 
     def left_out(self) -> list[str]:
@@ -232,15 +261,22 @@ def _together(
     if plan.copies_wait_for_host:  # for hooks, without dequantizing
         asked_s += host.pieces * piece_s(own_work(description, plan.job.config.engine, 16), host)
     copied["link"] += asked_s if copied["link"] else 0.0
-    if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
-        return _longest(computing | copied, sum(computing.values()) + sum(copied.values()))
-    name = max(computing, key=lambda each: computing[each])
     others_s = sum(computing.values())
-    found = _longest({**copied, name: others_s})
+    if not plan.job.on_gpu or not plan.copies_overlap:  # without a GPU they share its memory and its cores
+        parts, whole_s = computing | copied, others_s + sum(copied.values())
+    else:
+        parts = {**copied, max(computing, key=lambda each: computing[each]): others_s}
+        whole_s = max(parts.values())
+    bound_by = max(parts, key=lambda each: parts[each])
+    if plan.job.on_gpu and plan.copies_overlap and not host.starts:
+        copied["link"], others_s = plan.leveled(copied["link"], others_s)
+        whole_s = max(*copied.values(), plan.paced_s(copied["link"], others_s))
+    if not plan.job.on_gpu:
+        return PassTime(whole_s, bound_by)
     if host.starts:
-        return found
-    copied["link"], others_s = plan.leveled(copied["link"], others_s)
-    return PassTime(max(*copied.values(), plan.paced_s(copied["link"], others_s)), found.bound_by)
+        return PassTime(whole_s, bound_by, "launched" if host_s > LAUNCHED_PREFILL * whole_s else "prefill")
+    kind = "launched" if launched_s > LAUNCHED_STEP * whole_s else "step"
+    return PassTime(whole_s, bound_by, "step with the CPU" if waited_s else kind)
 
 
 def _attention_s(plan: EnginePlan, description: Description, operator: Operator, least_s: float) -> float:
@@ -257,11 +293,6 @@ def _attention_s(plan: EnginePlan, description: Description, operator: Operator,
     if launches is not None and launches.attention_gb_per_s:
         return least_s + nbytes / (launches.attention_gb_per_s * 1e9)
     return nbytes / ((description.device_gb_per_s or float("inf")) * 1e9)
-
-
-def _longest(parts: dict[str, float], seconds: float | None = None) -> PassTime:
-    name = max(parts, key=lambda each: parts[each])
-    return PassTime(parts[name] if seconds is None else seconds, name)
 
 
 def _total(traced: Pass, seconds: Callable[[Operator], float]) -> float:

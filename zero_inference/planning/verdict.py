@@ -10,8 +10,8 @@ from zero_inference.errors import DoesNotFit
 from zero_inference.planning.changes import changes_that_fit, more_memory, one_of
 from zero_inference.planning.memory import shown
 from zero_inference.planning.plan import Plan
+from zero_inference.planning.ranges import seconds_in_words
 from zero_inference.planning.timing import why_unknown
-from zero_inference.runtime.durations import seconds
 from zero_inference.runtime.tables import significant
 
 NOT_MEASURED = "there are no current measurements of this machine (zero-inference link --save makes them, once)"
@@ -91,7 +91,7 @@ def _why_unpredicted(plan: Plan) -> str | None:
 
 
 def _speed(plan: Plan, unpredicted: str | None) -> str:
-    loading = None if plan.load_s is None else f"loading {seconds(plan.load_s)}"
+    loading = None if plan.load_s is None else f"loading {seconds_in_words(plan.load_s, plan.load_range_s)}"
     if plan.times is None:
         return f"No speed is predicted: {unpredicted}." + (f" Predicted: {loading}." if loading else "")
     return f"Predicted: {', '.join(filter(None, (plan.times.in_words(plan.job.config.batch_size), loading)))}."

@@ -23,7 +23,12 @@ class Chosen:
     )
 
 
-@dataclass(frozen=True, slots=True)
+_RANGE = (
+    "[low, high], within which 9 of 10 runs of this kind were; null where {} is or is a lower bound, and without a GPU"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """What the plan said before anything was loaded, under the names of what was measured."""
 
@@ -31,8 +36,11 @@ class Predicted:
         "s",
         "time to load; null if the machine, or the disk with the checkpoint, was not measured before",
     )
+    load_range_s: list[float] | None = key("s", _RANGE.format("`load_s`"), default=None)
     prefill_s: float | None = key("s", "prefill latency; null if the machine was not measured before")
+    prefill_range_s: list[float] | None = key("s", _RANGE.format("`prefill_s`"), default=None)
     decode_s: float | None = key("s", "decode latency; null if the machine was not measured before")
+    decode_range_s: list[float] | None = key("s", _RANGE.format("`decode_s`"), default=None)
     bound_by: str | None = key("", "what takes most of a decode step")
     weight_bytes: int = key("byte", "weights as the engine stores them")
     peak_gpu_bytes: int | None = key("byte", "peak device memory; null without a GPU")

@@ -44,6 +44,9 @@ SHORT_HEADERS = {
     "disk_read_bytes_per_step": ("step:\ndisk", 4),
     "cores_bytes_per_step": ("step:\ncores", 4),
 }
+RANGED = {
+    name: f"{name.removesuffix('_s')}_range_s" for name in ("load_s", "prefill_s", "decode_s")
+}  # keys of `predicted`
 EXACT = "0%"
 CAPTION = "+10%: 10% more than the plan predicted, of time (load, prefill, decode), peak memory, bytes per step"
 SUMMARY = {"median": 0.5, "10th percentile": 0.1, "90th percentile": 0.9}
@@ -72,6 +75,27 @@ def time_over_predicted(record: Mapping[str, Any], name: str) -> float | None:
     or not above 0, as in a decode of no step."""
     predicted, measured = _said_and_found(record, name)
     return measured / predicted if predicted and measured and predicted > 0 and measured > 0 else None
+
+
+def within_range(record: Mapping[str, Any], name: str) -> bool | None:
+    """Return whether a measured time, a key of `RANGED`, was within its predicted range; None where one of the two is not known."""
+    _, _, found = QUANTITIES[name]
+    measured, said = value_at(record, found, "Float64"), record.get("predicted")
+    ends = said.get(RANGED[name]) if isinstance(said, dict) else None
+    if measured is None or not isinstance(ends, list) or len(ends) != 2:
+        return None
+    if not all(isinstance(end, (int, float)) for end in ends):
+        return None
+    return ends[0] <= measured <= ends[1]
+
+
+def within_in_words(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return such as "within the predicted range: loading 9 of 10, prefill 9 of 10, decode 8 of 10"; None where no range is known."""
+    parts = []
+    for name in RANGED:
+        known = [found for record in records if (found := within_range(record, name)) is not None]
+        parts += [f"{QUANTITIES[name][0]} {sum(known)} of {len(known)}"] if known else []
+    return f"within the predicted range: {', '.join(parts)}" if parts else None
 
 
 def prediction_rows(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -166,6 +190,8 @@ def prediction_table(rows: list[dict[str, Any]], colour: bool, width: int) -> st
     lines = [*textwrap.wrap(CAPTION, width), *lines]
     if exact:
         lines.append(cut(f"as predicted in all runs: {', '.join(exact)}", width))
+    if line := within_in_words([row["run"].record for row in rows]):
+        lines.append(cut(line, width))
     return "".join(f"{line}\n" for line in [*lines, *hidden_in_words(hidden, "--format md shows all", width)])
 
 

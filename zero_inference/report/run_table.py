@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_inference.records.schema import EngineFacts, Measured, Request
 from zero_inference.report.short import model_in_short, weights_in_short
@@ -37,19 +37,19 @@ def times_table(measured: Measured, colour: bool = False, width: int | None = No
         Column("median_s", "seconds", three_digits),
         *[Column("range_s", "min to max", one_line, whole=True)] * (loops > 1),
         Column("throughput", "token/s", three_digits),
-        *[Column("predicted_s", "predicted (s)", three_digits)] * any(row["predicted_s"] for row in rows),
+        *[Column("predicted_s", "predicted (s)", one_line, whole=True)] * any(row["predicted_s"] for row in rows),
     ]
     return terminal_table(columns, texts_of(rows, columns), colour, width)
 
 
 def _rows(measured: Measured) -> list[dict[str, Any]]:
     plan, steps = measured.predicted, len(measured.loops[-1].step_s)
-    prefill_s, decode_s = (plan.prefill_s, plan.decode_s) if plan is not None else (None, None)
-    both_s = prefill_s + decode_s if prefill_s is not None and decode_s is not None else None
+    prefill = _Expected() if plan is None else _Expected(plan.prefill_s, plan.prefill_range_s)
+    decode = _Expected() if plan is None else _Expected(plan.decode_s, plan.decode_range_s)
     phases = (
-        ("time to first token (prefill)", "prefill", prefill_s),
-        (f"decode ({steps} step{'s' * (steps != 1)})", "decode", decode_s),
-        ("total", "total", both_s),
+        ("time to first token (prefill)", "prefill", prefill),
+        (f"decode ({steps} step{'s' * (steps != 1)})", "decode", decode),
+        ("total", "total", prefill.and_then(decode)),
     )
     return [
         {
@@ -57,11 +57,33 @@ def _rows(measured: Measured) -> list[dict[str, Any]]:
             "median_s": getattr(measured, f"{phase}_latency_s"),
             "range_s": _range([getattr(loop, f"{phase}_s") for loop in measured.loops]),
             "throughput": getattr(measured, f"{phase}_throughput"),
-            "predicted_s": predicted_s,
+            "predicted_s": expected.in_words(),
         }
-        for name, phase, predicted_s in phases
+        for name, phase, expected in phases
         if phase != "decode" or steps
     ]
+
+
+class _Expected(NamedTuple):
+    """A predicted time and its range; None where these are not known."""
+
+    seconds: float | None = None
+    within_s: Sequence[float] | None = None
+
+    def and_then(self, other: _Expected) -> _Expected:
+        """Return both, one after the other."""
+        if self.seconds is None or other.seconds is None:
+            return _Expected()
+        known = self.within_s is not None and other.within_s is not None
+        within_s = [sum(each) for each in zip(self.within_s, other.within_s)] if known else None
+        return _Expected(self.seconds + other.seconds, within_s)
+
+    def in_words(self) -> str | None:
+        """Return such as "0.220 (0.187 to 0.242)"."""
+        if self.seconds is None:
+            return None
+        within = "" if self.within_s is None else f" ({' to '.join(map(three_digits, self.within_s))})"
+        return f"{three_digits(self.seconds)}{within}"
 
 
 def _range(times_s: Sequence[float]) -> str:

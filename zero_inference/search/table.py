@@ -36,6 +36,7 @@ COLUMNS = (
     Column("gpus", "GPUs"),
     Column("batch_size", "batch"),
     Column("tokens_per_s", "token/s"),
+    Column("range", "9 in 10\nwithin"),
     Column("measured", "measured\ntoken/s"),
     Column("step_s", "step\n(s)"),
     Column("prefill_s", "first\ntoken (s)"),
@@ -58,6 +59,9 @@ def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> l
             "prefill_s": each.times.prefill.seconds,
             "step_s": each.times.step.seconds,
             "tokens_per_s": each.tokens_per_s,
+            "tokens_per_s_range": each.times.tokens_per_s_range(each.config.batch_size),
+            "prefill_range_s": each.times.prefill_range_s,
+            "step_range_s": each.times.step_range_s,
             "at_most": each.times.at_least,
             "total_s": each.total_s,
             "measured_tokens_per_s": each.measured_tokens_per_s,
@@ -71,7 +75,8 @@ def rows_of(candidates: Sequence[Candidate], everyone: Sequence[Candidate]) -> l
 
 def rows_without_times(plans: Sequence[Plan], first: int) -> list[dict[str, Any]]:
     """Return rows of configurations that fit and are not predicted, numbered from `first` on."""
-    unknown = ("prefill_s", "step_s", "tokens_per_s", "total_s", "measured_tokens_per_s", "bound_by", "tried")
+    times = ("prefill_s", "step_s", "tokens_per_s", "total_s", "measured_tokens_per_s", "bound_by", "tried")
+    unknown = (*times, "tokens_per_s_range", "prefill_range_s", "step_range_s")
     return [
         _row(place, plan) | dict.fromkeys(unknown) | {"at_most": False, "front": False}
         for place, plan in enumerate(plans, first)
@@ -169,10 +174,15 @@ def table(
         for column in COLUMNS
         if (every_column or column.name not in ONLY_WITH_ALL) and any(row[column.name] for row in texts)
     ]
-    cells = texts_of(texts, columns)
-    lines = terminal_table(columns, cells, False, None, GAP).splitlines()
-    gap = GAP if width is None or max(map(len, lines)) <= width else 1
-    return terminal_table(columns, cells, terminal, width, gap)
+    without_range = [column for column in columns if column.name != "range"]
+    tried = ((columns, GAP), (columns, 1), (without_range, GAP), (without_range, 1))
+    shown, gap = next((each for each in tried if width is None or _width(texts, *each) <= width), tried[-1])
+    return terminal_table(shown, texts_of(texts, shown), terminal, width, gap)
+
+
+def _width(texts: Sequence[dict[str, Any]], columns: Sequence[Column], gap: int) -> int:
+    """Return how wide the table is."""
+    return max(map(len, terminal_table(columns, texts_of(texts, columns), False, None, gap).splitlines()))
 
 
 def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
@@ -185,6 +195,7 @@ def _texts(row: dict[str, Any], plan: Plan) -> dict[str, str | None]:
         "gpus": str(row["gpus"]) if plan.job.machine.gpus() > 1 else None,
         "batch_size": str(row["batch_size"]),
         "tokens_per_s": UNKNOWN if row["tokens_per_s"] is None else most + significant(row["tokens_per_s"]),
+        "range": None if row["tokens_per_s_range"] is None else "-".join(map(significant, row["tokens_per_s_range"])),
         "measured": row["tried"] if measured is None else significant(measured),
         "device": None if row["device_bytes"] is None else in_gib(row["device_bytes"]),
         "host": in_gib(row["host_bytes"]),

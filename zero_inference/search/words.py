@@ -8,10 +8,10 @@ from zero_inference.planning.changes import changes_that_fit
 from zero_inference.planning.memory import PAGE_LOCKED
 from zero_inference.planning.outlook import experts_in_words, first_token_in_words
 from zero_inference.planning.plan import Plan
+from zero_inference.planning.ranges import rate_in_words, seconds_in_words
 from zero_inference.planning.timing import unknown_in_words, unknown_rates, why_unknown
 from zero_inference.planning.verdict import NOT_MEASURED
 from zero_inference.runtime.amounts import amount, compared
-from zero_inference.runtime.durations import seconds
 from zero_inference.runtime.tables import significant
 from zero_inference.search.candidates import Candidate, Found, command_of
 from zero_inference.search.ranking import ranked
@@ -50,12 +50,14 @@ def in_short(candidate: Candidate) -> str:
 def speed(candidate: Candidate, goal: str) -> str:
     """Return its token/s, with what `goal` is about."""
     most, least = ("at most ", "at least ") if candidate.times.at_least else ("", "")
-    predicted = significant(candidate.tokens_per_s)
+    within = candidate.times.tokens_per_s_range(candidate.config.batch_size)
+    predicted = rate_in_words(candidate.tokens_per_s, within)
     if candidate.measured_tokens_per_s is not None:
         return f"{significant(candidate.measured_tokens_per_s)} token/s measured, {most}{predicted} predicted"
     parts = [f"{most}{predicted} token/s"]
     if goal == "latency":
-        parts.insert(0, f"{least}{seconds(candidate.times.step.seconds)} a step")
+        step_s = seconds_in_words(candidate.times.step.seconds, candidate.times.step_range_s)
+        parts.insert(0, f"{least}{step_s} a step")
     if goal == "memory":
         parts.insert(0, f"{amount(candidate.memory_bytes)} of device and host memory")
     return f"{', '.join(parts)} predicted"
