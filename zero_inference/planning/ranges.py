@@ -28,8 +28,9 @@ RANGES = {
     "step with the CPU": Range(0.90, 1.25),
     "launched": Range(0.75, 1.60),
 }
-# A pass counts as launched where the host takes so much of a prefill to launch it, or the device waits for so much of a step.
-LAUNCHED_PREFILL, LAUNCHED_STEP = 0.6, 0.1
+# A prefill counts as launched where the host takes more than `LAUNCHED_SHARE` of it to launch its operators; a step, where the device waits
+# for that for more than `WAITED_SHARE`, and copies do not hide it: what is no copy is more than `LAUNCHED_SHARE`.
+LAUNCHED_SHARE, WAITED_SHARE = 0.6, 0.1
 
 
 def seconds_in_words(predicted_s: float, within_s: Range | None) -> str:

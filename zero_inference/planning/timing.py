@@ -13,9 +13,9 @@ from zero_inference.models.operators import Operator, Pass
 from zero_inference.planning.copies_time import copies_of_prefill, copies_of_step, lacks_peers, missing_rates
 from zero_inference.planning.host_time import HostWork, host_work_s, piece_s
 from zero_inference.planning.ranges import (
-    LAUNCHED_PREFILL,
-    LAUNCHED_STEP,
+    LAUNCHED_SHARE,
     RANGES,
+    WAITED_SHARE,
     Range,
     rate_in_words,
     seconds_in_words,
@@ -274,8 +274,9 @@ def _together(
     if not plan.job.on_gpu:
         return PassTime(whole_s, bound_by)
     if host.starts:
-        return PassTime(whole_s, bound_by, "launched" if host_s > LAUNCHED_PREFILL * whole_s else "prefill")
-    kind = "launched" if launched_s > LAUNCHED_STEP * whole_s else "step"
+        return PassTime(whole_s, bound_by, "launched" if host_s > LAUNCHED_SHARE * whole_s else "prefill")
+    waits = launched_s > WAITED_SHARE * whole_s and others_s > LAUNCHED_SHARE * whole_s
+    kind = "launched" if waits else "step"
     return PassTime(whole_s, bound_by, "step with the CPU" if waited_s else kind)
 
 
