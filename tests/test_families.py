@@ -123,6 +123,9 @@ FAMILIES: dict[str, dict] = {
     "minimax": dict(layer_types=["linear_attention", "full_attention"], block_size=8),
     "mistral": {},
     "mixtral": {},
+    "moshi": dict(
+        ffn_dim=128, audio_vocab_size=32, num_key_value_heads=4
+    ),  # a window that only transformers' cache knows
     "mpt": {},
     "olmo2": {},
     "openai-gpt": {},
@@ -140,6 +143,9 @@ FAMILIES: dict[str, dict] = {
     "recurrent_gemma": dict(
         lru_width=64, attention_window_size=8, block_types=["recurrent", "attention"], intermediate_size=128
     ),
+    "rwkv": dict(
+        num_hidden_layers=8, attention_hidden_size=64, context_length=64
+    ),  # the first pass divides weights of later layers
     "stablelm": {},
     "zamba2": dict(
         num_hidden_layers=3,
@@ -183,6 +189,8 @@ MAY_REFUSE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*RECURRENT, "recurrent_gemma", "zamba2", "openai-gpt"), ("kv host",)),
     **dict.fromkeys(("jetmoe", "longcat_flash"), ("stream 0.5", "stream 1", "int4 0.5", "int4 1", "kv host")),
     "doge": ("kv host",),
+    "moshi": ("kv host",),
+    "rwkv": ("kv host", "accelerate", "deepspeed", "0.5", "stream 1", "int4"),
     "gemma3n_text": ("kv host", "deepspeed int4"),  # groups do not fit matrices of 4 x 4
 }
 # Their modules read weights that accelerate leaves on the meta device: it has to fail, and not to answer.
@@ -270,10 +278,11 @@ def references(family: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Return a model, and its ids by how weights are stored."""
     for seed in range(40):
         plain = small_model(family, seed)
+        before = copy.deepcopy(plain)  # a pass may change weights
         made = {"16": plain, "stream": with_stream_weights(plain), "deepspeed": with_deepspeed_weights(plain)}
         found = {name: leads(model) for name, model in made.items() if model is not None}
         if all(lead > LEAST_LEAD and len(ids.unique()) > 4 for ids, lead in found.values()):
-            return plain, {name: ids for name, (ids, _) in found.items()}
+            return before, {name: ids for name, (ids, _) in found.items()}
     raise AssertionError(f"{family}: no seed with clear and varied tokens")
 
 
@@ -303,9 +312,9 @@ def test_ids_are_those_of_transformers_or_it_is_refused_before_loading(family, t
         found = outcome(tmp_path / family, options, expected.get(weights))
         allowed = ["right"]
         if any(word in cell for word in MAY_REFUSE.get(family, ())):
-            allowed.append("refused")
+            allowed.append("refused: ")
         if cell == "accelerate" and family in FAIL_UNDER_ACCELERATE:
-            allowed = ["refused", "failed"]
-        if found.partition(":")[0] not in allowed:
+            allowed = ["failed: RunError"]
+        if not found.startswith(tuple(allowed)):
             others[cell] = found
     assert not others

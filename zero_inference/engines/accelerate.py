@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from zero_inference.engines.base import EnginePlan, Footprint, Job, LoadedModel, Progress, no_communicator
+from zero_inference.engines.base import (
+    EnginePlan,
+    Footprint,
+    Job,
+    LoadedModel,
+    Progress,
+    no_communicator,
+    refuse_written_weights,
+)
 from zero_inference.engines.offload_folder import OffloadWorkspace, check_offload_folder, write
-from zero_inference.errors import UsageError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.models.checkpoint import load_weights, return_free_memory
 from zero_inference.models.frozen import refusal
 from zero_inference.models.sizes import parameter_bytes
+from zero_inference.runtime.text import first_line
 from zero_inference.runtime.transfers import Transfers
 
 connect = no_communicator
+UNCALLED = (
+    "without calling its module, and accelerate brings weights only for that call; use --engine stream or deepspeed."
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +55,9 @@ def plan(job: Job) -> AcceleratePlan:
     """accelerate brings one module's own weights at a time; disk offload still loads through host memory.
 
     Raises:
-        UsageError: several ranks.
+        UsageError: several ranks, or a model that changes its weights.
     """
+    refuse_written_weights(job)
     if job.ranks.world_size > 1:
         raise UsageError(
             f"--engine accelerate runs in one process, but {job.ranks.world_size} were started; start one, "
@@ -92,6 +107,7 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
         cpu_offload(model, execution_device=device)
     # its parameters are on the meta device between forwards, which `generate` takes for the place of the inputs
     warnings.filterwarnings("ignore", message="You are calling .generate\\(\\) with the `input_ids`")
+    _explain_missing_weights(model)
     transfers = Transfers()
     _count_reads(model, transfers, from_disk=workspace is not None)
     return LoadedModel(
@@ -102,6 +118,25 @@ def load(plan: EnginePlan, progress: Progress = lambda done: None) -> LoadedMode
         transfers=transfers,
         close=workspace.close if workspace else lambda: None,
     )
+
+
+def _explain_missing_weights(model: torch.nn.Module) -> None:
+    """Have passes of `model` raise RunError where they meet a weight that accelerate has not brought."""
+    own = model.forward
+
+    @functools.wraps(own)  # generate looks at its arguments
+    def forward(*args: Any, **call: Any) -> Any:
+        try:
+            return own(*args, **call)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise RunError(
+                f"--engine accelerate: {model.config.model_type} reads a weight without calling its module, and accelerate brings weights "
+                f"only for that call; use --engine stream or deepspeed ({first_line(error)})"
+            ) from error
+
+    model.forward = forward
 
 
 def _write_weights(model: torch.nn.Module, folder: Path) -> None:

@@ -21,7 +21,10 @@ import torch
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import PAGE_LOCKING_ENGINES
 from zero_inference.engines.words import PlanInWords
+from zero_inference.errors import UsageError
 from zero_inference.kv_cache.attended import Meeting
+from zero_inference.kv_cache.device import attends_to_all
+from zero_inference.kv_cache.diverted import window_is_of_cache
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.machine.machine import Machine, ThisMachine
 from zero_inference.models.alike import COMPARED_BYTES, compared_layers
@@ -35,6 +38,7 @@ from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
 
 Progress = Callable[[int], None]
+WINDOW_OF_CACHE = "whether the window is the cache's"  # of a model, known once
 MATMUL_WORKSPACE_BYTES = 32 << 20  # that PyTorch gives cuBLAS on Hopper; less on others
 
 
@@ -106,6 +110,15 @@ class Job:
         """
         at_any_length, of_position = self.sizes.state_bytes
         return self.rank_batch * (at_any_length + (self.length if length is None else length) * of_position)
+
+    @property
+    def window_is_of_cache(self) -> bool:
+        """Whether keys and values have to be in transformers' own cache, which drops those beyond a window that masks do not know."""
+        if attends_to_all(self.spec.config, self.length):
+            return False
+        if not self.skeleton.is_empty:
+            return self.skeleton.known.get(WINDOW_OF_CACHE, False)
+        return self.skeleton.once(WINDOW_OF_CACHE, lambda: window_is_of_cache(self.skeleton.model))
 
     @property
     def kv_device_bytes(self) -> int:
@@ -319,6 +332,15 @@ class LoadedModel:
     steps_to_settle: Callable[[], int] = lambda: 0
     modules_changed: Callable[[set[torch.nn.Module]], None] = lambda modules: None
     writable: Sequence[torch.nn.Parameter] = ()
+
+
+def refuse_written_weights(job: Job) -> None:
+    """Raises UsageError for a model that changes its own weights, of an engine that brings them for each pass: the change would be lost."""
+    if job.sizes.writes_weights:
+        raise UsageError(
+            f"--engine {job.config.engine}: {job.spec.text_config.model_type} changes its weights when it is first called, and this engine "
+            "brings them anew for each pass; use --engine stream or --engine resident."
+        )
 
 
 def no_communicator(ranks: Ranks) -> None:

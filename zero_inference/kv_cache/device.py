@@ -49,10 +49,14 @@ def why_not_offloaded(model: torch.nn.Module) -> str | None:
     return _why_not_kept(own)
 
 
-def refuse_kv_offload(model: torch.nn.Module) -> None:
-    """Raises UsageError where keys and values of `model` cannot be kept in host memory."""
-    reason = why_not_offloaded(model)
-    if reason is not None:
+def refuse_kv_offload(model: torch.nn.Module, window_is_of_cache: bool = False) -> None:
+    """Raises UsageError where keys and values of `model` cannot be kept in host memory.
+
+    Args:
+        window_is_of_cache: as `kv_cache.diverted` finds it.
+    """
+    reason = why_not_offloaded(model) or (window_is_of_cache and "has a sliding window in transformers' cache alone")
+    if reason:
         raise _refusal(model.config, reason)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cores.attention import attention_reference
 from zero_inference.kv_cache.attended import AttendedCache, AttendedLayer, Logits, NotAttended
+from zero_inference.kv_cache.device import DeviceKVCache, is_for_preallocated
 from zero_inference.models.alike import copy_with_few_layers, kinds_of_layers
 from zero_inference.models.meta_pass import tensors_in
 from zero_inference.models.sizes import cache_class, new_cache
@@ -31,6 +32,7 @@ from zero_inference.runtime.transfers import Transfers
 # the usual attention implementations; others have masks of another kind
 FUNCTIONS = ("sdpa", "eager")
 TRIAL_PROMPT, TRIAL_STEPS = 6, 2  # tokens of a sequence
+TRIAL_WINDOW = 3  # positions that a token sees
 SMALL_ELEMENTS = 1 << 16  # of a parameter that a trial has numbers for
 
 
@@ -68,18 +70,49 @@ def _own_forwards(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _attends_alike(model: PreTrainedModel) -> bool:
     """Return whether decode steps with the cores' attention equal those with the model's own. Random numbers replace the weights, one layer
     of each kind computes, with two sequences, one of them padded on the left."""
-    own, ours = (list(_steps_of_trial(model, attended)) for attended in (False, True))
+    return _same_steps(*(_steps_of_trial(*_small_copy(model), attended) for attended in (False, True)))
+
+
+def window_is_of_cache(model: PreTrainedModel) -> bool:
+    """Return whether nothing but transformers' cache, which drops keys, keeps a token of `model` from seeing beyond its sliding window: its
+    masks do not, so that a cache with all positions gives other tokens. The model has no weights yet; a trial decides."""
+    sliding = any(getattr(layer, "is_sliding", False) for layer in new_cache(model.config, cache_class(model)).layers)
+    if not (sliding and is_for_preallocated(model)):
+        return False
+    tried = []
+    try:
+        for ours in (False, True):
+            copied, begin_pass = _small_copy(model)
+            text = copied.config.get_text_config(decoder=True)
+            for name in ("sliding_window", "attention_chunk_size"):
+                if getattr(text, name, None):
+                    setattr(text, name, TRIAL_WINDOW)
+            tried.append(list(_steps_of_trial(copied, begin_pass, False, ours)))
+    except Exception:  # whatever the model's own code raises
+        return False
+    return not _same_steps(*tried)
+
+
+def _same_steps(own: Iterable[torch.Tensor], ours: Iterable[torch.Tensor]) -> bool:
+    own, ours = list(own), list(ours)
     finite = all(tensor.isfinite().all() for tensor in own)
     return (
         finite and len(own) == len(ours) and all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in zip(own, ours))
     )
 
 
-def _steps_of_trial(model: PreTrainedModel, attended: bool) -> Iterator[torch.Tensor]:
-    """Yield results of decode steps: the inputs of products with large weights, and the logits."""
-    copied, begin_pass = _small_copy(model)
+def _steps_of_trial(
+    copied: PreTrainedModel, begin_pass: Callable[[], None], attended: bool, preallocated: bool = False
+) -> Iterator[torch.Tensor]:
+    """Yield results of decode steps: the inputs of products with large weights, and the logits.
+
+    Args:
+        copied, begin_pass: from `_small_copy`.
+        attended: attention is that of the cores; else the model's own.
+        preallocated: keys and values are in our cache on the device; else in transformers' own.
+    """
     kind, length = cache_class(copied), TRIAL_PROMPT + TRIAL_STEPS
-    cache = new_cache(copied.config, kind)
+    cache = DeviceKVCache(copied.config, length) if preallocated else new_cache(copied.config, kind)
     if attended:
         cache = AttendedCache(copied.config, length, False, False, Transfers(), _InPython(), kind)
     one = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(copied).forward).parameters else {}

@@ -41,6 +41,8 @@ class ModelSizes:
         chooses_experts: whether a token leaves experts out.
         kv_widths: elements of keys and values together that a position adds to the cache, of each layer that keeps any.
         state_bytes: of a sequence's other state in the cache, such as that of recurrences: at any length, and for each position.
+        added_positions: that the model puts in the cache before a sequence's own.
+        writes_weights: whether a pass changes weights, as RWKV's first one does.
     """
 
     parameters: int
@@ -51,6 +53,8 @@ class ModelSizes:
     chooses_experts: bool
     kv_widths: tuple[int, ...]
     state_bytes: tuple[int, int] = (0, 0)
+    added_positions: int = 0
+    writes_weights: bool = False
 
 
 def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
@@ -69,6 +73,8 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
         chooses_experts=any(numel for numel, _ in idle_experts),
         kv_widths=tuple(widths),
         state_bytes=(0, 0) if cached is None else cached.state_bytes(spec.dtype),
+        added_positions=0 if cached is None else cached.added_positions(),
+        writes_weights=cached is not None and cached.writes_weights,
     )
 
 
@@ -94,7 +100,9 @@ def _cached_by(model: torch.nn.Module) -> _Cached | None:
         ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
         known = inspect.signature(type(shapes).forward).parameters
         name = "cache_params" if "cache_params" in known and "past_key_values" not in known else "past_key_values"
+        before = [parameter._version for parameter in shapes.parameters()]
         shapes(input_ids=ids, use_cache=True, **{name: cached.cache})
+        cached.writes_weights = before != [parameter._version for parameter in shapes.parameters()]
 
     # grouped matrix products have no other dtype there
     return run_on_meta(model, torch.bfloat16, lambda shapes: _Cached(new_cache(model.config, cache_class(model))), run)
@@ -159,10 +167,10 @@ def _float32(tensors: list[torch.Tensor]) -> int:
 
 
 class _Cached(OfLayers):
-    """What decoder layers put in a cache."""
+    """What decoder layers put in a cache, and whether the pass changed weights."""
 
     def __init__(self, cache: Any) -> None:
-        self.cache = cache
+        self.cache, self.writes_weights = cache, False
         self.repeated: dict[int, _Kept] = {}
 
     def kept(self) -> list[_Kept]:
@@ -173,6 +181,11 @@ class _Cached(OfLayers):
     def widths(self) -> list[int]:
         """Return the elements of keys and values of each layer that keeps any, in order."""
         return [kept.keys_and_values for kept in self.kept() if kept.keys_and_values]
+
+    def added_positions(self) -> int:
+        """See `ModelSizes`."""
+        keys = tensors_in([getattr(layer, "keys", None) for layer in self.cache.layers])
+        return max((each.shape[2] for each in keys if each.dim() == 4), default=1) - 1
 
     def state_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """See `ModelSizes`."""

@@ -12,7 +12,7 @@ from typing import Any
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
-from zero_inference.errors import DoesNotFit
+from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.link.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
 from zero_inference.machine.machine import Machine, ThisMachine
@@ -141,9 +141,14 @@ def describe_job(
 
 def make_plan(job: Job) -> Plan:
     """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's
-    `plan`; and where keys and values cannot be in host memory."""
+    `plan`; where keys and values cannot be in host memory; and for a model that adds positions."""
+    if added := job.sizes.added_positions:
+        raise UsageError(
+            f"--model {job.spec.name}: {job.spec.text_config.model_type} puts {added} positions of its own before each sequence, which no "
+            "engine here plans for; run it in transformers."
+        )
     if job.config.kv_offload:
-        refuse_kv_offload(job.skeleton.model)
+        refuse_kv_offload(job.skeleton.model, job.window_is_of_cache)
     found = Plan(job, engine_module(job.config.engine).plan(job))
     other = None if job.machine.described() is None else found.weights.alternative()
     if other is None or found.times is None:

@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 
-from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress, no_communicator
+from zero_inference.engines.base import (
+    EnginePlan,
+    Job,
+    LoadedModel,
+    Progress,
+    no_communicator,
+    refuse_written_weights,
+)
 from zero_inference.engines.deepspeed.config import (
     LayerSizes,
     Places,
@@ -144,6 +151,7 @@ def plan(job: Job) -> DeepSpeedPlan:
     Raises:
         UsageError: see the message.
     """
+    refuse_written_weights(job)
     config, spec = job.config, job.spec
     _prepare_environment(config.verbose, job.ranks if job.machine.is_here else None)
     quantization = None

@@ -333,7 +333,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         fetched_bytes=residency.nbytes_of(residency.fetched) + round(residency.staged_bytes),
         cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),
         carries_kv=not attends,
-        preallocated_cache="past_key_values" in inspect.signature(type(model).forward).parameters,
+        preallocated_cache="past_key_values" in inspect.signature(type(model).forward).parameters
+        and not job.window_is_of_cache,
     )
 
 
