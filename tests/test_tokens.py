@@ -197,6 +197,32 @@ def test_a_model_that_has_no_causal_language_model_is_called_what_it_is(name, ki
     assert f"{name} is {kind}" in error and "use a causal language model" in error, error
 
 
+SMALL_AUDIO = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16, vocab_size=8
+)
+CPMANT = dict(hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, num_hidden_layers=2, prompt_length=32)
+
+
+@pytest.mark.parametrize(
+    "name, fields, why",
+    [
+        (
+            "voxtral_realtime",
+            dict(text_config=TEXT, audio_config=SMALL_AUDIO),
+            "needs audio and does not run on text alone",
+        ),
+        ("cpmant", CPMANT, "puts 32 positions of its own before each sequence"),
+    ],
+)
+def test_a_model_that_takes_something_else_than_a_prompt_is_refused_before_loading(name, fields, why, tmp_path, capfd):
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(name, **fields).save_pretrained(tmp_path)
+    for engine in (["--engine", "stream"], ["--engine", "resident"], ["--cpu-offload"]):
+        assert main(["run_model.py", "--model", str(tmp_path), *engine]) == 2
+        assert f"{name} {why}" in capfd.readouterr().err
+
+
 def test_smollm2_writes_the_same_text_under_each_engine(smollm2_folder, tmp_path, capfd):
     from zero_inference.config import RunConfig
     from zero_inference.models.prompts import read_prompts, text_ids

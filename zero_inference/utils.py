@@ -102,6 +102,11 @@ def auto_class(config: Any) -> Any:
     return AutoModelForMultimodalLM
 
 
+def is_wrapper(config: Any) -> bool:
+    """Return whether `config` is of a language model with an encoder of images or sound."""
+    return any(hasattr(config, part) for part in ("vision_config", "audio_config"))
+
+
 @contextlib.contextmanager
 def _without_zero3() -> Iterator[None]:
     """Hides a live HfDeepSpeedConfig: under it from_config partitions parameters, each then has 0 elements."""

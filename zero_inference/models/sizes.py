@@ -17,7 +17,8 @@ from zero_inference.models.layers import parameters_of_towers
 from zero_inference.models.meta_pass import run_on_meta, tensors_in
 from zero_inference.models.repeat import NotAlike, OfLayers
 from zero_inference.models.spec import ModelSpec
-from zero_inference.utils import kv_layers, kv_width
+from zero_inference.runtime.text import first_line
+from zero_inference.utils import is_wrapper, kv_layers, kv_width
 
 KEY_VALUE_LAYERS = {
     "full_attention",
@@ -43,6 +44,7 @@ class ModelSizes:
         state_bytes: of a sequence's other state in the cache, such as that of recurrences: at any length, and for each position.
         added_positions: that the model puts in the cache before a sequence's own.
         writes_weights: whether a pass changes weights, as RWKV's first one does.
+        refuses_text: what the model says of token ids without images or sound; None where it takes them.
     """
 
     parameters: int
@@ -55,6 +57,7 @@ class ModelSizes:
     state_bytes: tuple[int, int] = (0, 0)
     added_positions: int = 0
     writes_weights: bool = False
+    refuses_text: str | None = None
 
 
 def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
@@ -62,7 +65,8 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
     idle_experts = _idle_experts(model, spec)
     towers = parameters_of_towers(model)
     idle = _idle_rows(model, {id(p) for p in towers}) + idle_experts + [(p.numel(), p.dtype) for p in towers]
-    cached = _cached_by(model)
+    refusals: list[str] = []
+    cached = _cached_by(model, refusals)
     widths = _kv_widths_by_config(spec) if cached is None else cached.widths()
     return ModelSizes(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -75,6 +79,7 @@ def model_sizes(model: torch.nn.Module, spec: ModelSpec) -> ModelSizes:
         state_bytes=(0, 0) if cached is None else cached.state_bytes(spec.dtype),
         added_positions=0 if cached is None else cached.added_positions(),
         writes_weights=cached is not None and cached.writes_weights,
+        refuses_text=refusals[0] if refusals and is_wrapper(spec.config) else None,
     )
 
 
@@ -93,15 +98,24 @@ def kv_widths_of(model: torch.nn.Module) -> list[int] | None:
     return None if found is None else found.widths()
 
 
-def _cached_by(model: torch.nn.Module) -> _Cached | None:
-    """Run one token, and return what it leaves in a cache; see `kv_widths_of`."""
+def _cached_by(model: torch.nn.Module, refusals: list[str] | None = None) -> _Cached | None:
+    """Run one token, and return what it leaves in a cache; see `kv_widths_of`.
+
+    Args:
+        refusals: gets what the model says where it does not accept its inputs.
+    """
 
     def run(shapes: torch.nn.Module, cached: _Cached) -> None:
         ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
         known = inspect.signature(type(shapes).forward).parameters
         name = "cache_params" if "cache_params" in known and "past_key_values" not in known else "past_key_values"
         before = [parameter._version for parameter in shapes.parameters()]
-        shapes(input_ids=ids, use_cache=True, **{name: cached.cache})
+        try:
+            shapes(input_ids=ids, use_cache=True, **{name: cached.cache})
+        except ValueError as error:
+            if refusals is not None:
+                refusals.append(first_line(error))
+            raise
         cached.writes_weights = before != [parameter._version for parameter in shapes.parameters()]
 
     # grouped matrix products have no other dtype there

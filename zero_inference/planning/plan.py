@@ -139,14 +139,26 @@ def describe_job(
     return Job(config, spec, ranks, build_skeleton(spec), machine.free_device_bytes(ranks, agreed), group, machine)
 
 
+def _refuse_unplannable(job: Job) -> None:
+    """Raises UsageError: the model does not run on token ids alone, or takes more of them than it is given."""
+    kind, sizes = job.spec.config.model_type, job.sizes
+    if sizes.refuses_text is not None:
+        sense = "audio" if hasattr(job.spec.config, "audio_config") else "images"
+        raise UsageError(
+            f"--model {job.spec.name}: {kind} needs {sense} and does not run on text alone (transformers: "
+            f"{sizes.refuses_text.rstrip('.')}); run it in transformers."
+        )
+    if sizes.added_positions:
+        raise UsageError(
+            f"--model {job.spec.name}: {kind} puts {sizes.added_positions} positions of its own before each sequence, which no engine here "
+            "plans for; run it in transformers."
+        )
+
+
 def make_plan(job: Job) -> Plan:
     """Decide everything, without loading anything; with a `job.group` all ranks call it. Raises UsageError: see the engine's
-    `plan`; where keys and values cannot be in host memory; and for a model that adds positions."""
-    if added := job.sizes.added_positions:
-        raise UsageError(
-            f"--model {job.spec.name}: {job.spec.text_config.model_type} puts {added} positions of its own before each sequence, which no "
-            "engine here plans for; run it in transformers."
-        )
+    `plan`; where keys and values cannot be in host memory; and for a model that adds positions or takes no text."""
+    _refuse_unplannable(job)
     if job.config.kv_offload:
         refuse_kv_offload(job.skeleton.model, job.window_is_of_cache)
     found = Plan(job, engine_module(job.config.engine).plan(job))
