@@ -16,7 +16,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from zero_inference.engines.base import LoadedModel
-from zero_inference.measure.finiteness import FirstLogits
+from zero_inference.measure.first_passes import FirstLogits
 from zero_inference.measure.remaining import Remaining
 from zero_inference.measure.steadiness import relative_range
 from zero_inference.models.greedy import greedy, use_repeatable_attention

@@ -17,7 +17,7 @@ from zero_inference.fused.rotary import rotary_kernel
 from zero_inference.fused.routing import find_routers, use_routing_kernel
 from zero_inference.kv_cache.choose import cache_maker
 from zero_inference.measure import generation
-from zero_inference.measure.finiteness import PlainLayers
+from zero_inference.measure.first_passes import PlainLayers
 from zero_inference.measure.profiling import trace_generation
 from zero_inference.measure.rates import AroundLoops, LinkRate, measure_rates, with_cores, with_link
 from zero_inference.models.checkpoint import return_free_memory

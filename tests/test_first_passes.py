@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from zero_inference import load
 from zero_inference.cli import main
 from zero_inference.errors import RunError
-from zero_inference.measure.finiteness import FirstLogits, PlainLayers
+from zero_inference.measure.first_passes import FirstLogits, PlainLayers
 from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
 from zero_inference.runtime.distributed import Ranks
@@ -199,7 +199,7 @@ def test_each_kind_of_layer_is_compared_as_it_is_stored(family, options, made, m
 
 def test_a_layer_without_room_is_not_compared_and_a_line_says_so(made, tmp_path, capfd, monkeypatch):
     # between the bytes of the dense layer and of the others
-    monkeypatch.setattr("zero_inference.measure.finiteness.COMPARED_BYTES", 200_000)
+    monkeypatch.setattr("zero_inference.measure.first_passes.COMPARED_BYTES", 200_000)
     command = ["run_model.py", "--model", made("dense first"), *SHAPE, "--engine", "resident", "--log-dir", tmp_path]
     assert main([str(word) for word in command]) == 0
     said = [line for line in capfd.readouterr().err.splitlines() if "not compared" in line]
