@@ -28,7 +28,7 @@ OLDEST_STANDARD = "c++17"  # what torch 2.11, the oldest that pyproject.toml all
 OLDEST, NEWEST = "80", "100"  # A100 and B200
 # These are compiled as far as machine code, which takes longest, and for the oldest device, which knows the fewest instructions.
 # Together they include every line of assembly. The others are compiled as far as the device's own compiler reads them.
-ASSEMBLED = ("rms_norm.cu", "product.cu", "decode_attention.cu")
+ASSEMBLED = ("rms_norm.cu", "product.cu", "decode_attention.cu", "crossing.cu")
 # Compiled for the newest device, too: a front end that is not asked for the generation says the same of all.
 ASKING = ("product.cu", "decode_attention.cu")
 

@@ -217,29 +217,3 @@ def test_a_graph_follows_the_mask(kernel):
         graph.replay()
         exact = case.exact()
         assert (out.double() - exact).norm() / exact.norm() < BOUNDS[torch.bfloat16]
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    "change, needed",
-    [
-        ({"query": torch.zeros(1, 4, 1, 16, dtype=torch.float64)}, "Half, BFloat16 or Float"),
-        ({"key": torch.zeros(1, 3, 9, 16), "value": torch.zeros(1, 3, 9, 16)}, "cannot share"),
-        ({"key": torch.zeros(1, 2, 9, 24)}, "one length"),
-        ({"value": torch.zeros(1, 2, 8, 16)}, "must be"),
-        ({"value": torch.zeros(1, 2, 9, 12)}, "multiple of 8"),
-        ({"value": torch.zeros(1, 2, 9, 18)[..., :16]}, "16 bytes"),
-        ({"mask": torch.zeros(1, 2, 1, 9)}, "expandable"),
-        ({"mask": torch.zeros(1, 1, 1, 8)}, "9 elements"),
-        ({"mask": torch.zeros(1, 1, 1, 9, dtype=torch.float16)}, "Bool or of its dtype"),
-    ],
-)
-def test_the_kernel_refuses_what_it_would_read_wrongly(change, needed, kernel):
-    given = {"query": torch.zeros(1, 4, 1, 16), "key": torch.zeros(1, 2, 9, 16), "value": torch.zeros(1, 2, 9, 16)}
-    given = given | {"mask": torch.zeros(1, 1, 1, 9)} | change
-
-    def on_device(each):  # with its strides
-        return torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
-
-    with pytest.raises(RuntimeError, match=needed):
-        torch.ops.zero_inference.decode_attention(*map(on_device, given.values()), 0.5)

@@ -101,7 +101,9 @@ def test_heads_that_share_keys_are_rows_of_one_product(family, checkpoints, step
     monkeypatch.setattr(decode_attention, "scaled_dot_product_attention", seen)
     used = used_with_right_ids(checkpoints(family))
     assert used.unused_because is None and used.difference < 1e-5 and steps["repeated"] > 0
-    assert attended and all(attended)
+    assert all(attended) and (attended or torch.cuda.is_available()), (
+        "a GPU's kernel takes heads that share keys as they are"
+    )
 
 
 @pytest.mark.parametrize("heads, key_heads", [(4, 2), (6, 3), (8, 2)])
