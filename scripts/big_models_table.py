@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""The table "Your first big model" of README.md and docs/big-models.md, made from committed results.
+"""The table "What to expect" of README.md and docs/big-models.md, made from committed results.
 
     python scripts/big_models_table.py            prints it
     python scripts/big_models_table.py --write    puts it into both, between its two marks
 
-A row is a model and an amount of GPU memory. The results are those of benchmarks/plan_candidates.py with `--best 1`: the configuration that
-the plan ranked first, and how fast it then was. Memory is the peak of the run, in GiB; with 1 sequence, or with 32 where 1 was not run.
+A row is a record of benchmarks/results: what was predicted of the run before loading, and what was then measured (in bold). It stands under
+the smallest of some usual sizes of GPU memory that the run stays in. Memory is the peak of the run.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,44 @@ sys.path.insert(0, str(ROOT))
 from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
 from zero_inference.runtime.tables import Column, significant  # noqa: E402
 
-CANDIDATES = (RESULTS / "h200-big-models", RESULTS / "h200-together" / "table")  # the last one that has a row counts
-LARGEST = RESULTS / "h200-kept" / "thirteenth_host" / "llama405b-int4-bs32-auto.jsonl"
-MODELS = {
-    "llama-2-13b": "Llama-2-13B",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B (mixture)",
-    "mixtral-8x7b": "Mixtral-8x7B (mixture)",
-    "llama-3.1-70b": "Llama-3.1-70B",
+ONE, MANY = "h200-big-models/bs1", "h200-big-models/bs32"
+# By model and host, with GiB of GPU memory. Of the H200's mixtures only those that lie on the GPU are here: the others ran with greedy
+# tokens, for which random weights choose the same experts again and again.
+ROWS = {
+    "Llama-2-13B": [
+        ("H100-2", 8, "h100-big-models/llama-2-13b-8gib-bs1"),
+        ("H200", 8, f"{MANY}/llama-2-13b/trials/01"),
+        ("H200", 12, f"{ONE}/llama-2-13b/trials/02"),
+        ("H200", 24, f"{MANY}/llama-2-13b/trials/04"),
+    ],
+    "Qwen3-30B-A3B (mixture)": [
+        ("H100-2", 8, "h100-big-models/qwen3-30b-a3b-experts-on-cpu"),
+        ("H100-1", 16, "h100-predicted/qwen3-gpu10"),
+        ("H200", 24, f"{ONE}/qwen3-30b-a3b/trials/04"),
+    ],
+    "Mixtral-8x7B (mixture)": [
+        ("H100-1", 24, "h100-predicted/mixtral-16"),
+        ("H200", 48, f"{ONE}/mixtral-8x7b/trials/04"),
+    ],
+    "Llama-3.1-70B": [
+        ("H200", 12, f"{ONE}/llama-3.1-70b/trials/01"),
+        ("H200", 24, f"{ONE}/llama-3.1-70b/trials/03"),
+        ("H100-2", 24, "h100-big-models/llama-3.1-70b-24gib-bs1"),
+        ("H200", 24, f"{MANY}/llama-3.1-70b/trials/04"),
+        ("H200", 48, f"{ONE}/llama-3.1-70b/trials/04"),
+        ("H200", 48, f"{MANY}/llama-3.1-70b/trials/02"),
+    ],
+    "Llama-3.1-405B": [("H200", 140, "h200-kept/thirteenth_host/llama405b-int4-bs32-auto")],
 }
-BATCHES = (1, 32)
 COLUMNS = (
     Column("model", "model, 4 bits", dtype="string"),
     Column("gpu", "GPU memory", dtype="string"),
     Column("gpu_peak", "used (GiB)", significant),
-    Column("host_peak", "host memory used (GiB)", significant),
-    Column("one", "1 sequence: predicted, measured (token/s)", dtype="string"),
-    Column("many", "32 sequences: predicted, measured (token/s)", dtype="string"),
+    Column("host_peak", "host (GiB)", significant),
+    Column("batch", "sequences", dtype="string"),
+    Column("first_token", "first token (s)", dtype="string"),
+    Column("rate", "token/s", dtype="string"),
+    Column("machine", "on", dtype="string"),
 )
 
 
@@ -50,58 +71,50 @@ PAGES = DocsTable(
 
 def table() -> str:
     """Markdown, without a line break at its end."""
-    rows = [row for model, name in MODELS.items() for row in rows_of(model, name)]
-    rows.append(row_of_largest())
-    return PAGES.text(rows)
+    return PAGES.text([row_of(*each) for each in records()])
 
 
-def rows_of(model: str, name: str) -> list[dict[str, Any]]:
-    """By COLUMNS, a row for each amount of GPU memory that was tried."""
-    tried = {batch: by_memory(model, batch) for batch in BATCHES}
-    rows = []
-    for gib in sorted({gib for found in tried.values() for gib in found}):
-        found = [tried[batch].get(gib) for batch in BATCHES]
-        record = next(each["record"] for each in found if each)
-        rows.append(
-            {"model": name, "gpu": f"{gib:g} GiB", "one": speeds(found[0]), "many": speeds(found[1])} | peaks(record)
-        )
-    return rows
+def records() -> list[tuple[str, str, int, dict[str, Any]]]:
+    """Return model, host, GiB of GPU memory and record of each row."""
+    return [
+        (model, host, gib, last_record(RESULTS / f"{name}.jsonl"))
+        for model, found in ROWS.items()
+        for host, gib, name in found
+    ]
 
 
-def by_memory(model: str, batch: int) -> dict[float, dict[str, Any]]:
-    """The candidates of `model`, each with its `record`, by GiB of GPU memory; none where nothing was tried."""
-    found = {}
-    for results in CANDIDATES:
-        folder = results / f"bs{batch}" / model
-        if folder.is_dir():
-            candidates = json.loads((folder / "candidates.json").read_text())["candidates"]
-            found |= {each["gpu_memory"]: each | {"record": last_record(folder / each["log"])} for each in candidates}
-    return found
+def row_of(model: str, host: str, gib: int, record: dict[str, Any]) -> dict[str, Any]:
+    """By COLUMNS."""
+    rate, first_token = both(record)
+    return {
+        "model": model,
+        "gpu": f"{gib} GiB",
+        "gpu_peak": record["peak_gpu_bytes"] / 2**30,
+        "host_peak": record["peak_host_bytes"] / 2**30,
+        "batch": str(record["batch_size"]),
+        "first_token": f"{rounded(first_token[0])}, **{rounded(first_token[1])}**",
+        "rate": f"{rounded(rate[0])}, **{rounded(rate[1])}**",
+        "machine": host,
+    }
 
 
-def speeds(candidate: dict[str, Any] | None) -> str:
-    if candidate is None:
-        return "-"
-    predicted, measured = candidate["predicted_tokens_per_s"], candidate["measured_tokens_per_s"]
-    if measured is None:
-        return f"{rounded(predicted)}, failed"
-    return f"{rounded(predicted)}, **{rounded(measured)}**"
+def both(record: dict[str, Any]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return (predicted, measured) of token/s, and of the seconds to the first token."""
+    predicted = record["batch_size"] * (record["gen_len"] - 1) / record["predicted"]["decode_s"]
+    first_token = record["predicted"]["prefill_s"], record["prefill_latency_s"]
+    return (predicted, record["decode_throughput"]), first_token
 
 
-def row_of_largest() -> dict[str, Any]:
-    record = last_record(LARGEST)
-    rate = record["batch_size"] * (record["gen_len"] - 1) / record["predicted"]["decode_s"]
-    both = speeds({"predicted_tokens_per_s": rate, "measured_tokens_per_s": record["decode_throughput"]})
-    return {"model": "Llama-3.1-405B", "gpu": "140 GiB", "one": "-", "many": both} | peaks(record)
+def close_predictions(decode: float, first_token: float) -> tuple[int, int]:
+    """Return how many rows decode, and begin, in a time that is within these shares of the predicted one."""
+    pairs = [both(record) for *_, record in records()]
+    decoded = sum(abs(predicted / measured - 1) <= decode for (predicted, measured), _ in pairs)
+    return decoded, sum(abs(measured / predicted - 1) <= first_token for _, (predicted, measured) in pairs)
 
 
-def peaks(record: dict[str, Any]) -> dict[str, float]:
-    return {"gpu_peak": record["peak_gpu_bytes"] / 2**30, "host_peak": record["peak_host_bytes"] / 2**30}
-
-
-def rounded(rate: float) -> str:
+def rounded(number: float) -> str:
     """Three digits, without an exponent."""
-    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 if __name__ == "__main__":
