@@ -102,7 +102,7 @@ def draw_one(path: Path, found: list[Bar], text: str, ours: str, others: str, bo
         both[0].invert_yaxis()
         figure.suptitle(TITLE, x=0.005, ha="left", fontsize=11.5, weight="bold")
         figure.get_layout_engine().set(wspace=0.06)
-        both[1].plot([], [], color=bound, linewidth=2.2, label="bound by link, CPU and memory rates (share reached)")
+        both[1].plot([], [], color=bound, linewidth=2.2, label="bound by the rates of link, CPU and memory")
         both[1].legend(loc="upper left", bbox_to_anchor=(0, -0.01), frameon=False, fontsize=9.5, handlelength=0.8)
         figure.savefig(path, dpi=200, transparent=True, metadata={"Software": None})
         pyplot.close(figure)
