@@ -113,7 +113,7 @@ class Job:
 
     @property
     def window_is_of_cache(self) -> bool:
-        """Whether keys and values have to be in transformers' own cache, which drops those beyond a window that masks do not know."""
+        """Return whether keys and values have to be in transformers' own cache: it drops those beyond a window, and masks know none."""
         if attends_to_all(self.spec.config, self.length):
             return False
         if not self.skeleton.is_empty:

@@ -63,7 +63,7 @@ class UseOfMachine:
 
     @property
     def dequantizes_on_cpu(self) -> bool:
-        """Whether there is no GPU, and the dtype that is multiplied is restored from codes in every pass."""
+        """Return whether a CPU dequantizes the weights in every pass."""
         return self.job.config.quantized and not self.job.on_gpu
 
     @property

@@ -181,7 +181,7 @@ def _float32(tensors: list[torch.Tensor]) -> int:
 
 
 class _Cached(OfLayers):
-    """What decoder layers put in a cache, and whether the pass changed weights."""
+    """Notes what decoder layers put in a cache, and whether the pass changed weights."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.writes_weights = cache, False

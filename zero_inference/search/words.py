@@ -48,7 +48,7 @@ def in_short(candidate: Candidate) -> str:
 
 
 def speed(candidate: Candidate, goal: str) -> str:
-    """Return its token/s, with what `goal` is about."""
+    """Return the token/s of `candidate`, with a step's time or the memory where `goal` ranks by these."""
     most, least = ("at most ", "at least ") if candidate.times.at_least else ("", "")
     within = candidate.times.tokens_per_s_range(candidate.config.batch_size)
     predicted = rate_in_words(candidate.tokens_per_s, within)
