@@ -117,7 +117,9 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
     lines = []
     for plan in plans:
         config = plan.job.config
-        short = next(need for need in plan.needs if not need.fits)
+        short = next(
+            (need for need in plan.needs if not need.fits), plan.needs[0]
+        )  # its engine may refuse it all the same
         where = " on the device" if plan.job.on_gpu else " in host memory"
         place = {"cpu": " in host memory", "disk": " on disk"}.get(config.offload, where)
         gpus = f", {plan.job.ranks.world_size} GPUs" if plan.job.ranks.world_size > 1 else ""
