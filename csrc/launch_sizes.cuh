@@ -234,8 +234,8 @@ constexpr int kThreads = 256;
 constexpr int kUnroll = 4;  // 16-byte accesses of a thread on their way at once
 // Enough to fill a link of 64 GB/s and 8 us: 32 * 256 * 4 * 16 bytes. All have to run at once, since they wait for one of them.
 constexpr int kMostBlocks = 32;
-// A block brings 8 KB at once, so a token of 3840 elements in 16 bits with what it chose. Several blocks have to count each
-// other before the flag is raised. Not swept.
+// One block copies 8 KB at once: a token of 3840 elements in 16 bits and its choices. With several blocks the last one to
+// finish, by a counter, raises the flag. Not swept.
 constexpr int kPushThreads = 512;
 constexpr int kMostParts = 4;  // tensors that one call brings
 // Of a sum of weighted rows by itself, 16 bytes a thread: four blocks for a token of 2048 elements, because each thread waits

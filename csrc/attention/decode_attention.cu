@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(kMostThreads) attend(const Task task) {
     total[half] = 0.0f;
   }
 
-  // Past the last position lies the last one once more, which is hidden; past the width the first column, which is multiplied
-  // by zeros of the query, or not stored. A lane reads what it has copied, and nothing else.
+  // Positions past the end read the last one and are masked; columns past the width read the first one, and are multiplied by
+  // zeros of the query or not stored. A lane reads only what it has copied itself.
   const auto copy = [&](int step, uint4* to) {
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; ++tile) {

@@ -1,4 +1,4 @@
-"""What the tokens of an input chose of a mixture: as the cores take it, and what the device adds to their result."""
+"""The experts that tokens chose, as the CPU takes them, and the device's part of the weighted sum."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WeightedRows(NamedTuple):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether csrc/crossing adds them up."""
+        """Return whether the kernel of csrc/crossing computes the sum."""
         return self.rows.is_cuda and {self.rows.dtype, self.weights.dtype} <= DTYPES.keys() and load_extension()
 
     def total(self) -> torch.Tensor:

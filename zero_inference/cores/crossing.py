@@ -51,7 +51,8 @@ class HostCalls:
     def __call__(
         self, task: Task, x: torch.Tensor, choice: Choice | None = None, meanwhile: Meanwhile = lambda: None
     ) -> list[torch.Tensor]:
-        """The outputs [rows, width] for `x` [rows, columns], one for each of the task's; the only one with what `meanwhile` computes."""
+        """Return the task's outputs [rows, width] for `x` [rows, columns]. What `meanwhile` returns is added to the
+        output, of which there is one then."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0] * sum(task.widths))
         self.cores.run(task, x, out, choice and Choice(*(tensor.contiguous() for tensor in choice)))
@@ -80,8 +81,8 @@ class DeviceSide(Protocol):
         """Write the contiguous `tensors`, four at most, to `targets`, begin the next call and raise `flag` to its number."""
 
     def pull(self, out: torch.Tensor, source: int, flag: int, stop: int, of_device: WeightedRows | None) -> None:
-        """Wait until `flag` has come to the number of the call, or `stop` is raised, and read the contiguous `out` from `source`; with
-        what is to be added to it."""
+        """Wait until `flag` has come to the number of the call, or `stop` is raised, read the contiguous `out` from `source`, and add
+        the weighted sum `of_device`."""
 
     def wait(self) -> None:
         """Return when all that was asked here is done."""

@@ -31,13 +31,13 @@ SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor minimum, int bits, int group_size, int rows, Tensor slot, "
     "Tensor? bias=None, int form=0, int activation=0, float limit=0, float up_offset=0, int tokens=0) -> Tensor"
 )
-# What the operator stores, as `Form` in csrc/quantization/product.cu: a product, f of it, or f(gate) * up, where a weight has the rows
-# of gate first, those of up first, or both in turn.
+# Outputs of the operator, as `Form` in csrc/quantization/product.cu: the product, f(product), or f(gate) * up with gate's rows first in
+# the weight, up's first, or in turn.
 PLAIN, ACTIVATED, GATE_FIRST, UP_FIRST, INTERLEAVED = range(5)
 
 
 class Combination(NamedTuple):
-    """What an expert makes of its first product: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), or f of one product.
+    """Compute hidden states from the first product: f(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset), or f(product).
 
     Attributes:
         form: `ACTIVATED` to `INTERLEAVED`.
@@ -249,7 +249,7 @@ def _without_kernel(
     form: int = PLAIN,
     *_: float,
 ) -> Tensor:
-    """What runs where no kernel is registered."""
+    """Compute the operator in PyTorch, where no kernel is registered."""
     if form != PLAIN:
         raise NotImplementedError("a combination is computed by a CUDA device alone: use linear_groups_indexed")
     product = linear_groups_indexed_reference(x, codes, scale, minimum, bits, group_size, rows, slot)
