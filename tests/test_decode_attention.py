@@ -82,6 +82,7 @@ def test_the_operator_on_a_cpu(mask, dtype):
         ({"mask": torch.zeros(1, 1, 1, 8)}, "expands to"),
         ({"mask": torch.zeros(1, 2, 1, 9)}, "expands to"),
         ({"mask": torch.zeros(9)}, "expands to"),
+        ({"mask": torch.zeros(1, 1, 1, 9, device="meta")}, "one device for all"),
         ({"mask": torch.zeros(1, 1, 1, 9, dtype=torch.float16)}, "torch.bool or torch.float32"),
         ({"mask": torch.zeros(1, 1, 1, 18)[..., ::2]}, "rows without gaps"),
     ],

@@ -30,9 +30,6 @@ from zero_inference.runtime.text import first_line
 from zero_inference.runtime.transfers import Transfers
 
 connect = no_communicator
-UNCALLED = (
-    "without calling its module, and accelerate brings weights only for that call; use --engine stream or deepspeed."
-)
 
 
 @dataclass(frozen=True)

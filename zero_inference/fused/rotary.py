@@ -129,7 +129,8 @@ class _Rotary:
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, cos, sin))
         if not fits or not alike or wanted:
             return None
-        return forms[0 if width == head_dim else 1 if 2 * width == head_dim else 2]
+        form = forms[0 if width == head_dim else 1 if 2 * width == head_dim else 2]
+        return form if form is not None and form.times * width <= head_dim and form.times * width % 2 == 0 else None
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Form) -> tuple[Tensor, Tensor]:

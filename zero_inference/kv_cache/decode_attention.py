@@ -98,6 +98,8 @@ def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | No
     """Return what the operator needs of its arguments and does not find; None where it takes them."""
     batch, heads, queries, width = query.shape
     shape, positions = (batch, key.shape[1]), key.shape[2]
+    if len({each.device for each in (query, key, value, mask)}) > 1:
+        return f"one device for all, not {[str(each.device) for each in (query, key, value, mask)]}"
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"one of {', '.join(map(str, DTYPES))} for all, not {query.dtype}, {key.dtype}, {value.dtype}"
     if key.shape != (*shape, positions, width) or value.shape[:3] != key.shape[:3] or heads % key.shape[1]:

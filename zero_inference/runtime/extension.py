@@ -2,7 +2,8 @@
 torch and nvcc are there (setup.py), else at first use on a machine.
 
 The sources keep to torch's stable ABI of version 2.11. A build that cannot be made costs speed, never a run: whoever uses an
-operator has a way in PyTorch that gives the same.
+operator has a way in PyTorch that gives the same. With torch 2.11 and CUDA an operator that raises ends the process, so callers
+check what it takes before they call it.
 """
 
 from __future__ import annotations
