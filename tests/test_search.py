@@ -39,7 +39,7 @@ from zero_inference.search.candidates import Candidate, Free, command_of, find_c
 from zero_inference.search.choose import choose, faster_than, hint
 from zero_inference.search.ranking import GOALS, pareto_front, ranked
 from zero_inference.search.table import in_json, rows_of
-from zero_inference.search.words import headline
+from zero_inference.search.words import headline, why_none
 
 GIB = 1 << 30
 LINE = "gpus=1x24GiB,host=256GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s,matmul=150TFLOP/s"
@@ -688,6 +688,9 @@ def test_faster_options_are_named_with_their_factor():
     )
     unknown = plan("--model llama-2-13b --cpu-offload", link_gb_per_s=None)
     assert unknown.times is None and not faster_than(unknown)
+    said = why_none(candidates.Found([], [unknown], []), "llama-2-13b")
+    assert said.startswith("1 configuration of llama-2-13b fits, but how fast it is is not known: the rate of ")
+    assert said.endswith("; measure it with zero-inference link --save, or add it to --assume.")
 
 
 def test_what_auto_did_not_choose_is_printed_with_the_option_to_type(capfd):

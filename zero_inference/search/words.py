@@ -135,10 +135,10 @@ def what_does_not_fit(plans: Sequence[Plan]) -> list[str]:
 def why_none(found: Found, model: str) -> str:
     """Why no configuration of `model` can be shown; of one that fits nowhere, the smallest machine that would do."""
     if found.unknown:
-        return (
-            f"{len(found.unknown)} configurations of {model} fit, but how fast they are is not known: {why_not_predicted(found.unknown)}; "
-            "add what is missing to --assume, or measure it with zero-inference link --save."
-        )
+        many, why = len(found.unknown) > 1, why_not_predicted(found.unknown)
+        remedy = "" if "link --save" in why else "; measure it with zero-inference link --save, or add it to --assume"
+        fit = f"{len(found.unknown)} configurations of {model} fit" if many else f"1 configuration of {model} fits"
+        return f"{fit}, but how fast {'they are' if many else 'it is'} is not known: {why}{remedy}."
     if not found.too_large:
         return f"{model}: none of these engines can run it with these options; drop some of them."
     available = {
