@@ -74,6 +74,7 @@ def test_the_operator_on_a_cpu(mask, dtype):
         ({"query": torch.zeros(1, 4, 1, 16, dtype=torch.float64)}, "float64"),
         ({"key": torch.zeros(1, 3, 9, 16), "value": torch.zeros(1, 3, 9, 16)}, "batch, heads, positions"),
         ({"value": torch.zeros(1, 2, 8, 16)}, "batch, heads, positions"),
+        ({name: torch.zeros(1, 2, 0, 16) for name in ("key", "value")}, "batch, heads, positions"),
         ({"value": torch.zeros(1, 2, 9, 12)}, "head_dim .* not 12"),
         ({"value": torch.zeros(1, 2, 9, 264)}, "head_dim .* not 264"),
         ({"key": torch.zeros(1, 2, 16, 9).transpose(2, 3)}, "rows without gaps"),

@@ -586,8 +586,9 @@ Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& va
   const int64_t key_heads = key.size(1), positions = key.size(2);
   STD_TORCH_CHECK(key_heads > 0 && heads % key_heads == 0, "decode_attention: ", heads, " heads cannot share ", key_heads,
                   " key heads");
-  STD_TORCH_CHECK(positions < kMostPositions && heads * queries < kMostPositions,
-                  "decode_attention: positions, and heads times ", "queries, must be fewer than ", kMostPositions);
+  STD_TORCH_CHECK(positions > 0 && positions < kMostPositions && heads * queries < kMostPositions,
+                  "decode_attention: there must be positions; they, and heads times queries, must be fewer than ",
+                  kMostPositions);
   Task task = {};
   task.query_strides = checked("query", query, query, heads, queries);
   task.key_strides = checked("key", key, query, key_heads, positions);

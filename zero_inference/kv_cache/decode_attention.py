@@ -102,7 +102,8 @@ def why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> str | No
         return f"one device for all, not {[str(each.device) for each in (query, key, value, mask)]}"
     if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
         return f"one of {', '.join(map(str, DTYPES))} for all, not {query.dtype}, {key.dtype}, {value.dtype}"
-    if key.shape != (*shape, positions, width) or value.shape[:3] != key.shape[:3] or heads % key.shape[1]:
+    fits = key.shape == (*shape, positions, width) and value.shape[:3] == key.shape[:3]
+    if not fits or not positions or heads % key.shape[1]:
         return f"[batch, heads, positions, head_dim], not {[list(each.shape) for each in (query, key, value)]}"
     for each in (query, key, value):
         if each.shape[3] % WIDTH_STEP or not WIDTH_STEP <= each.shape[3] <= MOST_WIDTH:
