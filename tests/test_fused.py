@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import itertools
 
@@ -294,6 +295,7 @@ def test_a_router_that_differs_a_little_keeps_its_code(device):
     model = nn.ModuleDict({"one": Scaled(1.0), "other": Scaled(1.001)}).to(device)
     found = find_routers(model, device)
     assert found.keys() == {"one"}
+    assert not find_routers(copy.deepcopy(model).double(), device), "a dtype that the kernel does not have"
     x = torch.randn(5, 16, device=device).to(torch.bfloat16)
     expected = model["other"](x)
     use_routing_kernel(model, found)

@@ -19,6 +19,7 @@ from zero_inference.models.experts import chosen_of
 from zero_inference.runtime.extension import operators_of
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRIAL_TOKENS = 128
 WIDE = 300.0  # times their hidden states: softmax over all experts makes zeros of most
 ROUNDINGS = {torch.float32: 8}  # of weights, as sums of another order differ by; one of other dtypes
@@ -126,6 +127,7 @@ def _may_route(module: nn.Module) -> bool:
         and weight is not None
         and own.keys() <= {"weight", "bias"}
         and weight.dim() == 2
+        and weight.dtype in DTYPES
         and weight.shape[0] <= MOST_EXPERTS
         and chosen_of(module, None, weight.shape[0]) <= min(MOST_CHOSEN, weight.shape[0] - 1)
     )
