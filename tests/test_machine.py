@@ -199,7 +199,7 @@ def test_the_limit_of_what_the_cores_do_alone_and_of_what_is_not_known():
     options = "--model llama-2-13b --dummy --engine stream --quant-bits 4 --gpu-memory 0"
     line = "gpus=1x24GiB,host=128GiB,link=25GB/s,cores=60GB/s,memory=1000GB/s"
     all_of_it = planned(f"{options} --cpu-compute 1", machine_of(None, line)).weights
-    assert all_of_it.fetched_bytes == 0
+    assert all_of_it.fetched_bytes == 5120 * 2, "a row of the embedding"
     assert least_step_s(all_of_it, assumed(line)) == ("cores", pytest.approx(all_of_it.cores_bytes / 60e9))
     by_deepspeed = "--model llama-2-13b --dummy --cpu-offload"
     no_link = planned(by_deepspeed, machine_of(None, "gpus=1x24GiB,host=128GiB,memory=1000GB/s")).weights
@@ -327,7 +327,7 @@ def planned(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT):
 def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
     """Their memory comes out of the ring's, where that has slots to spare; else fewer or none are fetched."""
     fetch = []
-    for model, gib in (("mixtral-8x7b", 9), ("qwen3-30b-a3b", 6), ("qwen3-30b-a3b", 8)):
+    for model, gib in (("mixtral-8x7b", 9), ("qwen3-30b-a3b", 5.7), ("qwen3-30b-a3b", 8)):
         rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
         machine = machine_of(None, f"gpus=1x{gib}GiB,{rates}")
         plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
@@ -651,7 +651,10 @@ def test_the_plan_says_what_an_h200_counted(name, skeletons):
     says_what_was_counted(plan.weights, record)
     slot = plan.job.kv_device_bytes // SLOTS if record["kv_offload"] else 0  # keys and values had one less then
     near = 0.03 if record["engine"] == "deepspeed" else 0.06
-    assert plan.weights.device_peak_bytes - slot == pytest.approx(record["peak_gpu_bytes"], rel=near)
+    moved = 0  # since then
+    if record["engine"] == "stream" and not record["stream"].get("embedding_on_host"):
+        moved = plan.weights.residency.embedding_bytes
+    assert plan.weights.device_peak_bytes + moved - slot == pytest.approx(record["peak_gpu_bytes"], rel=near)
 
 
 @pytest.mark.parametrize(

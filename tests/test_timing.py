@@ -685,7 +685,8 @@ def test_the_cores_work_beside_the_link():
     found = weights.residency
     first = set(found.in_host_memory[: found.depth]).intersection(found.fetched)
     assert 0 < len(first) < found.depth, "of what the ring holds for a decode step, the prefill needs these soon"
-    assert times.prefill.seconds == pytest.approx((found.host_bytes - found.nbytes_of(first)) / 55e9)
+    rows = 128 * 5120 * 2  # of the input embedding, in host memory
+    assert times.prefill.seconds == pytest.approx((found.host_bytes - found.nbytes_of(first) + rows) / 55e9)
     layers, experts = weights.share_on_cores()
     assert 0.4 < layers < 0.8 and experts == 0.0
 
@@ -871,7 +872,8 @@ def test_steps_with_the_cores_are_predicted_to_10_percent(skeletons):
         step_s = record["decode_latency_s"] / (record["gen_len"] - 1)
         errors.append(step_s / plan.times.step.seconds - 1)
         assert abs(errors[-1]) < 0.1, name
-        assert plan.predicted.peak_host_bytes == pytest.approx(record["peak_host_bytes"], rel=0.05)
+        moved = 0 if record["stream"].get("embedding_on_host") else plan.weights.residency.embedding_bytes  # since then
+        assert plan.predicted.peak_host_bytes - moved == pytest.approx(record["peak_host_bytes"], rel=0.05)
     assert (
         abs(statistics.median(errors)) < 0.06
     )  # records from before the attention kernel, which plans count (3% of a step)

@@ -229,6 +229,11 @@ class StreamPlacement:
         "byte",
         "weights the host's cores read in each decode step; of experts, the expected number if all are equally likely",
     )
+    embedding_on_host: bool | None = key(
+        "",
+        "the input embedding is in page-locked host memory; each pass reads the rows of its tokens over the link",
+        default=None,
+    )
     expert_slots: float | None = key(
         "experts",
         "experts per layer that device memory holds at once, averaged over layers",

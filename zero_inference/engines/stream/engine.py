@@ -14,6 +14,7 @@ from torch import nn
 
 from zero_inference.engines.base import LoadedModel, Progress
 from zero_inference.engines.stream.core_team import CoreTeam
+from zero_inference.engines.stream.embedding import HostEmbedding
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import cuda_graphs, repeated_call
 from zero_inference.engines.stream.plan import StreamPlan, plan
@@ -44,7 +45,7 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     model, ranks = job.skeleton.model, job.ranks
     store = BlockStore(residency.layouts, set(residency.resident), ranks, plan.pinned, residency.computed)
     prefix, layers = decoder_layers(model)
-    placed = _Placement(prefix, residency, store, scheme, ranks.device)
+    placed = _Placement(model, prefix, residency, store, scheme, ranks.device)
     load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
     store.complete()
     # more than was planned where a checkpoint unties what config.json ties
@@ -80,6 +81,8 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
         if team is not None:
             team.close()  # before what it reads goes
         feeder.close()
+        if placed.embedding is not None:
+            placed.embedding.close()
 
     return LoadedModel(
         model=model,
@@ -141,6 +144,7 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             "ring_depth": residency.depth,
             "slot_bytes": residency.slot_bytes,
             "resident_bytes": residency.resident_bytes,
+            "embedding_on_host": residency.embedding is not None,
             "workspace_bytes": residency.workspace_bytes,
             **_divided(residency),
             **_kept_experts(residency),
@@ -156,10 +160,11 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
 
 
 class _Placement:
-    """Takes each parameter over as it is read: into the store, or onto the device where it is."""
+    """Takes each parameter over as it is read: into the store, into the embedding's host memory, or onto the device where it is."""
 
     def __init__(
         self,
+        model: nn.Module,
         prefix: str,
         residency: Residency,
         store: BlockStore,
@@ -167,6 +172,8 @@ class _Placement:
         device: torch.device,
     ):
         self.store, self.scheme, self.device = store, scheme, device
+        self.model, self.table = model, residency.embedding
+        self.embedding: HostEmbedding | None = None
         self.where = {
             block.full_name(prefix, stored.name): (index, stored.name)
             for index, (block, layout) in enumerate(zip(residency.blocks, residency.layouts))
@@ -174,11 +181,15 @@ class _Placement:
         }
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        if name not in self.where:
+        if self.table is not None and name == self.table.weight:
+            module = self.model.get_submodule(self.table.module)
+            self.embedding = HostEmbedding(module, parameter.data, self.store.pinned)
+        elif name not in self.where:
             parameter.data = parameter.data.to(self.device)
             return
-        block, own_name = self.where[name]
-        self.store.put(block, own_name, parameter.data, self.scheme)
+        else:
+            block, own_name = self.where[name]
+            self.store.put(block, own_name, parameter.data, self.scheme)
         parameter.data = torch.empty(
             0, dtype=parameter.dtype, device=self.device
         )  # until the feeder points it at a slot
@@ -188,6 +199,9 @@ def _quantized_share(model: nn.Module, residency: Residency) -> tuple[int, list[
     """Elements that are quantized, names of matrices that are not, and all elements."""
     prefix, _ = decoder_layers(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if residency.embedding is not None:
+        embedding = model.get_submodule(residency.embedding.module)
+        shapes[residency.embedding.weight] = embedding.num_embeddings, embedding.embedding_dim
     packed = set()
     for block, layout in zip(residency.blocks, residency.layouts):
         for stored in layout.parameters:

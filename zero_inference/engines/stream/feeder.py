@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -210,6 +211,8 @@ class BlockFeeder:
         """A pass of so many tokens begins: by a call of the model, or by a graph of one."""
         self.timeline.forward_begins(len(self.ring.pending) if self.ring is not None else 0)
         self.tokens = tokens
+        if tokens != sys.maxsize:
+            self.transfers.host_to_device_bytes += tokens * self.residency.row_bytes
         computed = self.core_blocks.keys() & self.residency.computed
         few = self.team is not None and self.team.all_few(tokens) and computed <= self.known
         self._place_anew(few)

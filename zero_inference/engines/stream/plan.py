@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from zero_inference.engines.stream.cores import (
     why_cores_stay_out,
     why_not_attending,
 )
+from zero_inference.engines.stream.embedding import EmbeddingTable, table_for_host
 from zero_inference.engines.stream.pace import paced_s, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
@@ -173,7 +175,8 @@ class StreamPlan(EnginePlan):
         ahead = set(found.fetched[: slots_in_steps(found, self.graphs)]).intersection(
             found.in_host_memory[: found.depth]
         )
-        return found.host_bytes - found.nbytes_of(ahead)
+        tokens = self.job.rank_batch * self.job.config.prompt_len
+        return found.host_bytes - found.nbytes_of(ahead) + tokens * found.row_bytes
 
     @property
     def copies_own_memory(self) -> bool:
@@ -286,8 +289,9 @@ class StreamPlan(EnginePlan):
 
     def places_in_words(self) -> str:
         """See `EnginePlan`."""
-        all_in_one = not self.residency.in_host_memory or not self.job.on_gpu
-        return super().places_in_words() if all_in_one else words.places_in_words(self.residency)
+        found = self.residency
+        all_in_one = not (found.in_host_memory or found.embedding) or not self.job.on_gpu
+        return super().places_in_words() if all_in_one else words.places_in_words(found)
 
 
 def plan(job: Job, may_attend: bool = True) -> StreamPlan:
@@ -313,7 +317,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         residency, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph, may_attend)
     if residency is None:
         residency = _residency(job, scheme, divided=False)
-    host, pinned = residency.host_bytes // job.ranks.world_size, job.pin_weights
+    host, pinned = residency.host_bytes // job.ranks.world_size + residency.embedding_bytes, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
     attends = cores is not None and cores.attends
     no_attention = None
@@ -330,7 +334,9 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         no_graph,
         no_attention,
         weight_bytes=residency.stored_bytes,
-        fetched_bytes=residency.nbytes_of(residency.fetched) + round(residency.staged_bytes),
+        fetched_bytes=residency.nbytes_of(residency.fetched)
+        + round(residency.staged_bytes)
+        + job.rank_batch * residency.row_bytes,
         cores_bytes=0 if cores is None else residency.computed_bytes + (cores.kv_bytes if attends else 0),
         carries_kv=not attends,
         preallocated_cache="past_key_values" in inspect.signature(type(model).forward).parameters
@@ -359,7 +365,7 @@ def _with_cores(
         return None, None, cores
     placed, cores = with_ring_for_cores(job, placed, cores, scheme, graphs, may_attend)
     placed = without_spare_slots(job, placed, scheme)
-    needed = placed.host_bytes + job.kv_host_bytes
+    needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
     if cores.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
         return None, None, "host memory has no space for the experts that the device keeps as well"
     return placed, cores, None
@@ -417,11 +423,24 @@ def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
 
 def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
     config, ranks = job.config, job.ranks.world_size
-    blocks, layouts, outside = _laid_out(job, scheme, divided)
-    budget, others = None, ""
-    if job.free_device_bytes is not None:
-        activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
-        budget = job.free_device_bytes - outside - job.cache_device_bytes - activations - RESERVE_BYTES
-        others = words.others_in_words(job, outside, activations, RESERVE_BYTES)
+    blocks, layouts, all_outside = _laid_out(job, scheme, divided)
     slots = depth or config.ring_depth
-    return decide_residency(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)
+
+    def decided(on_host: EmbeddingTable | None) -> Residency:
+        outside = all_outside - (0 if on_host is None else on_host.nbytes)
+        budget, others = None, ""
+        if job.free_device_bytes is not None:
+            activations = int((1 + UNUSABLE_SHARE) * job.activation_bytes)
+            budget = job.free_device_bytes - outside - job.cache_device_bytes - activations - RESERVE_BYTES
+            others = words.others_in_words(job, outside, activations, RESERVE_BYTES, on_host is None)
+        found = decide_residency(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)
+        return replace(found, embedding=on_host)
+
+    embedding = table_for_host(job)
+    if embedding is None:
+        return decided(None)
+    with contextlib.suppress(DoesNotFit):  # it may without the embedding
+        found = decided(None)
+        if not found.in_host_memory:
+            return found
+    return decided(embedding)

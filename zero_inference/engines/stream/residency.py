@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_inference.engines.stream.blocks import Block
+from zero_inference.engines.stream.embedding import EmbeddingTable
 from zero_inference.engines.stream.expert_slots import expert_bytes, expert_memory, share_out, spread
 from zero_inference.engines.stream.layout import BlockLayout
 
@@ -41,6 +42,7 @@ class Residency:
         quota: by the number of experts of a layer that tokens chose and that the device does not keep, how many of them it fetches
             in a pass of few tokens; the CPU multiplies the others. Empty where it fetches none.
         free_bytes: of the device, for blocks, ring, workspace and fetched experts; None where nothing limits them.
+        embedding: the input embedding where it is in host memory; None where it is among `outside_bytes`.
     """
 
     layouts: list[BlockLayout]
@@ -54,6 +56,7 @@ class Residency:
     expert_budget: int = 0
     quota: tuple[int, ...] = ()
     free_bytes: int | None = None
+    embedding: EmbeddingTable | None = None
 
     @property
     def fetched(self) -> list[int]:
@@ -118,6 +121,16 @@ class Residency:
     def host_bytes(self) -> int:
         """Bytes of the blocks in host memory over all ranks."""
         return sum(self.layouts[block].nbytes for block in self.in_host_memory)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of the input embedding in host memory."""
+        return 0 if self.embedding is None else self.embedding.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that each token of a pass reads of the input embedding in host memory."""
+        return 0 if self.embedding is None else self.embedding.row_bytes
 
     @property
     def layers(self) -> int:
@@ -268,7 +281,7 @@ class Residency:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all weights as stored, gaps not counted."""
-        return self.outside_bytes + sum(layout.stored_bytes for layout in self.layouts)
+        return self.outside_bytes + self.embedding_bytes + sum(layout.stored_bytes for layout in self.layouts)
 
     @property
     def device_bytes(self) -> int:

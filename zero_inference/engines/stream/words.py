@@ -12,7 +12,10 @@ from zero_inference.runtime.tables import three_digits
 def places_in_words(found: Residency) -> str:
     """Where the weights are, of a model that has some in host memory, beside a GPU."""
     hosted = found.layers_of(found.in_host_memory)
-    host = f"in host memory ({amount(found.host_bytes)})"
+    embedding = f"{amount(found.embedding_bytes)} of input embedding"
+    if not hosted:
+        return f"all layers on the device, {embedding} in host memory"
+    host = f"in host memory ({amount(found.host_bytes)}{f' and {embedding}' if found.embedding else ''})"
     if set(found.expert_blocks).issuperset(found.in_host_memory):
         return f"the experts of {len(hosted)} of {found.layers} layers {host}, everything else on the device"
     if len(hosted) == found.layers:
@@ -20,10 +23,11 @@ def places_in_words(found: Residency) -> str:
     return f"{found.layers - len(hosted)} of {found.layers} layers on the device, {len(hosted)} {host}"
 
 
-def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int) -> str:
-    """What takes the device memory that layers do not get, in bytes."""
+def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int, embeds: bool) -> str:
+    """What takes the device memory that layers do not get, in bytes; `embeds`: the input embedding is on the device."""
+    outside = "embedding and head" if embeds else "the output head"
     return (
-        f" by embedding and head ({amount(outside_bytes)}), KV cache ({amount(job.cache_device_bytes)}), "
+        f" by {outside} ({amount(outside_bytes)}), KV cache ({amount(job.cache_device_bytes)}), "
         f"activations ({amount(activations)}) and a reserve ({amount(reserve)}), of {amount(job.free_device_bytes or 0)} free"
     )
 
