@@ -86,7 +86,7 @@ class HostEmbedding:
         module.forward = self.rows
 
     def rows(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the ids `input`, [..., columns]; on a GPU an id beyond the table is a device-side assert, as it is for PyTorch."""
+        """Return the rows of the ids `input`, [..., columns]; on a GPU an id beyond the table is a device-side assert, as in PyTorch."""
         if not input.is_cuda:
             return F.embedding(input, self.table)
         out = torch.empty(*input.shape, self.table.shape[1], dtype=self.table.dtype, device=input.device)
