@@ -282,6 +282,7 @@ def test_what_is_counted_is_what_tokens_chose(family, bits, kept, monkeypatch):
     assert found.moved.cores_bytes_per_step == watched.missed_bytes / (GEN - 1), "all other blocks stay on the device"
     # and on a GPU the cores' results cross the link, in the dtype of the model
     results = layers * BATCH * loaded.model.config.hidden_size * 4 if loaded.device.type == "cuda" else 0
+    results += BATCH * feeder_of(loaded).residency.row_bytes
     assert found.moved.host_to_device_bytes_per_step == found.experts.loaded_bytes_per_step + results
     looks = (GEN - 1) // 2
     assert counts.loaded_bytes == looks * sum(slots.expert_bytes for slots in watched.cache.blocks)

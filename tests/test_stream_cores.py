@@ -106,7 +106,7 @@ def test_passes_in_any_order_fetch_what_they_need_and_no_more(depth, checkpoints
     folder = checkpoints("llama")
     loaded, _, ranks = load(folder, cpu_compute="0.5", ring_depth=depth)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    of_long = feeder_of(loaded).residency.host_bytes
+    of_long, of_token = feeder_of(loaded).residency.host_bytes, feeder_of(loaded).residency.row_bytes
     of_short = loaded.facts["stream"]["fetched_bytes"]
     few = torch.randint(0, VOCAB, (BATCH, 1), device=ranks.device)
     many = torch.randint(0, VOCAB, (BATCH, 12), device=ranks.device)
@@ -117,7 +117,7 @@ def test_passes_in_any_order_fetch_what_they_need_and_no_more(depth, checkpoints
                 before = loaded.transfers.host_to_device_bytes
                 ids = many if kind == "m" else few
                 found = loaded.model(ids, use_cache=False).logits.cpu()
-                moved.append(loaded.transfers.host_to_device_bytes - before)
+                moved.append(loaded.transfers.host_to_device_bytes - before - ids.numel() * of_token)
                 torch.testing.assert_close(found, plain(ids.cpu()).logits, atol=1e-4, rtol=1e-4)
             if len(set(order)) == 1 and ranks.device.type == "cpu":  # behind two of a kind the third is known
                 assert set(moved[3:]) == {of_long if order[0] == "m" else of_short}
