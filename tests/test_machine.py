@@ -336,6 +336,23 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
     assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
 
 
+def test_a_device_fetches_no_more_experts_than_it_misses():
+    """Where it fetches all of a whole number of them, which the expected number is rounded to."""
+    rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=3GB/s,memory=1000GB/s,matmul=100TFLOP/s"
+    said = []
+    for gib in (7, 8):
+        plan = planned(
+            "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", machine_of(None, f"gpus=1x{gib}GiB,{rates}")
+        )
+        assert (
+            plan.weights.cores_bytes >= 0 and "over the link; the host's cores multiply " in plan.weights.in_words()[0]
+        )
+        said.append(
+            "cores multiply 0 bytes (the experts that tokens choose, of 16.9 GiB)" in plan.weights.in_words()[0]
+        )
+    assert said == [True, False]
+
+
 def test_a_plan_fits_only_where_the_reserve_of_device_memory_stays_free():
     """The device is as large as the plan asks for, and a byte smaller."""
     machine = machine_of(None, "gpus=1x80GiB,host=256GiB")

@@ -188,9 +188,9 @@ class Residency:
         exponent = 1 + USE_VARIES * (experts.number / max(1, experts.chosen) - 1) ** 0.5
         return experts.number * experts.share_read(self.few_tokens) * others**exponent
 
-    def _fetched(self, block: int, missed: float) -> int:
+    def _fetched(self, block: int, missed: float) -> float:
         """Return how many of `missed` experts the device fetches."""
-        return self.quota[round(missed)] if self.quota and block in self.computed else 0
+        return min(missed, self.quota[round(missed)]) if self.quota and block in self.computed else 0.0
 
     def with_share_computed(self, share: float) -> Residency:
         """The same with `share` of the bytes in host memory multiplied by the cores, as near as whole blocks come to it, spread

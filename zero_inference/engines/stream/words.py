@@ -54,7 +54,7 @@ def cores_in_words(cores: CoresPlan, found: Residency) -> str:
     threads = len(cores.cpus)
     who = f"{threads} thread{'s' * (threads > 1)} ({cores.instructions})" if cores.instructions else "the host's cores"
     one = bool(cores.instructions) and threads == 1
-    tasks = [f"multipl{'ies' if one else 'y'} {_products_in_words(found)}"] if found.computed_bytes else []
+    tasks = [f"multipl{'ies' if one else 'y'} {_products_in_words(found)}"] if found.computed else []
     if cores.attends:
         tasks.append(f"attend{'s' * one} over {amount(cores.kv_bytes)} of keys and values")
     for_ranks = f" for {cores.ranks} ranks" if cores.ranks > 1 else ""
