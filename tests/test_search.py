@@ -693,6 +693,20 @@ def test_faster_options_are_named_with_their_factor():
     assert said.endswith("; measure it with zero-inference link --save, or add it to --assume.")
 
 
+def test_readme_shows_what_a_plan_prints(capfd):
+    """Some of its lines, as they are."""
+    asked, shown = re.search(
+        r"^zero-inference (plan [^\n]*--machine[^\n]*)\n```\n\n```text\n(.*?)```",
+        (ROOT / "README.md").read_text(),
+        re.M | re.S,
+    ).groups()
+    assert console_main(["zero-inference", *shlex.split(asked)]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    assert (
+        shown.splitlines() == [line for line in printed if line in shown.splitlines()] and len(shown.splitlines()) > 5
+    )
+
+
 def test_what_auto_did_not_choose_is_printed_with_the_option_to_type(capfd):
     """70B on a 24 GB card: 16 bits fit, at a fifth of the speed that 4 bits have. Plan, dry run and its JSON say so."""
     where = ["--machine", "rtx4090", "--assume", "host=256GiB,cores=60GB/s"]
