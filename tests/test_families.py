@@ -24,6 +24,7 @@ from zero_inference import load
 from zero_inference.cores.quantize import quantize
 from zero_inference.engines.deepspeed.quantization import QuantizedFunctionals, plan_quantization, quantize_parameter
 from zero_inference.engines.stream.blocks import lay_out_blocks
+from zero_inference.engines.stream.head import find_head
 from zero_inference.errors import UsageError
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
@@ -240,7 +241,7 @@ def leads(model) -> tuple[torch.Tensor, float]:
 
 
 def with_stream_weights(model: nn.Module) -> nn.Module:
-    """A copy with decoder layers as the stream engine's int4 codes restore them."""
+    """A copy with decoder layers as the stream engine's int4 codes restore them, and an untied head as its int8 codes do."""
     model, scheme = copy.deepcopy(model), GroupQuantization(4, GROUP, torch.float32)
     blocks, layouts, _ = lay_out_blocks(model, scheme, 1, False)
     _, layers = decoder_layers(model)
@@ -252,6 +253,9 @@ def with_stream_weights(model: nn.Module) -> nn.Module:
                 restored = torch.empty_like(values, memory_format=torch.contiguous_format)
                 dequantize(*quantize(values, scheme), 4, GROUP, restored)
                 values.copy_(restored)
+    if head := find_head(model, torch.float32, (GROUP, 64)):
+        values = model.get_parameter(head.name).data
+        dequantize(*quantize(values.clone(), head.scheme), 8, head.scheme.group_size, values)
     return model
 
 

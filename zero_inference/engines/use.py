@@ -122,6 +122,11 @@ class UseOfMachine:
         """Tokens up to which the device multiplies with quantized weights as they are stored; above them it restores these first."""
         return 0
 
+    @property
+    def head_bytes(self) -> tuple[int, int]:
+        """Bytes of an output head that is quantized by itself: in the model's dtype, and as it is stored; zeros where it is not."""
+        return 0, 0
+
     def share_on_cores(self) -> tuple[float, float]:
         """Of the bytes of decoder layers without experts, and of those of experts, what the host's cores multiply in a decode step."""
         return 0.0, 0.0

@@ -106,7 +106,8 @@ def _weights(job: Job, plan: Plan | DoesNotFit) -> str:
     if not isinstance(plan, Plan):
         return plain
     config, stored = job.config, plan.weights.weight_bytes
-    size = f"{amount(stored)} in int{config.quant_bits} ({plain})" if config.quantized else plain
+    head = ", output head in int8" if plan.weights.head_bytes[0] and config.quant_bits != 8 else ""
+    size = f"{amount(stored)} in int{config.quant_bits}{head} ({plain})" if config.quantized else plain
     return f"{size}; {plan.weights.places_in_words()}"
 
 

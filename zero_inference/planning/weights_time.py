@@ -31,11 +31,13 @@ def weights_s_of(
     fused = config.quantized and tokens <= plan.fused_rows
     together = pairs_together(tokens * chosen, number) if number and fused else max(1, tokens)
     read = mean_reads(tokens, of_token, together)
+    plain_head, stored_head = plan.head_bytes
     in_layers = traced.total("layer_bytes") + traced.total("expert_bytes")
     if plan.quantizes_all:
         stored = plan.weight_bytes / max(1, job.sizes.parameter_bytes)
     else:
-        stored = (plan.weight_bytes - (job.sizes.parameter_bytes - in_layers)) / max(1, in_layers)
+        others = job.sizes.parameter_bytes - in_layers - plain_head + stored_head
+        stored = (plan.weight_bytes - others) / max(1, in_layers)
     memory = description.device_gb_per_s or float("inf")
     plain = job.spec.dtype_name
     kind = f"int{config.quant_bits}" if config.quantized else plain
@@ -69,10 +71,21 @@ def weights_s_of(
     of_layers, of_experts = of_weight(tokens), of_weight(of_expert)
     outside = of_layers if plan.quantizes_all else of_plain(tokens)
 
+    def of_head() -> tuple[float, float]:
+        """As `of_weight`, of a head that is quantized by itself, which multiplies the last token of each sequence."""
+        rows, share = job.rank_batch, stored_head / plain_head
+        if found := product_time(description, "int8", rows):
+            return share / found.gb_per_s, found.call_s
+        restores = (1.0, of_plain(rows)[0]) if rows > plan.fused_rows and job.on_gpu else (0.0, 0.0)
+        return (share + restores[0]) / memory + restores[1], 0.0
+
+    head = of_head() if plain_head else outside
+
     def seconds(operator: Operator) -> float:
         calls = bool(operator.flops) and not (fused and operator.same_input)  # of a kernel of its own
+        is_head = operator.flops > 0 and 0 < plain_head <= operator.outside_bytes
         parts = (
-            (1.0, operator.outside_bytes, 1.0, outside),
+            (1.0, operator.outside_bytes, 1.0, head if is_head else outside),
             (1 - of_cores[0], operator.layer_bytes, 1.0, of_layers),
             (1 - of_cores[1], operator.expert_bytes, read, of_experts),  # by one kernel, whichever are chosen
         )

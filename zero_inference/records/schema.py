@@ -247,6 +247,7 @@ class StreamPlacement:
         "why the cores do not attend over the KV cache in host memory; null if they do, or if it is on the device",
         default=None,
     )
+    head_bits: int | None = key("bit", "of the output head's codes; null where it is not quantized", default=None)
     decode_graph: DecodeGraph | None = key("", "decode steps as CUDA graphs", only_with=_GRAPH, default=None)
 
 

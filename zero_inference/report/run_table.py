@@ -92,10 +92,12 @@ def _range(times_s: Sequence[float]) -> str:
 
 def sizes_in_words(request: Request, measured: Measured, engine: EngineFacts) -> str:
     """Return the sizes of the run on one line: in GiB, or each in its own unit where one of them is small."""
-    share = engine.quantized_fraction
+    share, bits = engine.quantized_fraction, f"int{request.quant_bits}"
+    if request.quant_bits != 8 and engine.stream is not None and engine.stream.head_bits:
+        bits += f" and int{engine.stream.head_bits}"
     parts = [
         ("model", measured.model_bytes, " at 16 bits"),
-        ("stored", measured.weight_bytes, "" if share is None else f" ({share:.1%} int{request.quant_bits})"),
+        ("stored", measured.weight_bytes, "" if share is None else f" ({share:.1%} {bits})"),
         ("KV cache", measured.cache_bytes, ""),
         ("peak GPU", measured.peak_gpu_bytes, ""),
         ("peak host", measured.peak_host_bytes, ""),

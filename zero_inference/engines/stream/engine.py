@@ -17,6 +17,7 @@ from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.embedding import HostEmbedding
 from zero_inference.engines.stream.feeder import BlockFeeder
 from zero_inference.engines.stream.graphs import cuda_graphs, repeated_call
+from zero_inference.engines.stream.head import HeadWeight, QuantizedHead
 from zero_inference.engines.stream.plan import StreamPlan, plan
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.step_graph import StepGraph
@@ -45,17 +46,21 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     model, ranks = job.skeleton.model, job.ranks
     store = BlockStore(residency.layouts, set(residency.resident), ranks, plan.pinned, residency.computed)
     prefix, layers = decoder_layers(model)
-    placed = _Placement(model, prefix, residency, store, scheme, ranks.device)
+    placed = _Placement(model, prefix, residency, store, scheme, ranks.device, plan.head)
     load_weights(model, job.spec, job.config.seed, ranks.device, placed.adopt, progress)
     store.complete()
     # more than was planned where a checkpoint unties what config.json ties
     residency.outside_bytes = sum(p.nbytes for name, p in model.named_parameters() if name not in placed.where)
+    residency.outside_bytes += plan.head_bytes[1]
     model.to(ranks.device)  # buffers
     if job.on_gpu:
         torch.cuda.empty_cache()  # else ring and workspace are carved out of what quantizing took, and the remainders stay unusable
     transfers = Transfers()
     team = CoreTeam(plan.cores, job, residency, store, scheme, transfers) if plan.cores is not None else None
     feeder = BlockFeeder(model, residency, store, scheme, ranks, transfers, job.group, team)
+    head = None
+    if plan.head is not None:
+        head = QuantizedHead(model.get_submodule(plan.head.module), plan.head, placed.packed_head, feeder.workspace)
 
     meeting = None
     if team is not None and team.plan.attends:
@@ -78,6 +83,8 @@ def load(plan: StreamPlan, progress: Progress = lambda done: None) -> LoadedMode
     def close() -> None:
         if graph is not None:
             graph.close()
+        if head is not None:
+            head.close()
         if team is not None:
             team.close()  # before what it reads goes
         feeder.close()
@@ -150,17 +157,18 @@ def _facts(plan: StreamPlan, model: nn.Module) -> dict[str, Any]:
             **_kept_experts(residency),
             "cores": None if plan.cores is None else plan.cores.facts(residency.computed_bytes),
             "no_attention_because": plan.no_attention,
+            "head_bits": None if plan.head is None else plan.head.scheme.bits,
             "decode_graph": None if plan.job.config.decode_graph == "off" else DecodeGraph(plan.no_graph or TOO_SHORT),
         }
     }
     if plan.scheme is not None:
-        quantized, skipped, total = _quantized_share(model, residency)
+        quantized, skipped, total = _quantized_share(model, residency, plan.head)
         facts |= {"quantized_fraction": quantized / total, "not_quantized": skipped}
     return facts
 
 
 class _Placement:
-    """Takes each parameter over as it is read: into the store, into the embedding's host memory, or onto the device where it is."""
+    """Takes each parameter over as it is read: into the store, the embedding's host memory, the head's codes, or onto the device."""
 
     def __init__(
         self,
@@ -170,8 +178,10 @@ class _Placement:
         store: BlockStore,
         scheme: GroupQuantization | None,
         device: torch.device,
+        head: HeadWeight | None,
     ):
-        self.store, self.scheme, self.device = store, scheme, device
+        self.store, self.scheme, self.device, self.head = store, scheme, device, head
+        self.packed_head: tuple[torch.Tensor, ...] = ()
         self.model, self.table = model, residency.embedding
         self.embedding: HostEmbedding | None = None
         self.where = {
@@ -181,7 +191,9 @@ class _Placement:
         }
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
-        if self.table is not None and name == self.table.weight:
+        if self.head is not None and name == self.head.name:
+            self.packed_head = self.head.packed(parameter.data, self.device)
+        elif self.table is not None and name == self.table.weight:
             module = self.model.get_submodule(self.table.module)
             self.embedding = HostEmbedding(module, parameter.data, self.store.pinned)
         elif name not in self.where:
@@ -195,7 +207,7 @@ class _Placement:
         )  # until the feeder points it at a slot
 
 
-def _quantized_share(model: nn.Module, residency: Residency) -> tuple[int, list[str], int]:
+def _quantized_share(model: nn.Module, residency: Residency, head: HeadWeight | None) -> tuple[int, list[str], int]:
     """Elements that are quantized, names of matrices that are not, and all elements."""
     prefix, _ = decoder_layers(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -203,6 +215,9 @@ def _quantized_share(model: nn.Module, residency: Residency) -> tuple[int, list[
         embedding = model.get_submodule(residency.embedding.module)
         shapes[residency.embedding.weight] = embedding.num_embeddings, embedding.embedding_dim
     packed = set()
+    if head is not None:
+        shapes[head.name] = head.shape
+        packed.add(head.name)
     for block, layout in zip(residency.blocks, residency.layouts):
         for stored in layout.parameters:
             name = block.full_name(prefix, stored.name)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from zero_inference.config.choices import LEAST_RING_DEPTH
+from zero_inference.config.choices import GROUP_SIZES, LEAST_RING_DEPTH
 from zero_inference.cores.quantize import quantize
 from zero_inference.engines.base import EnginePlan, Footprint, Job
 from zero_inference.engines.stream import words
@@ -26,6 +27,8 @@ from zero_inference.engines.stream.cores import (
     why_not_attending,
 )
 from zero_inference.engines.stream.embedding import EmbeddingTable, table_for_host
+from zero_inference.engines.stream.head import BITS, HeadWeight, find_head
+from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.pace import paced_s, slots_in_steps
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
@@ -56,6 +59,7 @@ class StreamPlan(EnginePlan):
         no_graph: why decode steps are not CUDA graphs, in a few words; None if they may be.
         no_attention: why the cores do not attend over keys and values in host memory, in a few words; None if they do, or if there are
             none.
+        head: the output head where it is quantized; None where it keeps its dtype.
     """
 
     residency: Residency
@@ -64,6 +68,7 @@ class StreamPlan(EnginePlan):
     cores_stay_out: str | None = None
     no_graph: str | None = None
     no_attention: str | None = None
+    head: HeadWeight | None = None
 
     def prepare(self) -> None:
         """See `EnginePlan`."""
@@ -79,22 +84,23 @@ class StreamPlan(EnginePlan):
 
     def as_stored(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """See `EnginePlan`."""
-        transposed = self._packed.get(name)
-        if self.scheme is None or transposed is None:
+        if name not in self._packed:
             return values
+        scheme, transposed = self._packed[name]
         values = values.to(self.job.ranks.device)  # as the store does
         values = values.mT if transposed else values
         restored = torch.empty_like(values, memory_format=torch.contiguous_format)
-        codes, scale, minimum = quantize(values, self.scheme)
-        dequantize(codes, scale, minimum, self.scheme.bits, self.scheme.group_size, restored)
+        codes, scale, minimum = quantize(values, scheme)
+        dequantize(codes, scale, minimum, scheme.bits, scheme.group_size, restored)
         return restored.mT if transposed else restored
 
     @functools.cached_property
-    def _packed(self) -> dict[str, bool]:
-        """Return by name of each quantized matrix whether it is stored transposed."""
+    def _packed(self) -> dict[str, tuple[GroupQuantization, bool]]:
+        """Return by name of each quantized matrix how it is stored, and whether it is transposed."""
         prefix, _ = decoder_layers(self.job.skeleton.model)
-        return {
-            block.full_name(prefix, stored.name): stored.transposed
+        found = {} if self.head is None else {self.head.name: (self.head.scheme, False)}
+        return found | {
+            block.full_name(prefix, stored.name): (self.scheme, stored.transposed)
             for block, layout in zip(self.residency.blocks, self.residency.layouts)
             for stored in layout.parameters
             if stored.packed is not None
@@ -219,6 +225,11 @@ class StreamPlan(EnginePlan):
         fits = self.job.config.group_size in FUSED_GROUP_SIZES and self.job.spec.dtype in FUSED_DTYPES
         return FUSED_ROWS if self.job.on_gpu and fits else 0
 
+    @property
+    def head_bytes(self) -> tuple[int, int]:
+        """See `EnginePlan`."""
+        return (0, 0) if self.head is None else (self.head.plain_bytes, self.head.stored_bytes)
+
     def share_on_cores(self) -> tuple[float, float]:
         """See `EnginePlan`. What the device keeps of experts it multiplies itself; without a GPU the CPU is the device, and how fast it
         multiplies codes is measured as such."""
@@ -333,6 +344,7 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         reason,
         no_graph,
         no_attention,
+        _head(job, scheme, residency.layouts),
         weight_bytes=residency.stored_bytes,
         fetched_bytes=residency.nbytes_of(residency.fetched)
         + round(residency.staged_bytes)
@@ -414,11 +426,24 @@ def without_spare_slots(job: Job, found: Residency, scheme: GroupQuantization | 
 
 
 def _laid_out(job: Job, scheme: GroupQuantization | None, divided: bool) -> Any:
-    """Return the result of `lay_out_blocks`, which is called once."""
+    """Return the result of `lay_out_blocks`, which is called once, with the bytes that a quantized head takes."""
     ranks = job.ranks.world_size
-    return job.skeleton.once(
+    blocks, layouts, outside = job.skeleton.once(
         ("blocks", scheme, ranks, divided), lambda: lay_out_blocks(job.skeleton.model, scheme, ranks, divided)
     )
+    head = _head(job, scheme, layouts)
+    return blocks, layouts, outside if head is None else outside - head.plain_bytes + head.stored_bytes
+
+
+def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLayout]) -> HeadWeight | None:
+    """Return the output head if it is to be quantized: with layers whose workspace holds rows of it."""
+    if scheme is None:
+        return None
+    asked = job.config.quant_group_size
+    sizes = GROUP_SIZES[BITS] if asked is None else asked, GROUP_SIZES[BITS]
+    found = job.skeleton.once(("head", sizes), lambda: find_head(job.skeleton.model, job.spec.dtype, sizes))
+    fits = found is not None and found.row_bytes <= max(layout.workspace_bytes for layout in layouts)
+    return found if fits else None
 
 
 def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:
