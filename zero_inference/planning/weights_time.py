@@ -74,7 +74,7 @@ def weights_s_of(
     def of_head() -> tuple[float, float]:
         """As `of_weight`, of a head that is quantized by itself, which multiplies the last token of each sequence."""
         rows, share = job.rank_batch, stored_head / plain_head
-        if found := product_time(description, "int8", rows):
+        if (found := product_time(description, "int8", rows)) and (plan.fused_rows or not codes):
             return share / found.gb_per_s, found.call_s
         restores = (1.0, of_plain(rows)[0]) if rows > plan.fused_rows and job.on_gpu else (0.0, 0.0)
         return (share + restores[0]) / memory + restores[1], 0.0

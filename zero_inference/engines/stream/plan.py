@@ -441,7 +441,9 @@ def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLay
         return None
     asked = job.config.quant_group_size
     sizes = GROUP_SIZES[BITS] if asked is None else asked, GROUP_SIZES[BITS]
-    found = job.skeleton.once(("head", sizes), lambda: find_head(job.skeleton.model, job.spec.dtype, sizes))
+    found = job.skeleton.once(
+        ("head", job.spec.dtype, sizes), lambda: find_head(job.skeleton.model, job.spec.dtype, sizes)
+    )
     fits = found is not None and found.row_bytes <= max(layout.workspace_bytes for layout in layouts)
     return found if fits else None
 
