@@ -327,7 +327,7 @@ def planned(options: str, machine, skeletons: dict[tuple, Skeleton] = BUILT):
 def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
     """Their memory comes out of the ring's, where that has slots to spare; else fewer or none are fetched."""
     fetch = []
-    for model, gib in (("mixtral-8x7b", 9), ("qwen3-30b-a3b", 5.7), ("qwen3-30b-a3b", 8)):
+    for model, gib in (("mixtral-8x7b", 9), ("qwen3-30b-a3b", 5.5), ("qwen3-30b-a3b", 8)):
         rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
         machine = machine_of(None, f"gpus=1x{gib}GiB,{rates}")
         plan = planned(f"--model {model} --dummy --engine stream --quant-bits 4 --batch-size 8", machine)
@@ -340,7 +340,7 @@ def test_a_device_fetches_no_more_experts_than_it_misses():
     """Where it fetches all of a whole number of them, which the expected number is rounded to."""
     rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=3GB/s,memory=1000GB/s,matmul=100TFLOP/s"
     said = []
-    for gib in (7, 8):
+    for gib in (6.7, 7.4):
         plan = planned(
             "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4", machine_of(None, f"gpus=1x{gib}GiB,{rates}")
         )
@@ -645,7 +645,8 @@ def says_what_was_counted(plan, record: dict) -> None:
     """What is stored is equal, and what a step moves to a thousandth: DeepSpeed keeps a few vectors more or fewer on the device, and
     keys and values grow."""
     moved = plan.moved_per_step()
-    assert plan.weight_bytes == record["weight_bytes"]
+    plain, stored = (0, 0) if "head_bits" in (record.get("stream") or {}) else plan.head_bytes  # in 16 bits until then
+    assert plan.weight_bytes - stored + plain == record["weight_bytes"]
     for name in ("host_to_device", "device_to_host", "disk_read", "cores"):
         key = f"{name}_bytes_per_step"
         assert (getattr(moved, key) or 0) == pytest.approx(record["transfers"].get(key) or 0, rel=1e-3), name
