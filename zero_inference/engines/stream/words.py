@@ -24,7 +24,7 @@ def places_in_words(found: Residency) -> str:
 
 
 def others_in_words(job: Job, outside_bytes: int, activations: int, reserve: int, embeds: bool) -> str:
-    """What takes the device memory that layers do not get, in bytes; `embeds`: the input embedding is on the device."""
+    """Return what takes the device memory that layers do not get; `embeds`: the input embedding is on the device."""
     outside = "embedding and head" if embeds else "the output head"
     return (
         f" by {outside} ({amount(outside_bytes)}), KV cache ({amount(job.cache_device_bytes)}), "
