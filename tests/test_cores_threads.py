@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import threading
-import time
-import traceback
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
+from conftest import ROOT
 
-from zero_inference.cores.attention import attention
-from zero_inference.cores.cores import Cores
-from zero_inference.cores.products import linear
-from zero_inference.cores.quantize import quantize
 from zero_inference.cores.threads import choose_cpus, choose_own_cpus, numa_node_of_gpu
-from zero_inference.errors import RunError, UsageError
-from zero_inference.link.cores import read_gb_per_s
-from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.errors import UsageError
 
 
 def machine(root: Path, cores: int, threads_of_core: int = 1, nodes: int = 1, quota: str | None = None) -> set[int]:
@@ -90,33 +81,44 @@ def test_the_node_of_a_gpu(tmp_path):
     assert numa_node_of_gpu(0, 2, 0, str(tmp_path)) is None
 
 
+FEW_THREADS = """
+import os, resource, threading, time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_inference.cores.attention import attention
+from zero_inference.cores.cores import Cores
+from zero_inference.cores.products import linear
+from zero_inference.cores.quantize import quantize
+from zero_inference.errors import RunError
+from zero_inference.link.cores import read_gb_per_s
+from zero_inference.quantization.groups import GroupQuantization
+
+weight, x, threads = torch.randn(4096, 64), torch.randn(3, 64), 256
+query, keys, values = torch.randn(2, 8, 1, 64), torch.randn(1, 2, 2, 500, 64), torch.randn(1, 2, 2, 500, 64)
+expected = linear(x, weight, threads=1), attention(query, keys, values, threads=1)
+scheme = GroupQuantization(4, 32, torch.float32)
+codes = quantize(weight, scheme)
+torch.set_num_threads(1)  # else OpenMP ends the process
+torch.get_num_threads = lambda: threads  # that quantizing asks for
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20), resource.RLIM_INFINITY))
+with pytest.raises(RuntimeError):
+    [threading.Thread(target=time.sleep, args=(1,), daemon=True).start() for _ in range(threads)]
+found = linear(x, weight, threads=threads), attention(query, keys, values, threads=threads)
+assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected))
+assert all(torch.equal(*pair) for pair in zip(quantize(weight, scheme), codes))
+with pytest.raises(RunError, match="256 CPU threads could not be started"):
+    Cores([-1] * threads, spin_us=0)
+with pytest.raises(RunError, match="256 CPU threads could not be started"):
+    read_gb_per_s((-1,) * threads, memory=torch.zeros(1 << 16, dtype=torch.uint8))
+os._exit(0)
+"""
+
+
 def test_where_the_system_allows_no_more_threads_those_that_there_are_compute_all():
-    """In a child that has memory for its libraries and no thread's stack more."""
-    weight, x, threads = torch.randn(4096, 64), torch.randn(3, 64), 256
-    query, keys, values = torch.randn(2, 8, 1, 64), torch.randn(1, 2, 2, 500, 64), torch.randn(1, 2, 2, 500, 64)
-    expected = linear(x, weight, threads=1), attention(query, keys, values, threads=1)
-    scheme = GroupQuantization(4, 32, torch.float32)
-    codes = quantize(weight, scheme)
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            torch.set_num_threads(1)  # else OpenMP ends the process
-            torch.get_num_threads = lambda: threads  # that quantizing asks for
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (4 << 20), resource.RLIM_INFINITY))
-            with pytest.raises(RuntimeError):
-                [threading.Thread(target=time.sleep, args=(1,)).start() for _ in range(threads)]
-            found = linear(x, weight, threads=threads), attention(query, keys, values, threads=threads)
-            assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected))
-            assert all(torch.equal(*pair) for pair in zip(quantize(weight, scheme), codes))
-            with pytest.raises(RunError, match="256 CPU threads could not be started"):
-                Cores([-1] * threads, spin_us=0)
-            with pytest.raises(RunError, match="256 CPU threads could not be started"):
-                read_gb_per_s((-1,) * threads, memory=torch.zeros(1 << 16, dtype=torch.uint8))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
+    """In a process that has memory for its libraries and no thread's stack more."""
+    done = subprocess.run([sys.executable, "-c", FEW_THREADS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

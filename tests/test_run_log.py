@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import termios
 import threading
 
 import pytest
@@ -308,14 +307,18 @@ def test_what_fails_before_the_weights_are_read_leaves_a_record_too(run, tmp_pat
 def test_a_terminal_that_hangs_up_is_the_reason_in_the_record(checkpoints, tmp_path):
     """And not what the progress line says when there is no terminal left to write it on."""
     ours, terminal = os.openpty()
+    # not a function for the child: this process would be copied for it, which is too large for some machines
+    in_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     run = subprocess.Popen(
-        [sys.executable, ROOT / "run_model.py", "--model", checkpoints("llama"), "--engine", "resident"]
+        [sys.executable, "-c", in_terminal]
+        + [sys.executable, ROOT / "run_model.py", "--model", checkpoints("llama"), "--engine", "resident"]
         + ["--prompt-len", "8", "--gen-len", "50", "--loops", "100000", "--log-file", tmp_path / "run.log"],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(terminal)
     shown = b""
