@@ -14,7 +14,7 @@ from zero_inference.cli import main
 from zero_inference.cores.cores import SPIN_US
 from zero_inference.cores.cores import Cores as CoreThreads
 from zero_inference.engines.base import Job
-from zero_inference.engines.stream.cores import SEVERAL_GPUS, why_cores_stay_out
+from zero_inference.engines.stream.cores import NO_LINK, SEVERAL_GPUS, why_cores_stay_out
 from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache.host import SLOTS
 from zero_inference.link import saved
@@ -554,6 +554,8 @@ def test_several_gpus_have_the_cpu_only_where_a_share_is_given():
     one = job_of(options, DescribedMachine(MACHINE))
     two = replace(one, ranks=replace(one.ranks, world_size=2, local_world_size=2))
     assert why_cores_stay_out(one) is None and why_cores_stay_out(two) == SEVERAL_GPUS
+    on_cpus = replace(two, ranks=replace(two.ranks, device=torch.device("cpu")))
+    assert why_cores_stay_out(on_cpus) == NO_LINK, "several ranks without a GPU"
     plan = make_plan(two).weights
     assert not plan.residency.computed and any(SEVERAL_GPUS in line for line in plan.in_words())
     assert why_cores_stay_out(replace(two, config=run_config([*shlex.split(options), "--cpu-compute", "0.3"]))) is None

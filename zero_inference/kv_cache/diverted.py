@@ -68,8 +68,8 @@ def _own_forwards(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _attends_alike(model: PreTrainedModel) -> bool:
-    """Return whether decode steps with the cores' attention equal those with the model's own. Random numbers replace the weights, one layer
-    of each kind computes, with two sequences, one of them padded on the left."""
+    """Return whether decode steps with the cores' attention equal those with the model's own. The trial has random
+    weights, one layer of each kind, and two sequences, one of them padded on the left."""
     return _same_steps(*(_steps_of_trial(*_small_copy(model), attended) for attended in (False, True)))
 
 

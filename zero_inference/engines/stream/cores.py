@@ -124,10 +124,10 @@ def why_cores_stay_out(job: Job) -> str | None:
         )
     if hosts > 1:
         return "the ranks are on several hosts"
-    if share is None and job.ranks.world_size > 1:
-        return SEVERAL_GPUS
     if share is None and not (job.on_gpu and job.machine.gpus()) and not multiplies_codes(job):
         return NO_LINK
+    if share is None and job.ranks.world_size > 1:
+        return SEVERAL_GPUS
     missing = job.machine.missing_code(job.on_gpu)
     if not _is_alone(job):
         missing = next(filter(None, job.ranks.gather_objects(missing)), None)
