@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """The table "What to expect" of README.md and docs/big-models.md, made from committed results.
 
-    python scripts/big_models_table.py            prints it
-    python scripts/big_models_table.py --write    puts it into both, between its two marks
+    python scripts/big_models_table.py [FOLDER]            prints it
+    python scripts/big_models_table.py [FOLDER] --write    puts it into both, between its two marks
 
 A row is a record of benchmarks/results: what was predicted of the run before loading, and what was then measured (in bold). It stands under
-the smallest of some usual sizes of GPU memory that the run stays in. Memory is the peak of the run.
+the smallest of some usual sizes of GPU memory that the run stays in. Memory is the peak of the run. With FOLDER, such as
+benchmarks/results/NAME, which `scripts/measure_gpu.py FOLDER readme` measured, rows are of its records where it has them.
 """
 
 from __future__ import annotations
@@ -18,36 +19,39 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.docs_table import RESULTS, DocsTable, last_record  # noqa: E402
+from zero_inference.records.schema import STATUS_OK  # noqa: E402
 from zero_inference.runtime.tables import Column, significant  # noqa: E402
 
 ONE, MANY = "h200-big-models/bs1", "h200-big-models/bs32"
-# By model and host, with GiB of GPU memory. Of the H200's mixtures only those that lie on the GPU are here: the others ran with greedy
-# tokens, for which random weights choose the same experts again and again.
+# By model: GiB of GPU memory, case of scripts/measure_gpu.py, and the record in whose place it comes, with its host. Of the H200's
+# mixtures only those that lie on the GPU are here: the others ran with greedy tokens, for which random weights choose the same experts
+# again and again.
 ROWS = {
     "Llama-2-13B": [
-        ("H100-2", 8, "h100-big-models/llama-2-13b-8gib-bs1"),
-        ("H200", 8, f"{MANY}/llama-2-13b/trials/01"),
-        ("H200", 12, f"{ONE}/llama-2-13b/trials/02"),
-        ("H200", 24, f"{MANY}/llama-2-13b/trials/04"),
+        (8, "llama-2-13b-8gib-bs1", "H100-2", "h100-big-models/llama-2-13b-8gib-bs1"),
+        (8, "llama-2-13b-8gib-bs32", "H200", f"{MANY}/llama-2-13b/trials/01"),
+        (12, "llama-2-13b-12gib-bs1", "H200", f"{ONE}/llama-2-13b/trials/02"),
+        (24, "llama-2-13b-24gib-bs32", "H200", f"{MANY}/llama-2-13b/trials/04"),
     ],
     "Qwen3-30B-A3B (mixture)": [
-        ("H100-2", 8, "h100-big-models/qwen3-30b-a3b-experts-on-cpu"),
-        ("H100-1", 16, "h100-predicted/qwen3-gpu10"),
-        ("H200", 24, f"{ONE}/qwen3-30b-a3b/trials/04"),
+        (8, "qwen3-30b-a3b-gpu2", "H100-2", "h100-big-models/qwen3-30b-a3b-experts-on-cpu"),
+        (16, "qwen3-30b-a3b-gpu10", "H100-1", "h100-predicted/qwen3-gpu10"),
+        (24, "qwen3-30b-a3b-24gib-bs1", "H200", f"{ONE}/qwen3-30b-a3b/trials/04"),
     ],
     "Mixtral-8x7B (mixture)": [
-        ("H100-1", 24, "h100-predicted/mixtral-16"),
-        ("H200", 48, f"{ONE}/mixtral-8x7b/trials/04"),
+        (24, "mixtral-8x7b-24gib-bs1", "H100-1", "h100-predicted/mixtral-16"),
+        (48, "mixtral-8x7b-48gib-bs1", "H200", f"{ONE}/mixtral-8x7b/trials/04"),
     ],
     "Llama-3.1-70B": [
-        ("H200", 12, f"{ONE}/llama-3.1-70b/trials/01"),
-        ("H200", 24, f"{ONE}/llama-3.1-70b/trials/03"),
-        ("H100-2", 24, "h100-big-models/llama-3.1-70b-24gib-bs1"),
-        ("H200", 24, f"{MANY}/llama-3.1-70b/trials/04"),
-        ("H200", 48, f"{ONE}/llama-3.1-70b/trials/04"),
-        ("H200", 48, f"{MANY}/llama-3.1-70b/trials/02"),
+        (12, "llama-3.1-70b-12gib-bs1", "H200", f"{ONE}/llama-3.1-70b/trials/01"),
+        (24, "llama-3.1-70b-24gib-bs1", "H200", f"{ONE}/llama-3.1-70b/trials/03"),
+        (24, "llama-3.1-70b-24gib-bs1", "H100-2", "h100-big-models/llama-3.1-70b-24gib-bs1"),
+        (24, "llama-3.1-70b-24gib-bs32", "H200", f"{MANY}/llama-3.1-70b/trials/04"),
+        (48, "llama-3.1-70b-48gib-bs1", "H200", f"{ONE}/llama-3.1-70b/trials/04"),
+        (48, "llama-3.1-70b-48gib-bs32", "H200", f"{MANY}/llama-3.1-70b/trials/02"),
     ],
-    "Llama-3.1-405B": [("H200", 140, "h200-kept/thirteenth_host/llama405b-int4-bs32-auto")],
+    "gpt-oss-120b (mixture)": [(24, "gpt-oss-120b-24gib-bs1", "", None)],
+    "Llama-3.1-405B": [(140, "llama-3.1-405b-140gib", "H200", "h200-kept/thirteenth_host/llama405b-int4-bs32-auto")],
 }
 COLUMNS = (
     Column("model", "model, 4 bits", dtype="string"),
@@ -64,23 +68,29 @@ COLUMNS = (
 PAGES = DocsTable(
     COLUMNS,
     [ROOT / "README.md", ROOT / "docs" / "big-models.md"],
-    "<!-- big models: scripts/big_models_table.py -->",
+    "<!-- big models: scripts/big_models_table.py",
     "<!-- end of big models -->",
 )
 
 
-def table() -> str:
+def table(folder: Path | None = None) -> str:
     """Markdown, without a line break at its end."""
-    return PAGES.text([row_of(*each) for each in records()])
+    return PAGES.text([row_of(*each) for each in records(folder)])
 
 
-def records() -> list[tuple[str, str, int, dict[str, Any]]]:
-    """Return model, host, GiB of GPU memory and record of each row."""
-    return [
-        (model, host, gib, last_record(RESULTS / f"{name}.jsonl"))
-        for model, found in ROWS.items()
-        for host, gib, name in found
-    ]
+def records(folder: Path | None = None) -> list[tuple[str, str, int, dict[str, Any]]]:
+    """Return model, host, GiB of GPU memory and record of each row; the records of `folder` (from ROOT) stand in for others once."""
+    found: dict[Path, tuple[str, str, int, dict[str, Any]]] = {}
+    for model, rows in ROWS.items():
+        for gib, case, host, name in rows:
+            path = ROOT / folder / f"{case}.jsonl" if folder else None
+            if path and path.exists() and (record := last_record(path))["status"] == STATUS_OK:
+                gpu = record["environment"]["gpus"][0]["name"].split()[1]
+                found[path] = model, gpu, gib, record
+            elif name:
+                path = RESULTS / f"{name}.jsonl"
+                found[path] = model, host, gib, last_record(path)
+    return list(found.values())
 
 
 def row_of(model: str, host: str, gib: int, record: dict[str, Any]) -> dict[str, Any]:
@@ -105,9 +115,9 @@ def both(record: dict[str, Any]) -> tuple[tuple[float, float], tuple[float, floa
     return (predicted, record["decode_throughput"]), first_token
 
 
-def close_predictions(decode: float, first_token: float) -> tuple[int, int]:
+def close_predictions(decode: float, first_token: float, folder: Path | None = None) -> tuple[int, int]:
     """Return how many rows decode, and begin, in a time that is within these shares of the predicted one."""
-    pairs = [both(record) for *_, record in records()]
+    pairs = [both(record) for *_, record in records(folder)]
     decoded = sum(abs(predicted / measured - 1) <= decode for (predicted, measured), _ in pairs)
     return decoded, sum(abs(measured / predicted - 1) <= first_token for _, (predicted, measured) in pairs)
 
@@ -118,4 +128,6 @@ def rounded(number: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(PAGES.main(sys.argv[1:], __doc__.split("\n")[0], table))
+    sys.exit(
+        PAGES.main(sys.argv[1:], __doc__.split("\n")[0], table, "results of `scripts/measure_gpu.py FOLDER readme`")
+    )

@@ -40,7 +40,7 @@ COLUMNS = (
     Column("record", "record", dtype="string"),
 )
 PAGE = DocsTable(
-    COLUMNS, [ROOT / "docs" / "measured.md"], "<!-- results: scripts/results_table.py -->", "<!-- end of results -->"
+    COLUMNS, [ROOT / "docs" / "measured.md"], "<!-- results: scripts/results_table.py", "<!-- end of results -->"
 )
 BITS = {16: "", 8: "int8", 4: "int4"}
 

@@ -1,38 +1,102 @@
-"""scripts/measure_gpu.sh takes any folder, and keeps what an earlier start measured."""
+"""scripts/measure_gpu.py runs cases of a file within a time limit, and leaves a folder that can be committed."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import json
+import re
+import shlex
+import sys
 
+import pytest
+import yaml
 from conftest import ROOT
 
+from benchmarks.peers import llama_cpp
 
-def measure(folder, *cases, **environment):
-    return subprocess.run(
-        ["bash", ROOT / "scripts" / "measure_gpu.sh", folder, *cases],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+sys.path.insert(0, str(ROOT / "scripts"))
+import measure_gpu  # noqa: E402
+
+SHORT = "--prompt-len 8 --gen-len 3 --loops 1 --warmup 0"
+TINY = f"""
+tiny:
+  planned: 9 plan opt-125m --machine rtx4090 --engine stream --batch-size 1 --quant-bits 4 --prompt-len 8 -- {SHORT}
+  two: 9 run opt-125m --engine resident {SHORT} & -c "print('in RESULTS')"
+  peer: 9 llama_cpp --model llama-3.2-1b
+"""
+QUICK = """
+quick:
+  says: 1 -c "print('measured')"
+  hangs: 1 -c "import time; time.sleep(60)"
+others:
+  long: 50 -c "print(1)"
+  says:
+"""
+LOST = "group:\n  says: 1 -c 'import no_such_module'\n"
 
 
-def test_a_folder_with_spaces_is_one_word(tmp_path):
-    done = measure(tmp_path / "the results", "opt13b-fp16-stream", LAUNCH="printf <%s>\\n")
-    assert done.returncode == 0, done
-    for option, name in (("--log-file", "opt13b-fp16-stream.log"), ("--trace", "opt13b-fp16-stream.trace.json")):
-        assert f"<{option}>\n<{tmp_path}/the results/{name}>\n" in done.stdout
+def measure(folder, text, *arguments):
+    cases = folder.parent / "cases.yaml"
+    cases.write_text(text)
+    return measure_gpu.main([str(folder), "--cases", str(cases), *arguments])
 
 
-def test_a_case_that_fails_takes_nothing_away(tmp_path):
-    (tmp_path / "python3").write_text('#!/bin/sh\necho "$@"\nexit $CODE\n')
-    (tmp_path / "python3").chmod(0o755)
+def test_cases_leave_what_can_be_committed(tmp_path, capsys):
     results = tmp_path / "the results"
-    results.mkdir()
-    (results / "link.txt").write_text("measured\n")
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    assert measure(results, "link", PATH=path, CODE="3").returncode == 1
-    assert (results / "link.txt").read_text() == "measured\n"
-    assert measure(results, "link", PATH=path, CODE="0").returncode == 0
-    assert (results / "link.txt").read_text() == f"-m zero_inference link --disk {results}\n"
+    assert measure(results, TINY, "tiny") == 1
+    assert "left (no time, or no --llama): peer\n" in capsys.readouterr().err
+    kinds = [("planned", "jsonl plan.json txt"), ("two", "jsonl txt")]
+    names = {f"{case}.{kind}" for case, kinds_of in kinds for kind in kinds_of.split()}
+    assert {path.name for path in results.iterdir()} == {*names, "steps.txt", "table.md"}
+    record, plan = (json.loads((results / f"planned.{kind}").read_text()) for kind in ("jsonl", "plan.json"))
+    assert plan["configurations"][0]["command"].endswith(" --engine stream --prompt-len 8 --quant-bits 4")
+    assert (record["engine"], record["quant_bits"], record["gen_len"], record["status"]) == ("stream", 4, 3, "ok")
+    assert record["argv"][record["argv"].index("--log-file") + 1] == "RESULTS/planned.log"
+    assert "in RESULTS\n" in (results / "two.txt").read_text()
+    assert re.fullmatch(r"(planned|two) \d+ s, exit code 0\n" * 2, (results / "steps.txt").read_text())
+    assert not any(str(folder) in path.read_text() for path in results.iterdir() for folder in (ROOT, tmp_path))
+
+
+def test_a_case_that_fails_or_hangs_takes_nothing_away(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure_gpu, "AT_LEAST_S", 10)
+    results = tmp_path / "results"
+    assert measure(results, QUICK, "others", "--limit-s", "40") == 1
+    assert (results / "says.txt").read_text() == "measured\n" and not (results / "long.txt").exists()
+    assert capsys.readouterr().err.endswith("left (no time, or no --llama): long\n")
+    assert measure(results, LOST, "group") == 1
+    assert (results / "says.txt").read_text() == "measured\n" and "no_such_module" in (
+        results / "says.part"
+    ).read_text()
+    assert measure(results, QUICK, "quick") == 1
+    assert capsys.readouterr().err.endswith("failed: hangs\n") and not (results / "says.part").exists()
+    assert [line.split()[-1] for line in (results / "steps.txt").read_text().splitlines()] == ["0", "1", "0", "124"]
+
+
+def test_a_case_that_is_not_there_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        measure(tmp_path / "results", QUICK, "no-such")
+    assert ended.value.code == 2 and "no case 'no-such'; there are quick, others, says" in capsys.readouterr().err
+
+
+def test_every_command_is_one_that_its_program_takes(tmp_path, monkeypatch):
+    from zero_inference.cli import console_parser
+    from zero_inference.options import run_config
+
+    groups = yaml.safe_load((ROOT / "scripts" / "measure_gpu.yaml").read_text())
+    (tmp_path / "llama_cpp_python-1.tar.gz").touch()
+    args, cases = measure_gpu.parse_args([str(tmp_path), *groups, "--llama", str(tmp_path)])
+    for name, (_, lines) in cases.items():
+        for line in lines:
+            program, *options = measure_gpu.command_of(line, name, args)[1:]
+            kind = line.split()[0]
+            if kind == "run":
+                run_config(options)
+            elif kind == "llama_cpp":
+                monkeypatch.setattr(sys, "argv", [program, *options])
+                assert llama_cpp.parse_args().model
+            elif program == "-m":
+                assert options.pop(0) == "zero_inference"
+                console_parser(["zero-inference", *options], []).parse_args(options)
+            else:
+                assert (ROOT / program).is_file()
+            if kind == "plan":
+                run_config([*measure_gpu.RUN, *shlex.split(line.partition(" -- ")[2]), "--model", options[1]])

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -19,7 +20,13 @@ README, MEASURED, BIG_MODELS, KERNELS = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", "docs/measured.md", "docs/big-models.md", "docs/kernels.md")
 )
+PICTURE = ROOT / re.search(r"\(\[records\]\((benchmarks/results/[\w-]+)\), drawn by", README)[1]
 NORMS = ROOT / "benchmarks" / "results" / "26_11_21_19_14"
+
+
+def folder_of(page):
+    argument = big_models_table.PAGES.argument_in(page)
+    return Path(argument.strip()) if argument else None
 
 
 def test_the_table_of_runs_is_that_of_the_records():
@@ -29,12 +36,24 @@ def test_the_table_of_runs_is_that_of_the_records():
 
 @pytest.mark.parametrize("page", [README, BIG_MODELS], ids=["README", "docs"])
 def test_the_table_of_big_models_is_that_of_the_records(page):
-    made = big_models_table.PAGES.put_into(page, big_models_table.table())
-    assert made == page, "run scripts/big_models_table.py --write"
+    argument = big_models_table.PAGES.argument_in(page)
+    made = big_models_table.PAGES.put_into(page, big_models_table.table(folder_of(page)), argument)
+    assert made == page, f"run scripts/big_models_table.py{argument} --write"
+
+
+def test_rows_are_of_the_folder_that_is_named_where_it_has_their_cases(tmp_path):
+    case = "llama-3.1-70b-24gib-bs1"
+    record = draw_engines.last_record(PICTURE / f"{case}.jsonl") | dict(batch_size=77)
+    (tmp_path / f"{case}.jsonl").write_text(json.dumps(record) + "\n")
+    before, after = big_models_table.table().splitlines(), big_models_table.table(tmp_path).splitlines()
+    (row,) = set(after) - set(before)
+    assert " 77 " in row and row.endswith(" H100 |") and len(after) == len(before) - 1, "measured once, of two hosts"
+    page = big_models_table.PAGES.put_into(README, "a table", f" {tmp_path}")
+    assert folder_of(page) == tmp_path and "big_models_table.py --write" not in page
 
 
 def test_the_rates_that_pages_quote_from_the_picture_are_those_it_is_drawn_from():
-    page_locked, repacked, ours = draw_engines.bars()
+    page_locked, repacked, ours = draw_engines.bars(PICTURE)[-3:]
     for bar in (page_locked, ours):
         assert f"first token after {bar.first_token_s:.3g} s, then {bar.rate:.3g} token/s" in README
         assert f"| {bar.first_token_s:.3g} | {bar.rate:.3g} |" in BIG_MODELS
@@ -56,17 +75,19 @@ def test_the_rates_of_peers_on_another_host_are_those_of_its_records():
 
 
 def test_the_picture_is_drawn_for_light_and_dark_pages(tmp_path):
-    draw_engines.draw(tmp_path)
+    draw_engines.draw(PICTURE, tmp_path)
     for name in draw_engines.COLOURS:
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG" and f"docs/images/{name}" in README
 
 
 def test_pages_say_how_many_predictions_of_the_table_were_close():
-    decoded, begun = big_models_table.close_predictions(decode=0.1, first_token=0.15)
-    words = f"Of the {len(big_models_table.records())} rows above, the token/s of {decoded} were within 10% of the prediction, and the "
+    folder = folder_of(README)
+    decoded, begun = big_models_table.close_predictions(decode=0.1, first_token=0.15, folder=folder)
+    rows = len(big_models_table.records(folder))
+    words = f"Of the {rows} rows above, the token/s of {decoded} were within 10% of the prediction, and the "
     words += f"time to first token of {begun} within 15%"
     assert all(words in page.replace("\n", " ") for page in (README, BIG_MODELS))
-    assert all(record["peak_gpu_bytes"] <= gib << 30 for _, _, gib, record in big_models_table.records())
+    assert all(record["peak_gpu_bytes"] <= gib << 30 for _, _, gib, record in big_models_table.records(folder))
 
 
 @pytest.mark.parametrize("case", sorted(path.name for path in NORMS.iterdir() if path.is_dir()))

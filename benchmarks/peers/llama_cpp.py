@@ -82,7 +82,7 @@ def main() -> int:
             weights.unlink()
     result = {
         "peer": "llama.cpp",
-        "version": version or args.version,
+        "version": version,
         "model": preset.name,
         "weights": "Q4_0",
         "weight_bytes": weight_bytes,
@@ -117,7 +117,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--programs", type=Path, metavar="FOLDER", help="take llama-bench from this build folder instead of building"
     )
-    parser.add_argument("--version", default="unknown", help="of --programs, for the result (default: %(default)s)")
     parser.add_argument("--options", action="append", help='of llama-bench, such as "-ngl 44 --no-host 1 -t 15"')
     parser.add_argument(
         "--prompt-lens",
@@ -133,10 +132,13 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def build(args: argparse.Namespace) -> tuple[dict[str, Path], str | None]:
-    """Return the programs by name, unpacked and compiled once, and the version of the package; None for `--programs`."""
+def build(args: argparse.Namespace) -> tuple[dict[str, Path], str]:
+    """Return the programs by name, unpacked and compiled once, and the version of the package, or of `--programs`."""
     if args.programs is not None:
-        return {target: args.programs / folder / target for target, folder in TARGETS.items()}, None
+        programs = {target: args.programs / folder / target for target, folder in TARGETS.items()}
+        said = subprocess.run([programs["llama-bench"], "--version"], capture_output=True, text=True, check=False)
+        found = re.search(r"version: (\S+)", said.stdout + said.stderr)
+        return programs, f"llama.cpp {found[1]}" if found else "unknown"
     source, work = args.source, args.work
     packages = sorted(source.glob("llama_cpp_python-*.tar.*"))
     if not packages:
