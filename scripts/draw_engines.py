@@ -23,7 +23,7 @@ from scripts.docs_table import last_record  # noqa: E402
 
 STREAM, DEEPSPEED, LLAMA_CPP = "llama-3.1-70b-24gib-bs1", "deepspeed-llama-3.1-70b", "llamacpp-llama-3.1-70b-24gib"
 LLAMA_CPP_OPTIONS = {
-    "-ngl 0": "-ngl 0\nCPU alone",
+    "-dev none": "-dev none\nCPU alone",
     "-lm none --no-host 0": "-ngl 50\nweights page-locked",
     "-ngl 50 --no-host 1": "-ngl 50\nweights repacked for the CPU",
 }

@@ -7,7 +7,7 @@
 FOLDER holds the source package of llama-cpp-python (`llama_cpp_python-VERSION.tar.gz` or `.tar.xz`), which has llama.cpp in it;
 nothing is fetched. llama-bench and llama-batched-bench are built with cmake for the processor it runs on, once a work folder. A step of
 batch 1 is measured by llama-bench after a prompt of the asked length, larger batches by llama-batched-bench, whose sequences share one
-prompt. Without `--cuda` both multiply on the CPU alone. With it they are built for the GPU (or taken from `--programs`), and llama-bench
+prompt. Without `--cuda` both multiply on the CPU alone (`-dev none`). With it they are built for the GPU (or taken from `--programs`), and llama-bench
 measures prefill and decode of one sequence with each of `--options`, its own options for what lies where: a row for each number of
 threads. Prompts are fastest with `-lm none --no-host 0` (weights in page-locked memory, which its default of mapping the file is not),
 decode often with `--no-host 1` (repacked for the CPU, where prompts are then computed too). `-p`, `-n`, `-d` and `-r` among the options
@@ -232,7 +232,7 @@ def row_of_options(options: str, threads: int, found: list[dict[str, Any]]) -> d
 def measure(programs: dict[str, Path], weights: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a batch: tokens a second of the decode over all sequences, and seconds of a step."""
     rows = []
-    common = ["-m", str(weights), "-t", str(args.threads)]
+    common = ["-m", str(weights), "-dev", "none", "-t", str(args.threads)]  # none: also a build for GPUs
     if 1 in args.batches:
         depth = ["-p", "0", "-n", str(args.gen_len), "-d", str(args.prompt_len), "-r", str(args.repetitions)]
         found = json.loads(output_of([str(programs["llama-bench"]), *common, *depth, "-o", "json"], args.timeout))[-1]
