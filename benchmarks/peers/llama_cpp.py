@@ -8,11 +8,11 @@ FOLDER holds the source package of llama-cpp-python (`llama_cpp_python-VERSION.t
 nothing is fetched. llama-bench and llama-batched-bench are built with cmake for the processor it runs on, once a work folder. A step of
 batch 1 is measured by llama-bench after a prompt of the asked length, larger batches by llama-batched-bench, whose sequences share one
 prompt. Without `--cuda` both multiply on the CPU alone (`-dev none`). With it they are built for the GPU (or taken from `--programs`), and
-llama-bench measures prefill and decode of one sequence with each of `--options`, its own options for what lies where: a row for each number of
-threads. Prompts are fastest with `-lm none --no-host 0` (weights in page-locked memory, which its default of mapping the file is not),
-decode often with `--no-host 1` (repacked for the CPU, where prompts are then computed too). `-p`, `-n`, `-d` and `-r` among the options
-take the place of what is measured by default; with `-d` one process loads the weights once. The file of weights is removed afterwards;
-with `--keep` it stays, and is used if it is there.
+llama-bench measures prefill and decode of one sequence with each of `--options`, its own options for what lies where: a row for each
+number of threads. Prompts are fastest with `-lm none --no-host 0` (weights in page-locked memory, which its default of mapping the file
+is not), decode often with `--no-host 1` (repacked for the CPU, where prompts are then computed too). `-p`, `-n`, `-d` and `-r` among the
+options take the place of what is measured by default; with `-d` one process loads the weights once. The file of weights is removed
+afterwards; with `--keep` it stays, and is used if it is there.
 """
 
 from __future__ import annotations
