@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from zero_inference import utils
 from zero_inference.models import preset_table
-from zero_inference.models.skeleton import LazyZeros, build_skeleton
+from zero_inference.models.skeleton import OwnPages, build_skeleton
 from zero_inference.models.spec import ModelSpec
 
 # Parameters as the hub counts them in the published weights (tied ones once). OPT-30B, 66B and 175B are
@@ -125,12 +125,22 @@ def test_large_zeros_of_a_model_that_is_built_touch_no_memory():
     for block in freed:
         libc.free(block)
     before = resident_bytes()
-    with LazyZeros():
+    with OwnPages():
         zeros = torch.zeros(2, 1 << 28)
         assert torch.zeros(3).tolist() == [0, 0, 0] and torch.zeros((2, 2), dtype=torch.int8).dtype == torch.int8
     assert resident_bytes() - before < 1 << 28, "2 GiB of float32"
     assert zeros.shape == (2, 1 << 28) and zeros.dtype == torch.float32 and zeros[1, -3:].tolist() == [0, 0, 0]
     libc.free(above)
+
+
+def test_a_model_that_is_built_and_dropped_leaves_no_large_heap():
+    def address_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+    before = address_bytes()
+    for name in ("meta-llama/Llama-2-70b-hf", "deepseek-ai/DeepSeek-V3"):
+        skeleton_of(name)
+    assert address_bytes() - before < 1 << 30
 
 
 def test_opt_66b_gives_the_sizes_of_the_contract():

@@ -22,7 +22,7 @@ from zero_inference.utils import auto_class
 
 Found = TypeVar("Found")
 
-LARGE_ELEMENTS = 1 << 20  # less is written in under a millisecond
+LARGE_ELEMENTS = 1 << 20  # of tensors with pages of their own; fewer are written in under a millisecond
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def empty_model(spec: ModelSpec):
             "qwen3, or run this one in transformers."
         ) from error
     try:
-        with init_empty_weights(include_buffers=False), LazyZeros():
+        with init_empty_weights(include_buffers=False), OwnPages():
             model = family.from_config(spec.config, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
     except Exception as error:  # whatever a config makes transformers and torch stumble over
         if is_out_of_memory(error):
@@ -107,21 +107,28 @@ def empty_model(spec: ModelSpec):
     return model.eval()
 
 
-class LazyZeros(TorchFunctionMode):
-    """Large `torch.zeros` from pages of their own, which the system clears when they are first touched; a heap clears what it has at once.
+class OwnPages(TorchFunctionMode):
+    """Give large `torch.empty` and `torch.zeros` pages of their own: no memory until they are touched, no addresses after the tensor.
 
-    Each parameter is made before it goes to the meta device. Llama-4-Scout makes its experts with `torch.zeros`: writing 129 GB
-    of zeros, only to drop them, took 102 s before a dry run could answer.
+    Each parameter is made before it goes to the meta device. In the heap, parameters of different sizes left gaps: a few plans of
+    large models took 6 GiB of addresses, and a process with more than the machine's memory cannot fork. And a heap clears zeros at
+    once: Llama-4-Scout makes its experts with `torch.zeros`, and writing 129 GB of them took 102 s.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.zeros and not kwargs:
+        kwargs = kwargs or {}
+        if (
+            func in (torch.empty, torch.zeros)
+            and args
+            and {*kwargs} <= {"dtype", "device"}
+            and not kwargs.get("device")
+        ):
             size = torch.Size(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             if size.numel() >= LARGE_ELEMENTS:
-                dtype = torch.get_default_dtype()
+                dtype = kwargs.get("dtype") or torch.get_default_dtype()
                 pages = mmap.mmap(-1, size.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 return torch.frombuffer(pages, dtype=dtype).view(size)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _apply_dtype_plan(model: torch.nn.Module, dtype: torch.dtype) -> None:
