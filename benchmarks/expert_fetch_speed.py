@@ -29,10 +29,11 @@ def main() -> None:
     seconds = seconds_of(lambda turn: device[:EXPERT_BYTES].copy_(host[:EXPERT_BYTES], non_blocking=True))
     print(f"copy engine, one expert: {EXPERT_BYTES / seconds / 1e9:.1f} GB/s")
     for count in (1, 2, 3, 4, 8):
+        places = torch.arange(count, device="cuda")
         chosen = [torch.randint(0, EXPERTS, (count,), device="cuda") for _ in range(REPETITIONS + 5)]
 
-        def fetch(turn: int, chosen: list[torch.Tensor] = chosen) -> None:
-            torch.ops.zero_inference.expert_fetch(chosen[turn], piece, True)
+        def fetch(turn: int, chosen: list[torch.Tensor] = chosen, places: torch.Tensor = places) -> None:
+            torch.ops.zero_inference.expert_fetch(chosen[turn], places, piece, True)
 
         seconds = seconds_of(fetch)
         rate = count * EXPERT_BYTES / seconds / 1e9

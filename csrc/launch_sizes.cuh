@@ -247,7 +247,7 @@ constexpr int kFetchBlocks = 16;
 // Of rows of an embedding table: 128 * 256 * 16 bytes are on their way at once, as many as kMostBlocks fills a link with. Not
 // swept: the rows of a decode step are 16 KB a token, and four blocks read one.
 constexpr int kMostRowBlocks = 128;
-constexpr int kMostExperts = 8192;  // of a layer: an int each in shared memory
+constexpr int kMostExperts = 4096;  // of a layer: 8 bytes each in shared memory
 
 }  // namespace zero_inference::crossing
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from test_attended_cache import prompts, small_model
 from test_cores import error, plain, random
-from test_cores_experts import EXPERTS, HIDDEN, Mixture, a_choice
+from test_cores_experts import HIDDEN, Mixture, a_choice
 from transformers import DynamicCache
 
 from zero_inference.cores.choice import Choice, WeightedRows
 from zero_inference.cores.cores import FLAG_BYTES, STOP, Cores, CoresOfFirstRank, Stage
 from zero_inference.cores.crossing import Crossing, HostSide, StreamSide
-from zero_inference.cores.experts import CHOICES, FIRST_USE, HITS, Between, Expert, add_experts
+from zero_inference.cores.experts import CHOICES, COUNTS, HITS, Between, Expert, add_experts
 from zero_inference.cores.library import needed_library
 from zero_inference.cores.meeting_place import Agreement, MeetingPlace, own_place
 from zero_inference.errors import RunError
@@ -150,13 +150,15 @@ def test_the_device_works_between_input_and_output(meet):
 
 def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(meet):
     """As an expert block calls them: what was chosen is where it was said to be, and the sum is that of all experts."""
-    mixture, use = Mixture.random(torch.float32, 8), torch.zeros(FIRST_USE + EXPERTS, dtype=torch.int64)
+    mixture, use = Mixture.random(torch.float32, 8), torch.zeros(COUNTS, dtype=torch.int64)
     calls, _ = meet(1 << 14, 1 << 14)
     task = add_experts(calls.cores, mixture.experts, Between("silu"), torch.float32, use)
     calls.cores.reserve(task, 5, 3)
+    hits = 0
     for rows in (1, 5):
         x, choice = torch.randn(rows, HIDDEN), a_choice(rows, 3)
         there = choice.experts < 2
+        hits += int(there.sum())
         numbers = torch.where(there, ~choice.experts, choice.experts)
         ones = torch.ones(rows, 1)
         single = [Choice(choice.experts[:, [i]], ones * there[:, [i]]) for i in range(3)]
@@ -165,7 +167,7 @@ def test_experts_of_the_device_are_added_while_the_cores_multiply_the_others(mee
             task, x, Choice(numbers, choice.weights), lambda: WeightedRows(choice.weights, of_device, 0 * of_device)
         )
         assert error(out, mixture.expected(x, choice)) < 1e-5
-    assert use[CHOICES] == 3 * 6 and use[HITS] == use[FIRST_USE : FIRST_USE + 2].sum()
+    assert use[CHOICES] == 3 * 6 and use[HITS] == hits
 
 
 def test_calls_of_a_graph_are_asked_for_whenever_it_is_launched(meet, monkeypatch):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_inference.cores.experts import FIRST_USE
-from zero_inference.engines.stream.expert_cache import ExpertSlots
+from zero_inference.cores.experts import COUNTS
+from zero_inference.engines.stream.expert_cache import KEPT_USE, ExpertSlots, Fetching
 from zero_inference.engines.stream.expert_slots import expert_bytes
 from zero_inference.engines.stream.layout import lay_out
+from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.models.experts import FusedExperts
 from zero_inference.models.feed_forward import ACTIVATIONS
 from zero_inference.quantization.groups import GroupQuantization, dequantize_reference, quantize
@@ -62,9 +63,11 @@ def stored(form: FusedExperts, dtype: torch.dtype, bits: int):
     rows = (
         torch.full((NUMBER + 1,), -1),
         torch.zeros(NUMBER + 1),
-        torch.zeros(FIRST_USE + NUMBER, dtype=torch.int64),
+        torch.zeros(COUNTS, dtype=torch.int64),
     )
-    slots = ExpertSlots(form, layout, SLOTS, buffer, scheme, *rows)
+    streams = DeviceStreams(torch.device("cpu"))
+    fetching = Fetching(torch.arange(NUMBER + 1).clamp(max=1), 1, streams, streams.stream())
+    slots = ExpertSlots(form, layout, SLOTS, buffer, scheme, *rows, fetching)
     assert slots.expert_bytes == expert_bytes(layout, form) and slots.nbytes == SLOTS * slots.expert_bytes
     return slots, buffer, exact
 
@@ -96,17 +99,30 @@ def test_experts_in_slots_and_no_others_are_computed(dtype, bits, form):
     slots.take(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
     kept = {expert for expert in range(NUMBER) if slots.table[expert] >= 0}
     assert kept == {2, 4, 6}
+    one_by_one = 2 * sum(KEPT_USE**passes for passes in range(5))  # of five tokens with two experts each
+    shares = torch.tensor([1, 0, 2, 0, 4, 0, 3]) / 10
+    assert torch.allclose(slots.uses[:NUMBER], one_by_one * shares)
     numbers = torch.stack([torch.randperm(NUMBER)[:4] for _ in range(9)])
     numbers[0] = torch.tensor([0, 3, 5, NUMBER])  # none of those in slots, and what stands for no expert
-    for _ in range(2):
-        x, weights = torch.randn(9, HIDDEN).to(dtype), torch.rand(9, 4)
-        rows = slots.products(x, slots.table[numbers])
-        out = (weights[..., None] * rows.view(9, 4, -1)).sum(1)
+    x, weights = torch.randn(9, HIDDEN).to(dtype), torch.rand(9, 4)
+    rows = slots.rows(x, slots.table[numbers])
+    out = (weights[..., None] * rows.view(9, 4, -1)).sum(1)
+    exact_out = expected(form, exact, kept, x, numbers, weights)
+    assert rows.dtype == dtype and not out[0].count_nonzero()
+    assert float((out.double() - exact_out).norm()) <= BOUNDS[dtype] * float(exact_out.norm())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.activation)
+def test_a_fetched_expert_is_computed_in_the_pass_that_fetches_it_and_kept(form):
+    slots, buffer, exact = stored(form, torch.float32, 8)
+    slots.take(torch.tensor([[6, 2], [6, 4], [4, 6], [2, 4], [4, 0]]), buffer)
+    numbers = torch.tensor([[6, 1, 3], [1, 4, 5]])
+    for kept, fetched in (({6, 4, 1}, 1), ({6, 4, 1}, None)):  # then those that are missed have no place to go to
+        x, weights = torch.randn(2, HIDDEN), torch.rand(2, 3)
+        division = slots.divide(numbers)
+        assert division.fetched.tolist() == [-1 if fetched is None else fetched]
+        found = slots.products(x, division, weights)
+        out = sum((weights[..., None] * rows.view(2, 3, -1)).sum(1) for rows in found[1:])
         exact_out = expected(form, exact, kept, x, numbers, weights)
-        assert rows.dtype == dtype and not out[0].count_nonzero()
-        assert float((out.double() - exact_out).norm()) <= BOUNDS[dtype] * float(exact_out.norm())
-        slot = int(slots.table[4])  # expert 4 goes, 1 comes
-        slots.table[4] = -1
-        slots.load(1, slot)
-        slots.table[1] = slot
-        kept = {1, 2, 6}
+        assert float((out.double() - exact_out).norm()) <= BOUNDS[torch.float32] * float(exact_out.norm())
+        assert {expert for expert in range(NUMBER) if slots.table[expert] >= 0} == kept

@@ -336,6 +336,16 @@ def test_fetched_experts_leave_the_reserve_of_device_memory_alone():
     assert fetch[0] < 2 and 0 < fetch[1] < fetch[2] == 16
 
 
+def test_experts_are_fetched_for_a_given_share_only_where_they_stay():
+    """Else the device would compute what the CPU was asked to."""
+    rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=20GB/s,memory=1000GB/s,matmul=100TFLOP/s"
+    options = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --cpu-compute 1"
+    for gpu_memory, stay in (("--gpu-memory 0", False), ("", True)):
+        residency = planned(f"{options} {gpu_memory}", machine_of(None, f"gpus=1x8GiB,{rates}")).weights.residency
+        assert bool(residency.expert_slots) == bool(residency.quota) == stay
+        assert min(residency.expert_slots.values(), default=0) >= max(residency.quota, default=0)
+
+
 def test_a_device_fetches_no_more_experts_than_it_misses():
     """Where it fetches all of a whole number of them, which the expected number is rounded to."""
     rates = "host=256GiB,link=55GB/s,pageable=10GB/s,cores=3GB/s,memory=1000GB/s,matmul=100TFLOP/s"

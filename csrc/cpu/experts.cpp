@@ -191,10 +191,6 @@ void Experts::count(const Call& call) {
   add(1, hits);
   add(2, unread);
   add(3, fetched);
-  for (int64_t expert = 0; expert < experts; ++expert) {
-    if (elsewhere_[expert] > 0) add(4 + expert, elsewhere_[expert]);
-  }
-  for (const Chosen& chosen : chosen_) add(4 + chosen.expert, chosen.count);
 }
 
 // Rows of all chosen experts as one list of parts, which shrink towards its end: each is half of what a thread has left.

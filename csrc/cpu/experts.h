@@ -30,9 +30,9 @@ struct Between {
 //   3   dtype of the weights
 // The output is [count, rows of down]: the sum of weight x expert, in float32 and in ascending order of the experts.
 //
-// What was chosen is counted in `use`, int64 [4 + experts], which Python reads at any time: choices, those of experts that the
-// device has, the experts that no call had to read for that reason (one counts once a call), those that the device fetched
-// (likewise), and the choices of each expert.
+// What was chosen is counted in `use`, int64 [4], which Python reads at any time: choices, those of experts that the device
+// has, the experts that no call had to read for that reason (one counts once a call), and those that the device fetched
+// (likewise).
 class Experts : public Task {
  public:
   // `dtype`: of input and output. `use` may be null; whoever gives it keeps its memory.

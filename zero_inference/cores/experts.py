@@ -48,8 +48,9 @@ class Between:
 
 
 # In the counts of a task: choices, those of experts that the device had, the experts that no call had to read for that (one
-# counts once a call), those that the device fetched (likewise), and from FIRST_USE on the choices of each expert.
-CHOICES, HITS, UNREAD, FETCHED, FIRST_USE = range(5)
+# counts once a call), and those that the device fetched (likewise).
+COUNTS = 4
+CHOICES, HITS, UNREAD, FETCHED = range(COUNTS)
 
 
 class _Expert(ctypes.Structure):
@@ -77,7 +78,7 @@ def add_experts(
     Args:
         experts: all of one form; whoever adds them keeps their memory.
         dtype: of input and output.
-        use: int64 [FIRST_USE + experts] in host memory, in which the cores count what was chosen; zeros at first.
+        use: int64 [COUNTS] in host memory, in which the cores count what was chosen; zeros at first.
 
     Raises:
         ValueError: their shapes or formats differ or do not fit each other.

@@ -32,13 +32,16 @@ class ExpertUse:
     saved_bytes_per_step: float = key(
         "byte", "bytes of experts that the host's cores did not have to read because of that"
     )
-    loaded_bytes_per_step: float = key(
-        "byte", "bytes of experts copied to the device to be kept there; also counted in `transfers`"
-    )
     fetched_bytes_per_step: float = key(
         "byte",
-        "bytes of experts that the device read over the link for one step, while the CPU multiplied others; also counted in `transfers`",
+        "bytes of experts that the device read over the link, while the CPU multiplied others; also counted in `transfers`",
         default=0.0,
+    )
+    loaded_bytes_per_step: float | None = key(
+        "byte",
+        "bytes of experts copied to the device to be kept there, apart from fetched ones; also counted in `transfers`",
+        only_with="records from before fetched experts stayed on the device",
+        default=None,
     )
 
 

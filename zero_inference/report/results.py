@@ -176,12 +176,9 @@ def cores_in_words(moved: MovedPerStep, step_s: float, cores_gb_per_s: float | N
 
 def experts_in_words(use: ExpertUse) -> str:
     """One line: how often a chosen expert was in device memory, and the bytes that this saved and cost."""
-    fetched = (
-        f"; {amount(use.fetched_bytes_per_step)} a step fetched for one step" if use.fetched_bytes_per_step else ""
-    )
     return (
         f"experts: {use.hit_rate:.1%} of those chosen were on the device; {amount(use.saved_bytes_per_step)} a step "
-        f"saved, {amount(use.loaded_bytes_per_step)} copied in{fetched}"
+        f"saved, {amount(use.fetched_bytes_per_step)} fetched"
     )
 
 

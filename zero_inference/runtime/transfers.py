@@ -14,14 +14,12 @@ class ExpertCounts(NamedTuple):
         choices: of a token and an expert.
         hits: those whose expert was on the device.
         saved_bytes: of experts that the host's cores did not have to read because of that.
-        loaded_bytes: of experts that were copied to the device to be kept there, while the cores multiplied the others.
-        fetched_bytes: of experts that the device read over the link for a single pass.
+        fetched_bytes: of experts that the device read over the link, while the cores multiplied the others.
     """
 
     choices: int
     hits: int
     saved_bytes: int
-    loaded_bytes: int
     fetched_bytes: int
 
 

@@ -65,7 +65,7 @@ class CoreTeam:
         block, layout = self.residency.blocks[index], self.residency.layouts[index]
         workers = Workers(self.cores, self.calls, self.scheme, self.few_rows)
         if block.experts is not None:
-            on_device = None if self.experts is None else self.experts.on_device.get(index)
+            on_device = None if self.experts is None else self.experts.slots.get(index)
             return ExpertBlock(block, layout, self.store.whole(index), workers, self.dtype, on_device)
         return CoreBlock(block, module, layout, self.store.whole(index), workers)
 

@@ -193,6 +193,12 @@ def place_on_cores(
         instructions=job.machine.instructions(),
         link_rests=not residency.host_bytes,
     )
+
+    def fetching(placed: Residency) -> Residency:
+        if not job.pin_weights or rates is None:
+            return placed
+        return placed.with_quota(link_quota(placed.with_budget_used(), rates), spare_slots(job, placed.depth))
+
     if share is not None:
         residency = residency.with_share_computed(share)
         if not residency.computed and not can_attend:
@@ -200,6 +206,8 @@ def place_on_cores(
                 f"--cpu-compute {config.cpu_compute}: this share of {job.spec.name} is less than half a block, and blocks are not divided; "
                 "use a larger share, or --cpu-compute off."
             )
+        if residency.with_budget_used().expert_slots:  # whose experts change by being fetched
+            residency = fetching(residency)
         return residency.with_budget_used(), replace(plan, share=share)
     if isinstance(found, str):
         return residency, found
@@ -214,10 +222,7 @@ def place_on_cores(
     # blocks of experts are so large that they may come late, though the link has time for them
     experts = sorted({best.of_experts, 1.0}) if best.of_experts else [best.of_experts]
     placed = [residency.with_shares_computed(share, best.of_others) for share in experts]
-    if job.pin_weights:
-        slots = spare_slots(job, residency.depth)
-        placed = [each.with_quota(link_quota(each.with_budget_used(), found), slots) for each in placed]
-    placed = [each.with_budget_used() for each in placed]
+    placed = [fetching(each).with_budget_used() for each in placed]
     residency = min(placed, key=lambda each: step_s(each, plan, graphs))
     share = residency.nbytes_of(residency.computed) / max(1, residency.host_bytes)
     return residency, replace(plan, share=share)

@@ -10,7 +10,7 @@ from zero_inference.cores.experts import Between, Expert, add_experts
 from zero_inference.cores.matrix import DTYPES
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.core_blocks import Workers, stored_matrix
-from zero_inference.engines.stream.expert_cache import OnDevice
+from zero_inference.engines.stream.expert_cache import ExpertSlots
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
@@ -34,7 +34,7 @@ class ExpertBlock:
         buffer: torch.Tensor,
         workers: Workers,
         dtype: torch.dtype,
-        on_device: OnDevice | None = None,
+        on_device: ExpertSlots | None = None,
     ):
         assert block.experts is not None
         self.calls, self.dtype, self.on_device = workers.calls, dtype, on_device
@@ -59,12 +59,16 @@ class ExpertBlock:
         return out.view(hidden_states.shape).to(hidden_states.dtype)
 
     def _beside_device(
-        self, on_device: OnDevice, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+        self, on_device: ExpertSlots, x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of all experts: of those in slots and fetched ones by the device, while the CPU multiplies the others."""
-        division = on_device.divide(numbers)
-        choice = Choice(division.for_cpu, weights)
-        (out,) = self.calls(self.task, x, choice, lambda: on_device.products(x, division, weights))
+        try:
+            division = on_device.divide(numbers)
+            choice = Choice(division.for_cpu, weights)
+            (out,) = self.calls(self.task, x, choice, lambda: on_device.products(x, division, weights))
+        except BaseException:
+            on_device.forget()
+            raise
         return out
 
     def ends(self) -> None:

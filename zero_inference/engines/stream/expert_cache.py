@@ -1,9 +1,9 @@
 """Experts of a mixture that the device multiplies, while the CPU multiplies others from host memory, which has all of them.
 
-`ExpertSlots` are those that device memory keeps, `StagedExperts` those of the missed ones that the device fetches for one pass.
-A pass of many tokens, which brings each block to the device whole, fills the slots with what its tokens chose most; between passes
-of few tokens a few experts come over the link in place of others (expert_policy.py). Both happen in the order of the model's
-stream, and a slot is in no table while it is filled.
+Each block has slots in device memory (`ExpertSlots`). A pass of many tokens, which brings each block to the device whole, fills them with
+the experts used most. In a pass of few tokens the device fetches some of the missed experts over the link, and these evict the least
+used ones; how much an expert is used halves in `HALF_LIFE_PASSES`. All of it is decided on the device, in the order of the
+model's stream, so that a CUDA graph holds it. Blocks without slots of their own fetch into memory that they share, and keep nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_inference.cores.choice import WeightedRows
-from zero_inference.cores.experts import CHOICES, FETCHED, FIRST_USE, HITS, UNREAD
+from zero_inference.cores.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD
 from zero_inference.engines.stream.codes import combination_of
-from zero_inference.engines.stream.expert_policy import (
-    LONG_PASS_KEEPS,
-    PERIOD_PASSES,
-    Exchange,
-    decayed,
-    exchanges,
-)
 from zero_inference.engines.stream.expert_slots import expert_memory
 from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
 from zero_inference.engines.stream.residency import Residency
@@ -33,8 +26,12 @@ from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.indexed import Combination, linear_groups_indexed, linear_indexed
 from zero_inference.runtime.extension import load_extension
-from zero_inference.runtime.host_memory import host_empty
 from zero_inference.runtime.transfers import ExpertCounts, Transfers
+
+# Decode passes in which the use of an expert halves. Simulated with 8 of 128 experts (benchmarks/expert_reuse.py): a shorter time hits more
+# where recent tokens repeat and less where experts are just popular; with 32 the latter lose 1 to 3 points to counting everything.
+HALF_LIFE_PASSES = 32
+KEPT_USE = 0.5 ** (1 / HALF_LIFE_PASSES)  # of a use, a pass later
 
 
 class _Weights:
@@ -118,123 +115,110 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Division(NamedTuple):
-    """Who multiplies what tokens chose; each [tokens, k].
+    """Who multiplies what tokens chose; the first three [tokens, k].
 
     Attributes:
         for_cpu: numbers for the CPU, as of `cores.choice.Choice`.
-        slot: of `ExpertSlots`, -1 for none.
-        staged: number in `fetched`, -1 for none.
+        slot: of experts that the device has, -1 for none.
+        late: slot of experts that it fetches now, -1 for none.
         fetched: int64 [most], the experts to fetch, -1 for none.
+        places: int64 [most], the slots to fetch them into, -1 for none.
     """
 
     for_cpu: torch.Tensor
     slot: torch.Tensor
-    staged: torch.Tensor
+    late: torch.Tensor
     fetched: torch.Tensor
+    places: torch.Tensor
 
 
-def divide(chosen: torch.Tensor, table: torch.Tensor, experts: int, quota: torch.Tensor, most: int) -> Division:
-    """Divide what tokens chose over device memory, link and CPU; of missed experts those with the lowest numbers are fetched.
+def divide(
+    chosen: torch.Tensor,
+    table: torch.Tensor,
+    uses: torch.Tensor,
+    experts: int,
+    quota: torch.Tensor,
+    most: int,
+    keeps: bool = True,
+) -> Division:
+    """Divide what tokens chose over device memory, link and CPU, and count it in `uses`.
 
+    The most used missed experts are fetched. Each evicts the least used expert that no token chose, and `table` is updated; if
+    there are too few of those, fewer are fetched. Among experts used alike the lowest number comes first.
     One kernel on a CUDA device with the compiled extension; no value is read by the host.
 
     Args:
         chosen: int64 [tokens, k], numbers of experts.
-        table: int64 [experts or more], the slot of each expert or -1.
+        table: int64 [more than experts], the slot of each expert or -1.
+        uses: float32 of that shape.
         quota: int64 [experts + 1], how many of so many missed experts to fetch.
-        most: to fetch.
+        most: to fetch; up to `experts`.
+        keeps: otherwise the table stays empty, and experts are fetched into slots 0, 1 ... for this pass.
     """
     if chosen.is_cuda and load_extension():
-        for_cpu, slot, staged = (torch.empty_like(chosen, memory_format=torch.contiguous_format) for _ in range(3))
-        found = Division(for_cpu, slot, staged, chosen.new_empty(most))
-        torch.ops.zero_inference.expert_division(chosen.contiguous(), table, experts, quota, *found)
+        found = Division(
+            *(torch.empty_like(chosen, memory_format=torch.contiguous_format) for _ in range(3)),
+            *(chosen.new_empty(most) for _ in range(2)),
+        )
+        torch.ops.zero_inference.expert_division(
+            chosen.contiguous(), table, uses, experts, quota, KEPT_USE, keeps, *found
+        )
         return found
-    none = chosen.new_full((1,), -1)
     number = torch.where((chosen >= 0) & (chosen < experts), chosen, experts)  # number `experts`: none
-    slot = torch.cat([table[:experts], none])[number]
-    missed = chosen.new_zeros(experts + 1)
-    missed.scatter_(0, torch.where(slot < 0, number, experts).view(-1), torch.ones_like(number).view(-1))
-    missed[experts] = 0
-    rank = missed.cumsum(0) * missed  # from 1 on, 0 for those that are not missed
-    fetches = (rank > 0) & (rank <= quota[missed.sum()].clamp(max=most))
-    staged = torch.where((slot < 0) & fetches[number], rank[number] - 1, -1)
-    fetched = chosen.new_full((most + 1,), -1)
-    fetched.scatter_(0, torch.where(fetches, rank - 1, most), torch.arange(experts + 1, device=chosen.device))
-    for_cpu = torch.where(slot >= 0, ~chosen, torch.where(staged >= 0, ~(chosen + experts), chosen))
-    return Division(for_cpu, slot, staged, fetched[:most])
+    slot = table[number]
+    is_chosen = torch.zeros(experts + 1, dtype=torch.bool, device=chosen.device)
+    is_chosen = is_chosen.index_fill_(0, number.view(-1), True)[:experts]
+    used = uses[:experts].mul_(KEPT_USE).add_(is_chosen)
+    held = table[:experts] >= 0
+    missed, idle = is_chosen & ~held, held & ~is_chosen
+    places = torch.arange(most, device=chosen.device)
+    number_missed = missed.sum()
+    count = torch.minimum(quota[number_missed], number_missed).clamp(max=most)
+    if keeps:
+        count = torch.minimum(count, idle.sum())
+    fetches = places < count
+    fetched = (-used).masked_fill(~missed, torch.inf).argsort(stable=True)[:most]
+    if keeps:
+        evicted = used.masked_fill(~idle, torch.inf).argsort(stable=True)[:most]
+        places = table[evicted]
+        table.scatter_(0, torch.where(fetches, evicted, experts), -1)
+    else:
+        table = table.clone()
+    places = torch.where(fetches, places, -1)
+    table.scatter_(0, torch.where(fetches, fetched, experts), places)
+    late = torch.where(slot < 0, table[number], -1)
+    for_cpu = torch.where(slot >= 0, ~chosen, torch.where(late >= 0, ~(chosen + experts), chosen))
+    return Division(for_cpu, slot, late, torch.where(fetches, fetched, -1), places)
 
 
-class StagedExperts:
-    """The missed experts of a block that the device fetches for one pass, into memory that all blocks use in turn.
+@dataclass(frozen=True)
+class Fetching:
+    """Settings of fetching, the same for all blocks.
 
-    Args:
-        buffer: the block in host memory; page-locked where the device is a GPU.
-        memory: uint8 on the device.
-        most: experts to fetch.
+    Attributes:
+        quota: as of `divide`.
+        most: the largest of it.
         streams, stream: where they are fetched, beside what the model's stream does.
     """
 
-    def __init__(
-        self,
-        experts: FusedExperts,
-        layout: BlockLayout,
-        buffer: torch.Tensor,
-        scheme: GroupQuantization | None,
-        memory: torch.Tensor,
-        most: int,
-        streams: DeviceStreams,
-        stream: Any,
-    ):
-        self.scheme, self.most = scheme, most
-        self.combination = combination_of(experts)
-        self.streams, self.stream = streams, stream
-        half = expert_memory(layout, experts, most)[0]
-        self.weights = [
-            _Weights(layout, name, bias, experts.number, most, buffer, memory.device, part)
-            for name, bias, part in (
-                (experts.first, experts.first_bias, memory[:half]),
-                (experts.last, experts.last_bias, memory[half:]),
-            )
-        ]
-        addresses = [
-            [(waiting.data_ptr(), kept.data_ptr(), waiting[0].nbytes) for waiting, kept in zip(each.waiting, each.kept)]
-            for each in self.weights
-        ]
-        self.in_vectors = not any(number % 16 for rows in addresses for row in rows for number in row)
-        self.pieces = [torch.tensor(rows, device=memory.device) for rows in addresses]
-
-    def fetch(self, fetched: torch.Tensor) -> list[Any]:
-        """Fetch the experts `fetched`, int64 [most], and return the events that follow their first and their last weights, so that the
-        first product is computed while the last weights come. The products of those before are done."""
-        self.stream.wait_event(self.streams.recorded(self.streams.current()))
-        there = []
-        for weights, pieces in zip(self.weights, self.pieces):
-            with self.streams.on(self.stream):
-                if fetched.is_cuda:
-                    torch.ops.zero_inference.expert_fetch(fetched, pieces, self.in_vectors)
-                else:
-                    for place, expert in enumerate(fetched.tolist()):
-                        if expert >= 0:
-                            weights.load(expert, place)
-            there.append(self.streams.recorded(self.stream))
-        return there
-
-    def products(self, x: torch.Tensor, staged: torch.Tensor, there: list[Any]) -> torch.Tensor:
-        """Return what fetched experts compute, as of `ExpertSlots.products`; `there` as of `fetch`."""
-        slot, (first, last) = staged.view(-1), self.weights
-        self.streams.current().wait_event(there[0])
-        hidden = first.times(x, slot, self.scheme, self.combination)
-        self.streams.current().wait_event(there[1])
-        return last.times(hidden, slot, self.scheme, tokens=len(x))
+    quota: torch.Tensor
+    most: int
+    streams: DeviceStreams
+    stream: Any
 
 
 class ExpertSlots:
-    """Those of one block.
+    """The experts of one block that the device multiplies in a pass of few tokens.
 
     Attributes:
-        table: int64 [experts + 1 or more] on the device: the slot of each expert, or -1; what stands for no expert is behind them.
-        uses: float32, of the same shape, on the device: decayed, as of the last pass of many tokens.
-        use: what the cores count, see `cores.experts.add_experts`.
+        table, uses: as of `divide`, on the device.
+        keeps: whether the slots are this block's own.
+        use: what the CPU counts, see `cores.experts.add_experts`.
+
+    Args:
+        count: slots.
+        buffer: the block in host memory; page-locked where a GPU fetches from it.
+        shared: uint8 on the device, memory of `count` slots that other blocks use, too; None allocates slots of its own.
     """
 
     def __init__(
@@ -247,14 +231,27 @@ class ExpertSlots:
         table: torch.Tensor,
         uses: torch.Tensor,
         use: torch.Tensor,
+        fetching: Fetching,
+        shared: torch.Tensor | None = None,
     ):
         self.experts, self.scheme, self.combination = experts, scheme, combination_of(experts)
-        self.table, self.uses, self.use = table, uses, use
+        self.table, self.uses, self.use, self.keeps = table, uses, use, shared is None
+        self.fetching, self.most = fetching, min(fetching.most, experts.number)
+        half = expert_memory(layout, experts, count)[0]
         self.first, self.last = (
-            _Weights(layout, name, bias, experts.number, count, buffer, table.device)
-            for name, bias in ((experts.first, experts.first_bias), (experts.last, experts.last_bias))
+            _Weights(layout, name, bias, experts.number, count, buffer, table.device, memory)
+            for name, bias, memory in (
+                (experts.first, experts.first_bias, None if shared is None else shared[:half]),
+                (experts.last, experts.last_bias, None if shared is None else shared[half:]),
+            )
         )
         self.numbers = torch.arange(count, device=table.device)
+        addresses = [
+            [(waiting.data_ptr(), kept.data_ptr(), waiting[0].nbytes) for waiting, kept in zip(each.waiting, each.kept)]
+            for each in (self.first, self.last)
+        ]
+        self.in_vectors = not any(number % 16 for rows in addresses for row in rows for number in row)
+        self.pieces = [torch.tensor(rows, device=table.device) for rows in addresses]
 
     @property
     def nbytes(self) -> int:
@@ -266,53 +263,30 @@ class ExpertSlots:
         return self.nbytes // self.numbers.numel()
 
     def take(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
-        """Count what tokens chose, and fill the slots with the experts used most, out of the block in `buffer` on the device."""
+        """Count what tokens chose, [tokens, k], as if they had come one after the other, and fill the slots with the experts used most.
+
+        Args:
+            buffer: the block, on the device.
+        """
         if chosen is not None:
-            flat = chosen.reshape(-1).to(torch.int64)
-            self.uses.scatter_add_(0, flat, self.uses.new_ones(1).expand_as(flat))
+            flat, tokens = chosen.reshape(-1).to(torch.int64), chosen[..., 0].numel()
+            kept = KEPT_USE**tokens
+            each = self.uses.new_full((1,), (1 - kept) / (1 - KEPT_USE) / max(1, tokens))
+            self.uses.mul_(kept).scatter_add_(0, flat, each.expand_as(flat))
         most_used = self.uses[: self.experts.number].topk(self.numbers.numel()).indices
         self.first.take(most_used, buffer)
         self.last.take(most_used, buffer)
         self.table.fill_(-1)
         self.table.scatter_(0, most_used, self.numbers)
 
-    def load(self, expert: int, slot: int) -> None:
-        """Copy an expert from host memory, on the current stream."""
-        self.first.load(expert, slot)
-        self.last.load(expert, slot)
-
-    def products(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Return what those experts that are in slots compute of x [tokens, hidden]: [tokens * k, hidden].
-
-        Args:
-            slots: int64 [tokens, k], of the experts that each token chose; -1 for others, whose rows are zeros.
-        """
-        slot = slots.view(-1)
-        hidden = self.first.times(x, slot, self.scheme, self.combination)
-        return self.last.times(hidden, slot, self.scheme, tokens=len(x))
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """The experts of a block that the device multiplies in a pass of few tokens.
-
-    Attributes:
-        number: of experts.
-        table, quota: as of `divide`.
-        use: what the CPU counts, see `cores.experts.add_experts`.
-        slots, staged: None where it keeps none, or fetches none.
-    """
-
-    number: int
-    table: torch.Tensor
-    use: torch.Tensor
-    quota: torch.Tensor
-    slots: ExpertSlots | None
-    staged: StagedExperts | None
-
     def divide(self, chosen: torch.Tensor) -> Division:
-        most = 0 if self.staged is None else self.staged.most
-        return divide(chosen, self.table, self.number, self.quota, most)
+        """Divide what tokens chose in a pass of few, see `divide`; `products` has to follow, or `forget`."""
+        quota = self.fetching.quota
+        return divide(chosen, self.table, self.uses, self.experts.number, quota, self.most, self.keeps)
+
+    def forget(self) -> None:
+        """Keep nothing until a pass of many tokens: this one broke off, and the table names experts that were not fetched."""
+        self.table.fill_(-1)
 
     def products(self, x: torch.Tensor, division: Division, weights: torch.Tensor) -> WeightedRows:
         """Return what the experts in slots and fetched ones compute of x [tokens, hidden], and their `weights` [tokens, k].
@@ -320,19 +294,51 @@ class OnDevice:
         Those in slots are multiplied while others are fetched.
         """
         rows = []
-        there = None if self.staged is None else self.staged.fetch(division.fetched)
-        if self.slots is not None:
-            rows.append(self.slots.products(x, division.slot))
-        if self.staged is not None:
-            rows.append(self.staged.products(x, division.staged, there))
+        there = self._fetch(division) if self.most else None
+        if self.keeps:
+            rows.append(self.rows(x, division.slot))
+        if there is not None:
+            rows.append(self.rows(x, division.late, there))
         return WeightedRows(weights.contiguous(), *(each.to(x.dtype) for each in rows))
+
+    def rows(self, x: torch.Tensor, slots: torch.Tensor, there: Sequence[Any] = (None, None)) -> torch.Tensor:
+        """Return what those experts that are in slots compute of x [tokens, hidden]: [tokens * k, hidden].
+
+        Args:
+            slots: int64 [tokens, k], of the experts that each token chose; -1 for others, whose rows are zeros.
+            there: events that the first and the last product wait for.
+        """
+        slot, current = slots.view(-1), self.fetching.streams.current()
+        if there[0] is not None:
+            current.wait_event(there[0])
+        hidden = self.first.times(x, slot, self.scheme, self.combination)
+        if there[1] is not None:
+            current.wait_event(there[1])
+        return self.last.times(hidden, slot, self.scheme, tokens=len(x))
+
+    def _fetch(self, division: Division) -> list[Any]:
+        """Fetch experts and return the events that follow their first and their last weights, so that the first product is computed while
+        the last weights come. Products of former passes with these slots are done; this pass has none with them before."""
+        streams, stream = self.fetching.streams, self.fetching.stream
+        stream.wait_event(streams.recorded(streams.current()))
+        there = []
+        for weights, pieces in zip((self.first, self.last), self.pieces):
+            with streams.on(stream):
+                if division.fetched.is_cuda:
+                    torch.ops.zero_inference.expert_fetch(division.fetched, division.places, pieces, self.in_vectors)
+                else:
+                    for expert, place in zip(division.fetched.tolist(), division.places.tolist()):
+                        if expert >= 0:
+                            weights.load(expert, place)
+            there.append(streams.recorded(stream))
+        return there
 
 
 class ExpertCache:
-    """The slots of all blocks, and what changes in them from pass to pass; and the memory of staged experts.
+    """The slots of all blocks whose experts the CPU multiplies, where the device keeps or fetches some.
 
-    The host knows what is in them and how often each expert was used: it asks for that behind a pass of many tokens, waits for nothing,
-    and adds what the cores counted since.
+    Attributes:
+        slots: by block.
     """
 
     def __init__(
@@ -343,78 +349,37 @@ class ExpertCache:
         device: torch.device,
         transfers: Transfers,
     ):
-        self.streams, self.transfers = DeviceStreams(device), transfers
-        self.copy_stream = self.streams.stream()
-        counts = residency.expert_slots
-        others = (
-            sorted(residency.computed.intersection(residency.expert_blocks) - counts.keys()) if residency.quota else []
-        )
-        forms = {index: residency.blocks[index].experts for index in (*counts, *others)}
-        numbers = [form.number for form in forms.values()]
-        # a row each for a block; its last column, or those behind its experts, stand for none
-        shape, pinned = (len(numbers), max(numbers) + 1), self.streams.on_gpu
-        self.tables = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self.uses = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.host_tables = host_empty(shape, torch.int64, pinned).fill_(-1)
-        self.host_uses = host_empty(shape, torch.float32, pinned).zero_()
-        self.use = torch.zeros(len(numbers), FIRST_USE + shape[1], dtype=torch.int64)
-        self.counted = self.use.clone()  # at the last look
-        self.tables_on_host = [row[:number] for row, number in zip(self.host_tables, numbers)]
-        self.uses_on_host = [row[:number] for row, number in zip(self.host_uses, numbers)]
+        self.transfers, streams = transfers, DeviceStreams(device)
+        counts, most = residency.expert_slots, max(residency.quota, default=0)
+        indices = sorted(residency.computed.intersection(residency.expert_blocks) if most else counts)
+        forms = [residency.blocks[index].experts for index in indices]
+        # a row each for a block; its last column, or those after its experts, stand for none
+        columns = 1 + max(form.number for form in forms)
+        tables = torch.full((len(forms), columns), -1, dtype=torch.int64, device=device)
+        uses = torch.zeros(len(forms), columns, dtype=torch.float32, device=device)
+        self.use = torch.zeros(len(forms), COUNTS, dtype=torch.int64)
+        self.sizes = [residency.expert_bytes(index) for index in indices]
+        quota = torch.tensor([*residency.quota, *[0] * columns][:columns], device=device)
+        fetching = Fetching(quota, most, streams, streams.stream())
+        shared = torch.zeros(residency.staging_bytes, dtype=torch.uint8, device=device)
         self.slots = {
-            index: ExpertSlots(form, residency.layouts[index], counts[index], store.buffers[index], scheme, *rows)
-            for (index, form), rows in zip(forms.items(), zip(self.tables, self.uses, self.use))
-            if index in counts
-        }
-        self.blocks = list(self.slots.values())
-        self.sizes = [residency.expert_bytes(index) for index in forms]
-        quota = torch.tensor([*residency.quota, *[0] * (1 + max(numbers))][: 1 + max(numbers)], device=device)
-        most, staging, fetches = max(residency.quota, default=0), None, self.streams.stream()
-        if most:
-            staging = torch.zeros(residency.staging_bytes, dtype=torch.uint8, device=device)
-        self.on_device = {
-            index: OnDevice(
-                form.number,
-                table,
-                use,
-                quota,
-                self.slots.get(index),
-                None
-                if staging is None
-                else StagedExperts(
-                    form, residency.layouts[index], store.buffers[index], scheme, staging, most, self.streams, fetches
-                ),
+            index: ExpertSlots(
+                form,
+                residency.layouts[index],
+                counts.get(index, most),
+                store.buffers[index],
+                scheme,
+                *rows,
+                fetching,
+                None if index in counts else shared,
             )
-            for (index, form), table, use in zip(forms.items(), self.tables, self.use)
+            for index, form, rows in zip(indices, forms, zip(tables, uses, self.use))
         }
-        self.loaded_bytes = 0
-        self.passes = 0  # of few tokens, since the last of many
-        self.asked: Any = None  # event behind the copies of what the host wants to know
-        self.known = False  # whether it does
-        self.pending: list[Exchange] = []  # experts on their way
-        self.copied: Any = None  # event behind them
         transfers.expert_counts = self.counts
-
-    def pass_begins(self, few: bool) -> None:
-        """A pass of few tokens, or of many, in which `seen` will be called for each block."""
-        if not self.blocks:
-            return
-        self._install()
-        if not few:
-            if self.known:
-                self.uses.copy_(self.host_uses, non_blocking=True)
-            self.uses.mul_(LONG_PASS_KEEPS)
-            self.known, self.passes = False, 0
-            return
-        if self.passes == 0:
-            self._ask()
-        self.passes += 1
-        if self.passes % PERIOD_PASSES == 0:
-            self._look()
 
     def seen(self, index: int, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """The device computes all of block `index`, which is in `buffer`, for tokens that chose the experts `chosen` [tokens, k]."""
-        if index in self.slots:
+        if index in self.slots and self.slots[index].keeps:
             self.slots[index].take(chosen, buffer)
 
     def counts(self) -> ExpertCounts:
@@ -423,50 +388,10 @@ class ExpertCache:
         saved, crossed = (
             sum(count * size for count, size in zip(each.tolist(), self.sizes)) for each in (unread, fetched)
         )
-        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved, self.loaded_bytes, crossed)
+        return ExpertCounts(int(choices.sum()), int(hits.sum()), saved, crossed)
 
     def close(self) -> None:
         """Let go of the slots; nothing may be under way."""
         self.transfers.host_to_device_bytes += self.counts().fetched_bytes  # a last snapshot has them, too
         self.transfers.expert_counts = None
-        self.on_device.clear()
         self.slots.clear()
-        self.blocks.clear()
-
-    def _ask(self) -> None:
-        self.host_tables.copy_(self.tables, non_blocking=True)
-        self.host_uses.copy_(self.uses, non_blocking=True)
-        self.asked = self.streams.recorded(self.streams.current())
-        self.counted.copy_(self.use)
-
-    def _look(self) -> None:
-        """Choose experts that are worth a place, and send for them into the places of others, which are in no table from now on."""
-        if not self.known:
-            self.asked.synchronize()  # some tokens ago: the host, which reads each of them, does not wait here
-            self.known = True
-        now = self.use.clone()
-        self.host_uses.copy_(decayed(self.host_uses, PERIOD_PASSES) + (now - self.counted)[:, FIRST_USE:])
-        self.counted = now
-        found = exchanges(self.uses_on_host, self.tables_on_host, self.sizes)
-        if not found:
-            return
-        for cache, _, slot in found:
-            table = self.tables_on_host[cache]
-            gone = int((table == slot).nonzero())
-            table[gone] = self.blocks[cache].table[gone] = -1
-        self.copy_stream.wait_event(self.streams.recorded(self.streams.current()))
-        with self.streams.on(self.copy_stream):
-            for cache, expert, slot in found:
-                self.blocks[cache].load(expert, slot)
-                self.loaded_bytes += self.sizes[cache]
-                self.transfers.host_to_device_bytes += self.sizes[cache]
-        self.pending, self.copied = found, self.streams.recorded(self.copy_stream)
-
-    def _install(self) -> None:
-        """What was sent for in the pass before is used from now on."""
-        if not self.pending:
-            return
-        self.streams.current().wait_event(self.copied)
-        for cache, expert, slot in self.pending:
-            self.tables_on_host[cache][expert] = self.blocks[cache].table[expert] = slot
-        self.pending = []

@@ -217,8 +217,6 @@ class BlockFeeder:
         few = self.team is not None and self.team.all_few(tokens) and computed <= self.known
         self._place_anew(few)
         was_few, self.few = self.few, few and bool(self.core_blocks)
-        if self.experts is not None:
-            self.experts.pass_begins(self.few)
         if self.ring is None:
             return
         of_few, of_many = self.residency.fetched, self.residency.in_host_memory

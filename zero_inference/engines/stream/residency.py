@@ -73,12 +73,18 @@ class Residency:
 
     @property
     def expert_slots(self) -> dict[int, int]:
-        """Of each block of experts that the cores multiply: how many of its experts the device keeps; none where there is room for none."""
+        """Return of each block of experts that the cores multiply how many of its experts the device keeps: as many as it may fetch at
+        once, which go there, or more. Where the budget is too small for that, some blocks keep none."""
         if not self.expert_budget:
             return {}
         blocks = [block for block in self.expert_blocks if block in self.computed]
         numbers = [self.blocks[block].experts.number for block in blocks]
-        slots = share_out(numbers, [self.expert_bytes(block) for block in blocks], self.expert_budget)
+        sizes = [self.expert_bytes(block) for block in blocks]
+        slots = share_out(numbers, sizes, self.expert_budget)
+        least = [min(max(self.quota, default=0), number) for number in numbers]
+        if any(count < fewest for count, fewest in zip(slots, least)):
+            some = spread([fewest * size for fewest, size in zip(least, sizes)], self.expert_budget)
+            slots = [fewest if place in some else 0 for place, fewest in enumerate(least)]
         return {block: count for block, count in zip(blocks, slots) if count}
 
     def expert_bytes(self, block: int) -> int:
@@ -91,8 +97,8 @@ class Residency:
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory for the experts that it fetches for one pass, which all layers use in turn."""
-        blocks = self.computed.intersection(self.expert_blocks) if self.quota else ()
+        """Device memory for experts that are fetched for one pass, which all blocks without slots use in turn."""
+        blocks = self.computed.intersection(self.expert_blocks) - self.expert_slots.keys() if self.quota else ()
         return max(
             (sum(expert_memory(self.layouts[block], self.blocks[block].experts, max(self.quota))) for block in blocks),
             default=0,
@@ -103,7 +109,7 @@ class Residency:
         """Stored bytes of experts that cross the link for one pass of few tokens, as `read_bytes` expects."""
         slots = self.expert_slots
         return sum(
-            self._fetched(block, self._missed(block, slots)) * self.expert_bytes(block)
+            self._fetched(block, self._missed(block, slots), slots) * self.expert_bytes(block)
             for block in self.computed.intersection(self.expert_blocks)
         )
 
@@ -178,8 +184,9 @@ class Residency:
         stored, experts = self.layouts[block].stored_bytes, None if self.blocks is None else self.blocks[block].experts
         if experts is None:
             return stored
-        missed = self._missed(block, self.expert_slots if slots is None else slots)
-        return stored * (missed - self._fetched(block, missed)) / experts.number
+        slots = self.expert_slots if slots is None else slots
+        missed = self._missed(block, slots)
+        return stored * (missed - self._fetched(block, missed, slots)) / experts.number
 
     def _missed(self, block: int, slots: Mapping[int, int]) -> float:
         """Return how many experts of `block` a pass of few tokens is expected to choose that the device does not keep."""
@@ -188,9 +195,14 @@ class Residency:
         exponent = 1 + USE_VARIES * (experts.number / max(1, experts.chosen) - 1) ** 0.5
         return experts.number * experts.share_read(self.few_tokens) * others**exponent
 
-    def _fetched(self, block: int, missed: float) -> float:
-        """Return how many of `missed` experts the device fetches."""
-        return min(missed, self.quota[round(missed)]) if self.quota and block in self.computed else 0.0
+    def _fetched(self, block: int, missed: float, slots: Mapping[int, int]) -> float:
+        """Return how many of `missed` experts the device fetches: with slots, no more than those that no token chose."""
+        if not self.quota or block not in self.computed:
+            return 0.0
+        experts, most = self.blocks[block].experts, missed
+        if block in slots:
+            most = min(missed, slots[block] - (experts.number * experts.share_read(self.few_tokens) - missed))
+        return max(0.0, min(most, self.quota[round(missed)]))
 
     def with_share_computed(self, share: float) -> Residency:
         """The same with `share` of the bytes in host memory multiplied by the cores, as near as whole blocks come to it, spread
@@ -219,10 +231,11 @@ class Residency:
         return replace(self, computed=self.computed ^ moved) if moved else self
 
     def with_quota(self, quota: tuple[int, ...], spare_slots: int | None) -> Residency:
-        """Return the same with some missed experts fetched, into memory of single experts and, if that is too little, of ring slots.
+        """Return the same with some missed experts fetched: into slots, or where the budget does not hold enough of these, into memory
+        that blocks share, which is taken from the budget and, if that is too little, from ring slots.
 
         Args:
-            spare_slots: of the ring. None: what is kept has a budget of its own, and fetched experts take what the device has beside it.
+            spare_slots: of the ring. None: what is kept has a budget of its own, and shared memory takes what the device has beside it.
                 Fewer are fetched where either is too little.
         """
         staged = replace(self, quota=quota)
