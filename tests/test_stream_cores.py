@@ -468,6 +468,7 @@ def test_weights_that_are_not_fetched_cannot_be_used(share, bits, checkpoints):
     loaded, spec, ranks = load(checkpoints("llama"), cpu_compute=share, **codes)
     feeder, (before, layer, _) = feeder_of(loaded), loaded.model.model.layers
     blocks = [parameter for parameters in feeder.parameters for parameter in parameters]
+    blocks += [p for name, p in loaded.model.named_parameters() if name.endswith("_proj.weight")]
     during = []
     before.mlp.register_forward_hook(lambda *_: during.append(layer.mlp.down_proj.weight.numel()))
     for _ in range(2):

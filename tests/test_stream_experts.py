@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model, plain_ids
+from test_families import with_stream_weights
 from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cores import feeder_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zero_inference.engines.stream import codes, feeder
+from zero_inference.engines.stream import codes, feeder, layout
 from zero_inference.engines.stream.blocks import find_blocks
+from zero_inference.engines.stream.codes import experts_in_groups
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.split import best_split
@@ -118,6 +120,21 @@ def by_dequantizing(folder, **options):
     return found
 
 
+def ids_of_restored_weights(folder) -> torch.Tensor:
+    """Greedy ids of transformers with the weights that the engine's codes restore."""
+    model = with_stream_weights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    ids = random_ids(0, BATCH, PROMPT, VOCAB)
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=GEN,
+        min_new_tokens=GEN,
+        pad_token_id=0,
+    )
+    return found[:, PROMPT:]
+
+
 def modules_of_experts(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if read_experts(module) is not None]
 
@@ -154,6 +171,76 @@ def test_codes_give_the_ids_of_the_dequantized_weights(family, mixtures):
         loaded, spec, ranks = load(folder, cpu_compute=share, **options)
         assert torch.equal(generate(loaded, spec, ranks).output_ids, by_device), share
         loaded.close()
+
+
+@pytest.mark.parametrize("experts_at_once", [1, 3])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_at_once, mixtures, monkeypatch):
+    monkeypatch.setattr(codes, "FUSED_ROWS", 0)
+    folder, _ = mixtures(family)
+    ids, logits = random_ids(3, BATCH, PROMPT, VOCAB), []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    experts, sizes = next(
+        (each, [p.nbytes for p in module.parameters()]) for module in model.modules() if (each := read_experts(module))
+    )
+    one = max(sizes) // experts.number
+    for at_once in (experts.number, experts_at_once):
+        monkeypatch.setattr(layout, "GROUP_BYTES", at_once * one + one // 2)
+        loaded, spec, ranks = load(folder, cpu_compute="off", ring_depth=2, quant_bits=4, quant_group_size=32)
+        feeder = feeder_of(loaded)
+        quantized = [stored for each in feeder.layouts for stored in each.parameters if stored.packed]
+        assert {each.group for each in quantized} == {0, at_once}
+        others = [each.plain.nbytes for each in quantized if not each.group]
+        assert feeder.workspace.numel() == max(at_once * one, *others)
+        with torch.inference_mode():
+            logits.append(loaded.model(ids).logits)
+            output = generate(loaded, spec, ranks).output_ids
+        loaded.close()
+        assert torch.equal(output, ids_of_restored_weights(folder))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("share", ["off", "0.5"])
+def test_a_short_pass_dequantizes_no_experts_that_are_in_groups(share, mixtures, monkeypatch):
+    """Where it takes no kernel either: its steps may be graphs, which cannot wait for the sizes of groups."""
+    restored: list[torch.Size] = []
+
+    def dequantize(*args):
+        restored.append(args[-1].shape)
+        return groups.dequantize(*args)
+
+    monkeypatch.setattr(feeder, "dequantize", dequantize)
+    monkeypatch.setattr(layout, "GROUP_BYTES", 1)
+    folder, _ = mixtures("mixtral")
+    loaded, spec, ranks = load(folder, cpu_compute=share, decode_graph="on", quant_bits=4, quant_group_size=32)
+    found = generate(loaded, spec, ranks).output_ids
+    assert loaded.facts["stream"]["decode_graph"].unused_because is None
+    loaded.close()
+    assert torch.equal(found, ids_of_restored_weights(folder))
+    of_experts = [shape for shape in restored if len(shape) == 3]
+    assert {shape[0] for shape in of_experts} == {1} and len(of_experts) <= 3 * 2 * 4, "in one pass, of 3 layers"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_groups_have_the_bits_of_the_module_itself(family, dtype, mixtures):
+    model = AutoModelForCausalLM.from_pretrained(mixtures(family)[0], dtype=dtype)
+    module = next(each for each in model.modules() if read_experts(each) is not None)
+    experts = read_experts(module)
+    first, last = (getattr(module, name).data for name in (experts.first, experts.last))
+    if experts.transposed:
+        first, last = first.mT.contiguous(), last.mT.contiguous()
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(21, last.shape[1], generator=draw).to(dtype)
+    scores = torch.rand(21, experts.number, generator=draw)
+    scores[:, 1] = 0  # nobody chooses it
+    weights, numbers = scores.topk(3)
+    with torch.no_grad():
+        for of_dtype in (weights, weights.to(dtype)):
+            expected = module(x, numbers, of_dtype)
+            for group in range(1, experts.number + 1):
+                parts = [lambda place, each=each: each[place * group :][:group] for each in (first, last)]
+                assert torch.equal(experts_in_groups(module, experts, group, *parts)(x, numbers, of_dtype), expected)
 
 
 def test_products_of_all_positions_are_not_left_to_the_cores(mixtures):

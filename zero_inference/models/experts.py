@@ -76,6 +76,10 @@ class FusedExperts:
         """Names of all that an expert has a part of."""
         return self.first, self.last, *self.biases
 
+    def weights_in(self, module: str) -> tuple[str, ...]:
+        """Names of the weights where the experts' module is called `module`."""
+        return tuple(f"{module}.{own}" if module else own for own in (self.first, self.last))
+
     def combined(self, product: torch.Tensor) -> torch.Tensor:
         """Return what `last` multiplies, [..., inner], made of the first product [..., 2 x inner or inner] with its bias."""
         if not self.gated:

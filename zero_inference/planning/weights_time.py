@@ -66,7 +66,7 @@ def weights_s_of(
         return (stored + 1) / memory + product, call_s
 
     of_expert = max(1, round(tokens * of_token / read)) if number else tokens  # tokens that one expert gets at once
-    if codes and not fused:  # the whole block is restored first, however few tokens an expert gets
+    if codes and not fused:  # all experts are restored first, however few tokens one gets
         of_expert = max(of_expert, plan.fused_rows + 1)
     of_layers, of_experts = of_weight(tokens), of_weight(of_expert)
     outside = of_layers if plan.quantizes_all else of_plain(tokens)

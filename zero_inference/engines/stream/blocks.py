@@ -10,9 +10,13 @@ read otherwise stays on the device: all that is read outside of its layer's call
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -25,7 +29,9 @@ from zero_inference.models.layers import decoder_layers
 from zero_inference.models.operators import Reads, trace_reads
 from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.quantization.groups import GroupQuantization
+from zero_inference.utils import text_config
 
+PLAIN = ("builtins", "torch.")  # whose classes read no weight of a module within theirs
 SMALL_SHARE = 1 / 16  # of a layer or block: that much may stay on the device, so that the cores can multiply the rest
 
 
@@ -41,6 +47,8 @@ class Block:
         experts: what the module computes if it is the experts of a mixture, of which the cores read those that are chosen.
         exact: names among `parameters` of matrices that are not quantized: routers, a thousandth of a mixture, and experts' biases.
         transposed: names among `parameters` of matrices [in, out], which are stored as [out, in].
+        apart: names among `parameters` that only their own module reads, in one call of it: they need not be plain for longer.
+        mixtures: names relative to the module, and contents, of the modules of experts in it.
     """
 
     layer: int
@@ -51,6 +59,8 @@ class Block:
     experts: FusedExperts | None = None
     exact: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    mixtures: tuple[tuple[str, FusedExperts], ...] = ()
 
     @property
     def computable(self) -> bool:
@@ -83,7 +93,7 @@ def find_blocks(model: nn.Module, shared: set[int], divided: bool) -> list[Block
         if first.get(index, index) != index:
             blocks[index] = [replace(block, layer=index) for block in blocks[first[index]]]
             continue
-        experts = dict(_experts_in(layer, getattr(model, "config", None), known))
+        experts = dict(_experts_in(layer, text_config(getattr(model, "config", None)), known))
         found = _Layer(index, layer, shared, experts, reads, f"{prefix}.{alike.get(index, index)}")
         parts = found.divided() if divided and reads is not None else []
         blocks[index] = parts if any(part.computable for part in parts) else [found.whole()]
@@ -110,7 +120,8 @@ def lay_out_blocks(
         held |= {id(parameter) for _, parameter in parameters}
         key = first.get(block.layer, block.layer), block.module
         if key not in known:
-            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed)
+            fused = [each.weights_in(name) for name, each in block.mixtures]
+            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.apart, fused)
         layouts.append(known[key])
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
     return blocks, layouts, outside
@@ -216,7 +227,7 @@ class _Layer:
     def whole(self) -> Block:
         """The layer as one block."""
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.shared)
-        return Block(self.index, "", owned, exact=self._exact(owned), transposed=self._among(self.transposed, owned))
+        return self._made("", owned, exact=self._exact(owned))
 
     def divided(self, prefix: str = "") -> list[Block]:
         """A block for each child of the module `prefix` that holds matrices, where a mixture is divided likewise and its routers
@@ -293,11 +304,9 @@ class _Layer:
         owned = [(own_name, p) for own_name, p in module.named_parameters() if id(p) not in self.shared]
         names = tuple(own_name for own_name, _ in owned)
         whole = len(owned) == len(list(module.named_parameters()))
-        transposed = self._among(self.transposed, names, name)
         if name in self.experts:
             experts = self.experts[name] if whole else None
-            biases = self._among(self.biases, names, name)
-            return Block(self.index, name, names, experts=experts, exact=biases, transposed=transposed)
+            return self._made(name, names, experts=experts, exact=self._among(self.biases, names, name))
         linears = {
             part: child
             for part, child in module.named_modules()
@@ -306,13 +315,52 @@ class _Layer:
         in_linears = {id(p) for child in linears.values() for p in child.parameters()}
         others = [p for _, p in owned if is_wide(p) and id(p) not in in_linears]
         if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
-            exact = self._exact(names, name) if self._holds_experts(name) else ()
-            return Block(self.index, name, names, exact=exact, transposed=transposed)
+            return self._made(name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
+        names = tuple(own_name for own_name, p in owned if id(p) in in_linears)
+        return self._made(name, names, linears=tuple(linears), feed_forward=read_feed_forward(module))
+
+    def _made(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
+        """Return the block of module `name` with the parameters `names`, relative to it."""
+        start = f"{name}." if name else ""
+        mixtures = tuple(
+            (full[len(start) :], experts) for full, experts in self.experts.items() if f"{full}.".startswith(start)
+        )
         return Block(
             self.index,
             name,
-            tuple(own_name for own_name, p in owned if id(p) in in_linears),
-            tuple(linears),
-            read_feed_forward(module),
-            transposed=transposed,
+            names,
+            transposed=self._among(self.transposed, names, name),
+            apart=tuple(each for each in names if self._is_apart(f"{start}{each}", name)),
+            mixtures=mixtures,
+            **others,
         )
+
+    def _is_apart(self, parameter: str, block: str) -> bool:
+        """Return whether only the module of `parameter` reads it, which is called at most once in each call of module `block`. Code that
+        names it may read it where kernels are installed that the traced pass did not use, as Mamba's does."""
+        if self.reads is None:
+            return False
+        module, _, own = parameter.rpartition(".")
+        beside, _, child = module.rpartition(".")
+        of_block, of_module = (f"{self.traced}.{name}".rstrip(".") for name in (block, module))
+        return (
+            self.reads.only_inside(f"{self.traced}.{parameter}", of_module)
+            and self.reads.once_a_call(of_module, of_block)
+            and not (module and _names(self.layer.get_submodule(beside), f"{child}.{own}"))
+        )
+
+
+def _names(module: nn.Module, parameter: str) -> bool:
+    """Return whether the source of the class of `module` names `parameter`, and not for its dtype or device; so if it is not known."""
+    kind: Any = type(module)
+    source = _source(kind)
+    return source is None or bool(re.search(rf"\.{re.escape(parameter)}\b(?!\.(dtype|device))", source))
+
+
+@functools.cache
+def _source(kind: type) -> str | None:
+    """Return the source of `kind` and its bases, without PyTorch's; None where some of it cannot be read."""
+    try:
+        return "\n".join(inspect.getsource(each) for each in kind.__mro__ if not each.__module__.startswith(PLAIN))
+    except (OSError, TypeError):
+        return None

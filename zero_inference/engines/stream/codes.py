@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 from zero_inference.cores.choice import WeightedRows
 from zero_inference.cores.cores import ACTIVATION_NUMBERS
 from zero_inference.cores.matrix import DTYPES
+from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.same_input import SameInput
 from zero_inference.engines.stream.views import Packed
-from zero_inference.models.experts import FusedExperts, chosen_of, read_experts
+from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.indexed import (
     ACTIVATED,
@@ -53,11 +55,11 @@ class FromCodes:
 
 def modules_from_codes(
     block: nn.Module,
+    layout: BlockLayout,
     places: Sequence[Mapping[str, Packed]],
     scheme: GroupQuantization,
     packed_now: Callable[[str], Packed],
-    config: Any,
-    alike: nn.Module,
+    mixtures: Mapping[str, FusedExperts],
 ) -> BlockCodes:
     """Linear modules where the device has a kernel for them, and modules of experts.
 
@@ -65,33 +67,30 @@ def modules_from_codes(
         places: where the block can lie, one for all that are aligned alike: by a weight's name its parts there, for those that are
             quantized.
         packed_now: the parts of a weight where it lies when the module is called.
-        config: the transformers config.
-        alike: the first block that computes the same, or `block`: what experts compute is found by trying, and of that one alone.
+        mixtures: modules of experts by name.
     """
     found: list[FromCodes] = []
     linears = Linears(block, scheme, packed_now)
     for name, module in block.named_modules():
         if type(module) is nn.Linear:
             weight = weight_of(name)
-            if load_extension() and _can_fuse(module.weight, [weight], places, scheme):
+            if load_extension() and _can_fuse(layout, [weight], places, scheme):
                 forward, saw = partial(linears.product, name), partial(linears.saw, name)
                 found.append(FromCodes(module, (weight,), FUSED_ROWS, forward, saw))
-        elif experts := read_experts(alike.get_submodule(name)):
-            weights = tuple(f"{name}.{own}" if name else own for own in (experts.first, experts.last))
+        elif name in mixtures:
+            experts = mixtures[name]
+            weights = experts.weights_in(name)
             if any(weight not in place for place in places for weight in weights):
                 continue
-            first, last = (getattr(module, own) for own in (experts.first, experts.last))
+            first, last = (layout[weight] for weight in weights)
             most = FUSED_ROWS
-            if not _can_fuse(
-                first.mT if experts.transposed else first, weights, places, scheme
-            ):  # without the kernel each pair of token and expert is dequantized
-                mixture = block.get_submodule(name.rpartition(".")[0])
-                most = min(most, experts.number // chosen_of(mixture, config.get_text_config(), experts.number))
+            # without the kernel each pair of token and expert is dequantized; several groups are no part of a graph
+            if not _can_fuse(layout, weights, places, scheme) and first.group in (0, experts.number):
+                most = min(most, experts.number // experts.chosen)
             biases = (partial(getattr, module, own) if own else None for own in (experts.first_bias, experts.last_bias))
-            shapes = ((each.mT if experts.transposed else each).shape for each in (first, last))
             times = [
-                partial(_times, tuple(shape), scheme, partial(packed_now, own), bias)
-                for shape, own, bias in zip(shapes, weights, biases)
+                partial(_times, stored.plain.shape, scheme, partial(packed_now, stored.name), bias)
+                for stored, bias in zip((first, last), biases)
             ]
             found.append(FromCodes(module, weights, most, experts_forward(experts, times[0], times[1])))
     return BlockCodes(found, linears.same_input)
@@ -225,6 +224,51 @@ def experts_forward(experts: FusedExperts, first: Times, last: Times) -> Callabl
     return forward
 
 
+def experts_in_groups(
+    module: nn.Module,
+    experts: FusedExperts,
+    group: int,
+    first: Callable[[int], torch.Tensor],
+    last: Callable[[int], torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """Return a forward of a module of experts that needs one group of them plain at a time. It runs the operators of transformers' grouped
+    products in the same order. With several groups the host reads how many rows each has.
+
+    Args:
+        group: how many experts are plain at a time.
+        first, last: give the weights of a group by its number, [experts, rows, columns], until the next call of either.
+    """
+    from transformers.integrations.moe import _grouped_mm
+
+    several = group < experts.number
+
+    def product(
+        x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: str, own: torch.Tensor
+    ) -> torch.Tensor:
+        out = _grouped_mm(x, weight.mT, ends)
+        return out.add_(getattr(module, bias)[own]) if bias else out
+
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        x, weights = hidden_states.reshape(-1, hidden_states.shape[-1]), top_k_weights.reshape(-1, 1)
+        numbers, order = top_k_index.reshape(-1).sort()  # of pairs of a token and an expert
+        every = torch.arange(experts.number, dtype=numbers.dtype, device=numbers.device)
+        ends = torch.searchsorted(numbers, every, right=True).to(torch.int32)
+        bounds = [0, *ends[group - 1 : -1 : group].tolist(), len(order)] if several else [0, len(order)]
+        dtype = torch.promote_types(x.dtype, weights.dtype)
+        rows = torch.empty(len(order), x.shape[1], dtype=dtype, device=x.device)
+        for place, (begin, end) in enumerate(pairwise(bounds)):
+            if begin == end:
+                continue
+            pairs, own = order[begin:end], numbers[begin:end]
+            of_group = ends[place * group :][:group] - begin
+            inner = product(x[pairs // top_k_index.shape[-1]], first(place), of_group, experts.first_bias, own)
+            outer = product(experts.combined(inner), last(place), of_group, experts.last_bias, own)
+            rows[pairs] = outer * weights[pairs]
+        return rows.view(len(x), -1, x.shape[1]).sum(1).view(hidden_states.shape).to(hidden_states.dtype)
+
+    return forward
+
+
 def combination_of(experts: FusedExperts) -> Combination:
     """Return what `experts` make of their first product."""
     gated = INTERLEAVED if experts.interleaved else UP_FIRST if experts.gate_is_second else GATE_FIRST
@@ -238,7 +282,7 @@ def combination_of(experts: FusedExperts) -> Combination:
 
 
 def _times(
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     scheme: GroupQuantization,
     packed: Callable[[], Packed],
     bias: Callable[[], torch.Tensor] | None,
@@ -257,15 +301,15 @@ def _times(
 
 
 def _can_fuse(
-    weight: torch.Tensor, names: Sequence[str], places: Sequence[Mapping[str, Packed]], scheme: GroupQuantization
+    layout: BlockLayout, names: Sequence[str], places: Sequence[Mapping[str, Packed]], scheme: GroupQuantization
 ) -> bool:
-    """Whether the device has a kernel for products with the weights `names`, wherever they lie; `weight` is like them."""
-    x = torch.empty(1, weight.shape[-1], dtype=weight.dtype, device=weight.device)
+    """Return whether the device has a kernel for products with the weights `names` in all `places`."""
     for place in places:
         for name in names:
             if name not in place:
                 return False
             codes, scales, minima, *_ = place[name]
+            x = torch.empty(1, layout[name].plain.shape[-1], dtype=scales.dtype, device=scales.device)
             if not can_fuse(x, codes, scales, minima, scheme.bits, scheme.group_size):
                 return False
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,18 +13,18 @@ from torch import nn
 
 from zero_inference.engines.stream.balance import Balance
 from zero_inference.engines.stream.blocks import names_of
-from zero_inference.engines.stream.codes import BlockCodes, modules_from_codes
+from zero_inference.engines.stream.codes import BlockCodes, experts_in_groups, modules_from_codes
 from zero_inference.engines.stream.core_blocks import CoreBlock
 from zero_inference.engines.stream.core_team import CoreTeam
 from zero_inference.engines.stream.expert_blocks import ExpertBlock
 from zero_inference.engines.stream.forwards import chosen_of, replace_forward, tokens_of
+from zero_inference.engines.stream.layout import StoredParameter
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.ring import Between, BlockRing
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.engines.stream.streams import ComputeStream, DeviceStreams
 from zero_inference.engines.stream.timeline import Timeline
 from zero_inference.engines.stream.views import BlockViews, Packed
-from zero_inference.models.alike import kinds_of_layers
 from zero_inference.models.frozen import set_data
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
@@ -38,10 +38,9 @@ class BlockFeeder:
     Outside of its block's call a parameter that comes with it is empty: code that reads it then fails, where a slot or the workspace
     would give it another block's values. An assignment takes 0.3 us, and none in a graph that is replayed.
 
-    A block that is not quantized is used where it lies, in its slot or resident buffer. A quantized one is dequantized into a
-    workspace that all share, and its slot is free as soon as that is done; in a short pass its linear modules and experts multiply
-    with the codes where they lie, if the device can. In a pass of few tokens the blocks that
-    are the cores' stay in host memory.
+    Parameters that are not quantized stay in the slot or resident buffer. A quantized weight is dequantized into a workspace that all
+    share, before its module computes, or before its block does where other code may read it. In a short pass linear modules and experts
+    multiply with the codes, if the device can. In a pass of few tokens the blocks that the CPU computes stay in host memory.
 
     Args:
         team: the cores that multiply; None where they do not.
@@ -60,7 +59,7 @@ class BlockFeeder:
     ):
         streams = DeviceStreams(ranks.device)
         self.store, self.scheme, self.residency, self.transfers = store, scheme, residency, transfers
-        self.layouts, self.config = residency.layouts, model.config
+        self.layouts = residency.layouts
         self.timeline = Timeline(streams, names_of(residency.blocks))
         self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
         self.ring = None
@@ -74,7 +73,8 @@ class BlockFeeder:
         self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
         self.views = BlockViews(self.layouts, store, self.ring, self.workspace)
         self.no_values: dict[torch.dtype, torch.Tensor] = {}  # by dtype, without elements, on the device
-        self.parameters: list[list[nn.Parameter]] = []  # by block, in the order of its layout
+        # by block, in the order of its layout, without those that are dequantized for each call of their module
+        self.parameters: list[list[nn.Parameter]] = []
         self.tokens, self.has_begun = 0, False  # of this pass; before the model was called
         self.recorded: tuple[int, bool | None] = 0, None  # tokens, and whether few, of the pass that graphs repeat
         self.codes: dict[int, BlockCodes] = {}  # by block
@@ -116,33 +116,70 @@ class BlockFeeder:
         prefix, layers = decoder_layers(model)
         decoder = model.get_submodule(prefix.rpartition(".")[0])
         self.hooks.append(decoder.register_forward_pre_hook(self._pass_begins, with_kwargs=True))
-        first = kinds_of_layers(model).first
         for index, block in enumerate(self.residency.blocks):
             module = block.of(layers[block.layer])
             self.modules.append(module)
             own = dict(module.named_parameters())
-            self.parameters.append([own[stored.name] for stored in self.layouts[index].parameters])
+            self.parameters.append([own[each.name] for each in self.layouts[index].parameters if not each.apart])
             self._point(index, self.views.places(index)[0])
-            self._use_codes(index, module, block.of(layers[first.get(block.layer, block.layer)]))
+            self._dequantize_in_calls(index, module)
+            self._use_codes(index, module)
             if team is not None and index in team.computable:
                 self.core_blocks[index] = team.block(index, module)
                 self.linears[index] = {name: module.get_submodule(name) for name in block.linears}
                 self._divert(index, module)
             if not self._stays(index):
-                self._empty(index)
+                self._empty(self.parameters[index])
             self.hooks += [
                 module.register_forward_pre_hook(self._before(index), with_kwargs=True),
                 module.register_forward_hook(self._after(index)),
             ]
 
-    def _use_codes(self, index: int, module: nn.Module, alike: nn.Module) -> None:
-        """Let modules multiply with codes in short passes, where they can; `alike` as of `modules_from_codes`."""
-        self.codes[index] = BlockCodes()
-        if not self.scheme or not self.layouts[index].workspace_bytes:
+    def _dequantize_in_calls(self, index: int, module: nn.Module) -> None:
+        """Let each module whose weights are dequantized apart do that when it is called, and leave them empty after it."""
+        mixtures = dict(self.residency.blocks[index].mixtures)
+        modules: dict[str, list[StoredParameter]] = {}
+        for stored in self.layouts[index].parameters:
+            if stored.apart:
+                modules.setdefault(stored.module, []).append(stored)
+        for name, weights in modules.items():
+            called = module.get_submodule(name)
+            self.replaced.append(called)
+            if group := weights[0].group:
+                times = [partial(self._dequantize, index, weight) for weight in mixtures[name].weights_in(name)]
+                called.forward = experts_in_groups(called, mixtures[name], group, *times)
+            else:
+                parameters = {each.name: module.get_parameter(each.name) for each in weights}
+                called.forward = self._dequantizing(index, parameters, called.forward)
+
+    def _dequantizing(self, index: int, parameters: dict[str, nn.Parameter], own: Callable) -> Callable:
+        """Return the forward `own` of a module with `parameters`, by their names in the block, which it dequantizes for each call."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            for name, parameter in parameters.items():
+                self._dequantize(index, name)
+                set_data(parameter, self.packed[index][name].plain)
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._empty(parameters.values())
+
+        return forward
+
+    def _dequantize(self, index: int, name: str, part: int = 0) -> torch.Tensor:
+        """Dequantize a weight of the block, or a group of experts, and return it as it is stored."""
+        codes, scales, minima, values = self.packed[index][name].parts[part]
+        dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
+        return values
+
+    def _use_codes(self, index: int, module: nn.Module) -> None:
+        """Let modules multiply with codes in short passes, where they can."""
+        self.codes[index], layout = BlockCodes(), self.layouts[index]
+        if not self.scheme or not layout.workspace_bytes:
             return
         places = [self.views.packed(index, slot) for slot in self.views.places(index)]
-        packed_now = partial(self._packed_now, index)
-        self.codes[index] = modules_from_codes(module, places, self.scheme, packed_now, self.config, alike)
+        packed_now, mixtures = partial(self._packed_now, index), dict(self.residency.blocks[index].mixtures)
+        self.codes[index] = modules_from_codes(module, layout, places, self.scheme, packed_now, mixtures)
         for found in self.codes[index].found:
             self.replaced.append(found.module)
             applies = partial(self._does_without, index, found.weights[0])
@@ -160,9 +197,9 @@ class BlockFeeder:
         """Return whether the block is resident and unquantized, so that its parameters keep their place."""
         return index in self.store.resident and not self.layouts[index].workspace_bytes
 
-    def _empty(self, index: int) -> None:
-        """Leave the block's parameters without values."""
-        for parameter in self.parameters[index]:
+    def _empty(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave parameters without values."""
+        for parameter in parameters:
             if parameter.dtype not in self.no_values:
                 with torch.inference_mode(False):
                     self.no_values[parameter.dtype] = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -239,7 +276,8 @@ class BlockFeeder:
             self.ring.follow_again()
 
     def _before(self, index: int):
-        layout, resident = self.layouts[index], index in self.store.resident
+        layout, resident, stays = self.layouts[index], index in self.store.resident, self._stays(index)
+        whole = [stored.name for stored in layout.parameters if stored.packed is not None and not stored.apart]
 
         def begin(module, args, kwargs) -> None:
             if self._by_cores(index):
@@ -251,16 +289,11 @@ class BlockFeeder:
             if self.experts is not None and slot is not None:
                 self.experts.seen(index, chosen_of(args, kwargs), self.ring.buffer_in(index, slot))
             if layout.workspace_bytes:
-                buffer = self.views.buffer(index, slot)
-                self.workspace[: layout.plain_bytes].copy_(buffer[: layout.plain_bytes])
                 self.packed[index] = self.views.packed(index, slot)
-                for name, (codes, scales, minima, values) in self.packed[index].items():
+                for name in whole:
                     if not self._does_without(index, name):
-                        dequantize(codes, scales, minima, self.scheme.bits, self.scheme.group_size, values)
-                self._point(index, slot)
-                if not resident and not self._holds_slot(index):
-                    self._release()
-            elif not resident:
+                        self._dequantize(index, name)
+            if not stays:
                 self._point(index, slot)
 
         return begin
@@ -271,11 +304,11 @@ class BlockFeeder:
         def end(module, args, output) -> None:
             self.timeline.block_ends()
             if not stays and not self._by_cores(index):
-                self._empty(index)
+                self._empty(self.parameters[index])
             self.codes[index].ends()
             if index in self.core_blocks:
                 self.core_blocks[index].ends()
-            if not resident and not self._by_cores(index) and self._holds_slot(index):
+            if not resident and not self._by_cores(index):
                 self._release()
             if index not in self.known:
                 self._learn(index)
@@ -292,11 +325,7 @@ class BlockFeeder:
         return acquire() if self.between is None else self.between(acquire)
 
     def _release(self) -> None:
-        def release() -> None:
-            self.timeline.block_ends()
-            self.ring.release()
-
-        release() if self.between is None else self.between(release)
+        self.ring.release() if self.between is None else self.between(self.ring.release)
 
     def _learn(self, index: int) -> None:
         """The block was computed with plain weights for the first time. Modules that were not called have weights that the model reads
@@ -326,9 +355,3 @@ class BlockFeeder:
         if placed is not self.residency:
             self.residency = placed
             self.changed(placed)
-
-    def _holds_slot(self, index: int) -> bool:
-        """Whether the block's slot is in use until its end in this pass."""
-        return not self.layouts[index].workspace_bytes or any(
-            self._does_without(index, weight) for weight in self.codes[index].most_tokens
-        )

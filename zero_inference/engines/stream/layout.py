@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,8 @@ from zero_inference.quantization.groups import GroupQuantization
 
 VECTOR = 16  # bytes that kernels for codes read at once
 ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
+# Plain bytes of a group of experts. Qwen3-30B-A3B has one group a layer, DeepSeek-V3 20 (all 256 experts would take 14 GiB).
+GROUP_BYTES = 768 << 20
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,29 @@ class StoredParameter:
     """A parameter as it is stored.
 
     Attributes:
-        plain: where the model finds its values: in the block's buffer, or in the workspace if the block is quantized.
+        plain: where the model finds its values: in the block's buffer, or in the workspace if it is quantized. Of experts in groups the
+            workspace holds one group.
         packed: codes (uint8), scales and minima in the block's buffer; None if this parameter is not quantized.
         transposed: the values are stored as [..., out, in], where the model has [..., in, out].
+        apart: it is dequantized for each call of its own module; else, if quantized, for that of the block.
+        group: how many experts are dequantized at a time; 0 for a weight that is dequantized whole.
     """
 
     name: str
     plain: Piece
     packed: tuple[Piece, Piece, Piece] | None = None
     transposed: bool = False
+    apart: bool = False
+    group: int = 0
 
-    def values(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the parameter as the model reads it, a view of the buffer or workspace `memory`."""
-        plain = self.plain.of(memory)
+    @property
+    def module(self) -> str:
+        """Name of the module that it belongs to."""
+        return self.name.rpartition(".")[0]
+
+    def values(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the parameter, which is not quantized, as the model reads it, a view of the block's buffer."""
+        plain = self.plain.of(buffer)
         return plain.mT if self.transposed else plain
 
     @property
@@ -63,21 +75,20 @@ class StoredParameter:
 class BlockLayout:
     """The parameters of one block; names are relative to its module.
 
-    What is not quantized comes first, at the same offsets in the buffer and in the workspace, so that one copy of
-    `plain_bytes` and one dequantization a matrix bring the block into the workspace, and its buffer is free again. Then come the codes of
-    all matrices, their scales, and their minima, so that matrices which follow each other are one with the rows of all.
+    Parameters that are not quantized come first. Then come the codes of all matrices, their scales, and their minima, so that matrices
+    which follow each other are one with the rows of all.
+
+    The workspace holds the matrices that are plain for the whole call of the block, and then those of one module at a time.
 
     Attributes:
         nbytes: length of the buffer, a multiple of `ALIGNMENT` times the number of ranks.
         stored_bytes: what the tensors in it take, without the gaps.
-        plain_bytes: length of its first part, which is not quantized.
-        workspace_bytes: length of the workspace; 0 for a block without quantization, which is used where it lies.
+        workspace_bytes: length of the workspace; 0 for a block without quantization.
     """
 
     parameters: list[StoredParameter] = field(default_factory=list)
     nbytes: int = 0
     stored_bytes: int = 0
-    plain_bytes: int = 0
     workspace_bytes: int = 0
 
     def __getitem__(self, name: str) -> StoredParameter:
@@ -90,6 +101,8 @@ def lay_out(
     ranks: int,
     exact: Collection[str] = (),
     transposed: Collection[str] = (),
+    apart: Collection[str] = (),
+    experts: Iterable[Sequence[str]] = (),
 ) -> BlockLayout:
     """Lay out `parameters`, which may be on the meta device, by name.
 
@@ -98,6 +111,9 @@ def lay_out(
         ranks: the buffer is padded so that it divides by them.
         exact: names of matrices that are kept as they are.
         transposed: names of matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
+        apart: names of those that are dequantized for each call of their own module.
+        experts: names of the fused weights of each module of experts; they are dequantized in groups of `GROUP_BYTES` at most, or of one
+            expert, if they are `apart`.
     """
     layout = BlockLayout()
     own = [(name, parameter.mT if name in transposed else parameter) for name, parameter in parameters]
@@ -109,7 +125,7 @@ def lay_out(
             piece = Piece(end, tuple(parameter.shape), parameter.dtype)
             end += -(-piece.nbytes // VECTOR) * VECTOR
             layout.parameters.append(StoredParameter(name, piece, transposed=name in transposed))
-    layout.plain_bytes = workspace = end = _aligned(end)
+    end = _aligned(end)
     kinds: list[list[Piece]] = [[], [], []]
     for kind, pieces in enumerate(kinds):
         for _, parameter in packed:
@@ -117,14 +133,35 @@ def lay_out(
             pieces.append(Piece(end, (groups if kind else codes,), parameter.dtype if kind else torch.uint8))
             end += -(-pieces[-1].nbytes // VECTOR) * VECTOR
         end = _aligned(end)
-    for (name, parameter), of_codes, of_scales, of_minima in zip(packed, *kinds):
-        plain = Piece(workspace, tuple(parameter.shape), parameter.dtype)
-        workspace += _aligned(plain.nbytes)
-        layout.parameters.append(StoredParameter(name, plain, (of_codes, of_scales, of_minima), name in transposed))
+    grouped = _grouped({name: parameter for name, parameter in packed if name in apart}, experts)
+    whole = sum(_aligned(parameter.nbytes) for name, parameter in packed if name not in apart)
+    begun, of_modules = 0, dict.fromkeys((name.rpartition(".")[0] for name in apart), whole)  # bytes of the workspace
+    layout.workspace_bytes = whole
+    for (name, parameter), *pieces in zip(packed, *kinds):
+        module, group = name.rpartition(".")[0], grouped.get(name, 0)
+        offset = begun if name not in apart else whole if group else of_modules[module]
+        ended = offset + _aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
+        if name in apart:
+            of_modules[module] = ended
+        else:
+            begun = ended
+        layout.workspace_bytes = max(layout.workspace_bytes, ended)
+        plain = Piece(offset, tuple(parameter.shape), parameter.dtype)
+        layout.parameters.append(StoredParameter(name, plain, tuple(pieces), name in transposed, name in apart, group))
     layout.nbytes = -(-end // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     layout.stored_bytes = sum(piece.nbytes for stored in layout.parameters for piece in stored.pieces)
-    layout.workspace_bytes = workspace if packed else 0
     return layout
+
+
+def _grouped(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
+    """Return by name of fused weights, which have one place in turn, how many experts are dequantized at a time."""
+    found: dict[str, int] = {}
+    for names in experts:
+        if all(name in weights for name in names):
+            number = weights[names[0]].shape[0]
+            largest = max(weights[name].nbytes for name in names) // number
+            found |= dict.fromkeys(names, min(number, max(1, GROUP_BYTES // largest)))
+    return found
 
 
 def _aligned(nbytes: int) -> int:

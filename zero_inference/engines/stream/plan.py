@@ -328,6 +328,8 @@ def plan(job: Job, may_attend: bool = True) -> StreamPlan:
         residency, cores, reason = _with_cores(job, scheme, job.on_gpu and not no_graph, may_attend)
     if residency is None:
         residency = _residency(job, scheme, divided=False)
+    if _reads_group_sizes(job, residency):
+        no_graph = no_graph or why_no_graph(job, in_groups=True)
     host, pinned = residency.host_bytes // job.ranks.world_size + residency.embedding_bytes, job.pin_weights
     footprint = Footprint(device=residency.device_bytes, host=host, pinned=host if pinned else 0)
     attends = cores is not None and cores.attends
@@ -446,6 +448,13 @@ def _head(job: Job, scheme: GroupQuantization | None, layouts: Sequence[BlockLay
     )
     fits = found is not None and found.row_bytes <= max(layout.workspace_bytes for layout in layouts)
     return found if fits else None
+
+
+def _reads_group_sizes(job: Job, residency: Residency) -> bool:
+    """Return whether the host reads in a decode step how many rows each group of experts has: they are dequantized in several."""
+    layouts = (layout for block, layout in enumerate(residency.layouts) if block not in residency.computed)
+    stored = (each for layout in layouts for each in layout.parameters)
+    return job.on_gpu and job.rank_batch > FUSED_ROWS and any(0 < each.group < each.plain.shape[0] for each in stored)
 
 
 def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth: int | None = None) -> Residency:

@@ -46,8 +46,11 @@ INSTEAD = {  # by reason, where there is something to do about it
 }
 
 
-def why_no_graph(job: Job) -> str | None:
+def why_no_graph(job: Job, in_groups: bool = False) -> str | None:
     """Why a decode step of this run is not recorded, in a few words; None where it is.
+
+    Args:
+        in_groups: it dequantizes experts in several groups, of which the host reads how many rows each has.
 
     Raises:
         UsageError: it was asked for, and cannot be.
@@ -64,6 +67,7 @@ def why_no_graph(job: Job) -> str | None:
         TRACED: config.trace is not None,
         "its attention is not PyTorch's": attention != "sdpa",
         "its layers do not all attend to all positions": not attends_to_all(job.spec.config, job.length),
+        "it dequantizes experts in groups, whose sizes the host reads": in_groups,
         "there is no GPU": not job.on_gpu and config.decode_graph == "auto",
     }
     reason = next((words for words, holds in reasons.items() if holds), None)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from zero_inference.engines.stream.layout import BlockLayout
+from zero_inference.engines.stream.layout import BlockLayout, StoredParameter
 from zero_inference.engines.stream.ring import BlockRing
 from zero_inference.engines.stream.store import BlockStore
 from zero_inference.quantization.products import ALIGNMENT
 
-Packed = tuple[
-    torch.Tensor, ...
-]  # codes, scales and minima of a weight, and its place in the workspace, as they are stored
+
+class Packed(NamedTuple):
+    """A quantized weight as it is stored.
+
+    Attributes:
+        parts: what is dequantized at a time, of experts a group: codes, scales, minima, and the place in the workspace.
+        plain: that place as the model reads the weight; of the first group if there are several.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor
+    parts: tuple[tuple[torch.Tensor, ...], ...]
+    plain: torch.Tensor
 
 
 class BlockViews:
@@ -24,7 +37,7 @@ class BlockViews:
 
     Args:
         ring: None where all blocks are on the device.
-        workspace: uint8, into which quantized blocks are dequantized.
+        workspace: uint8, into which weights are dequantized.
     """
 
     def __init__(
@@ -51,13 +64,18 @@ class BlockViews:
         return (None,) if block in self.store.resident else self.unlike_slots
 
     def plain(self, block: int, slot: int | None) -> list[torch.Tensor]:
-        """Its parameters as the model reads them, in the order of its layout: in the workspace if the block is quantized."""
-        layout = self.layouts[block]
-        key = (self.first[block], None) if layout.workspace_bytes else self._key(block, slot)
+        """Its parameters as the model reads them, in the order of its layout: in the workspace if they are quantized. Without those that
+        are dequantized for each call of their module."""
+        key = self._key(block, slot)
         if key not in self.found_plain:
+            packed = self.packed(block, slot)
             with torch.inference_mode(False):  # a view of inference mode could not be used outside it
-                memory = self.workspace if layout.workspace_bytes else self.buffer(block, slot)
-                self.found_plain[key] = [stored.values(memory) for stored in layout.parameters]
+                buffer = self.buffer(block, slot)
+                self.found_plain[key] = [
+                    stored.values(buffer) if stored.packed is None else packed[stored.name].plain
+                    for stored in self.layouts[block].parameters
+                    if not stored.apart
+                ]
         return self.found_plain[key]
 
     def packed(self, block: int, slot: int | None) -> dict[str, Packed]:
@@ -67,14 +85,23 @@ class BlockViews:
             with torch.inference_mode(False):
                 buffer = self.buffer(block, slot)
                 self.found_packed[key] = {
-                    stored.name: (
-                        *(piece.of(buffer) for piece in stored.packed),
-                        values.mT if stored.transposed else values,
-                    )
-                    for stored, values in zip(self.layouts[block].parameters, self.plain(block, slot))
+                    stored.name: self._packed(stored, buffer)
+                    for stored in self.layouts[block].parameters
                     if stored.packed is not None
                 }
         return self.found_packed[key]
+
+    def _packed(self, stored: StoredParameter, buffer: torch.Tensor) -> Packed:
+        codes, scales, minima = (piece.of(buffer) for piece in stored.packed)
+        plain, parts = stored.plain, []
+        number, group = (plain.shape[0], stored.group) if stored.group else (1, 1)
+        for first in range(0, number, group):
+            count = min(group, number - first)
+            some = (each.view(number, -1)[first : first + count].view(-1) for each in (codes, scales, minima))
+            shape = (count, *plain.shape[1:]) if stored.group else plain.shape
+            parts.append((*some, replace(plain, shape=shape).of(self.workspace)))
+        values = parts[0][-1]
+        return Packed(codes, scales, minima, tuple(parts), values.mT if stored.transposed else values)
 
     def close(self) -> None:
         """Let go of the memory."""

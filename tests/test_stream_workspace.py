@@ -1,0 +1,118 @@
+"""The stream engine's workspace: a weight is plain for its module's call, or its block's where the model may read it itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_machine import planned
+from test_stream import generate, load
+from test_stream_cores import feeder_of
+from test_stream_experts import a_model, ids_of_restored_weights
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from zero_inference.engines.stream import codes, layout
+from zero_inference.engines.stream.blocks import lay_out_blocks
+from zero_inference.machine.choose import machine_of
+from zero_inference.quantization.groups import GroupQuantization
+
+INT4 = {"quant_bits": 4, "quant_group_size": 32}
+
+
+@pytest.fixture
+def always_plain(monkeypatch):
+    """No pass is short enough for codes."""
+    monkeypatch.setattr(codes, "FUSED_ROWS", 0)
+
+
+def layouts_of(model: nn.Module, divided: bool) -> list[layout.BlockLayout]:
+    return lay_out_blocks(model, GroupQuantization(4, 32, torch.float32), 1, divided)[1]
+
+
+@pytest.mark.parametrize(("share", "gpu_memory"), [("off", 0), ("off", 1), ("0.5", 0)])
+def test_it_holds_the_largest_matrix(share, gpu_memory, checkpoints, always_plain):
+    folder = checkpoints("llama")
+    loaded, spec, ranks = load(folder, cpu_compute=share, gpu_memory=gpu_memory, **INT4)
+    feeder = feeder_of(loaded)
+    assert feeder.workspace.numel() == feeder.residency.workspace_bytes == 64 * 192 * 4
+    assert loaded.facts["stream"]["workspace_bytes"] == 64 * 192 * 4
+    plain: list[dict[str, int]] = []
+    for layer in loaded.model.model.layers:
+        layer.mlp.act_fn.register_forward_hook(
+            lambda *_, layer=layer: plain.append({name: p.numel() for name, p in layer.named_parameters()})
+        )
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, ids_of_restored_weights(folder))
+    loaded.close()
+    assert plain and all(each["mlp.down_proj.weight"] == each["mlp.up_proj.weight"] == 0 for each in plain)
+
+
+class ReadsDown(LlamaMLP):
+    def forward(self, x):
+        return nn.functional.linear(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.down_proj.weight)
+
+
+class CallsTwice(LlamaMLP):
+    def forward(self, x):
+        hidden = torch.cat([self.gate_proj(each) for each in x.split(1, -2)], -2)
+        return self.down_proj(self.act_fn(hidden) * self.up_proj(x))
+
+
+class NamesUp(LlamaMLP):
+    def forward(self, x):
+        if x.device.type == "a device with a kernel":
+            return self.act_fn(self.gate_proj(x)) * nn.functional.linear(x, self.up_proj.weight)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("share", ["off", "1"])
+@pytest.mark.parametrize(
+    ("mlp", "own"),
+    [(ReadsDown, "down_proj"), (CallsTwice, "gate_proj"), (NamesUp, "up_proj")],
+    ids=lambda each: str(each),
+)
+def test_what_the_model_may_read_itself_is_plain_as_long_as_its_block(
+    mlp, own, share, checkpoints, always_plain, monkeypatch
+):
+    folder = checkpoints("llama")
+    expected = ids_of_restored_weights(folder)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", mlp)
+    loaded, spec, ranks = load(folder, cpu_compute=share, **INT4)
+    feeder = feeder_of(loaded)
+    whole = {s.name.split(".")[-2] for each in feeder.layouts for s in each.parameters if s.packed and not s.apart}
+    assert whole == {own}
+    assert feeder.workspace.numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
+    seen: list[bool] = []
+    loaded.model.model.layers[1].self_attn.register_forward_hook(
+        lambda *_: seen.append(loaded.model.model.layers[1].get_submodule(f"mlp.{own}").weight.numel() > 0)
+    )
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    loaded.close()
+    if share == "off":
+        assert all(seen)
+
+
+def test_a_module_that_is_not_known_has_all_its_weights_plain_in_its_calls():
+    model = a_model("llama4_text", intermediate_size_mlp=96, interleave_moe_layer_step=1)
+    experts = [p for name, p in model.model.layers[0].named_parameters() if ".experts." in name]
+    for divided in (False, True):
+        assert max(each.workspace_bytes for each in layouts_of(model, divided)) == sum(p.nbytes for p in experts)
+
+
+def test_slots_are_held_until_their_block_ends(checkpoints, always_plain):
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="off", ring_depth=2, **INT4)
+    ring, held = feeder_of(loaded).ring, []
+    for layer in loaded.model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda *_: held.append(ring.held is not None))
+    generate(loaded, spec, ranks, loops=1)
+    loaded.close()
+    assert held and all(held) and ring.held is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"), [(32, None), (33, "it dequantizes experts in groups, whose sizes the host reads")]
+)
+def test_steps_that_dequantize_experts_in_groups_are_planned_without_graphs(batch, said):
+    machine = machine_of(None, "gpus=1x80GiB,host=256GiB")
+    options = f"--dummy --engine stream --quant-bits 4 --gpu-memory 1 --batch-size {batch} --prompt-len 64 --gen-len 8"
+    for model, reason in (("qwen3-235b-a22b", said), ("qwen3-30b-a3b", None)):  # 4 groups and 1
+        assert planned(f"--model {model} {options}", machine).weights.no_graph == reason
