@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-EXPERT_BYTES, EXPERTS, REPETITIONS = 2654208, 512, 60
+EXPERT_BYTES, EXPERTS, BLOCK, REPETITIONS = 2654208, 512, 128, 60
 
 
 def main() -> None:
@@ -38,6 +38,21 @@ def main() -> None:
         seconds = seconds_of(fetch)
         rate = count * EXPERT_BYTES / seconds / 1e9
         print(f"kernel, {count} expert{'s' * (count > 1)}: {rate:.1f} GB/s, {1e6 * seconds:.0f} us", flush=True)
+    block = torch.zeros(BLOCK * EXPERT_BYTES, dtype=torch.uint8, device="cuda")
+    slots = torch.zeros_like(block)
+    pieces = torch.tensor([[host.data_ptr(), slots.data_ptr(), 0, EXPERT_BYTES]], device="cuda")
+    seconds = seconds_of(lambda turn: block.copy_(host[: len(block)], non_blocking=True))
+    print(f"copy engine, block of {BLOCK} experts: {len(block) / seconds / 1e9:.1f} GB/s, {1e6 * seconds:.0f} us")
+    for kept in (0, BLOCK // 8, BLOCK // 2, BLOCK):
+        table = torch.full((BLOCK,), -1, device="cuda")
+        table[torch.randperm(BLOCK, device="cuda")[:kept]] = torch.arange(kept, device="cuda")
+
+        def fill(turn: int, table: torch.Tensor = table) -> None:
+            torch.ops.zero_inference.expert_fill(table, BLOCK, pieces, block, True)
+
+        seconds = seconds_of(fill)
+        rate = (BLOCK - kept) * EXPERT_BYTES / seconds / 1e9
+        print(f"kernel, block with {kept} experts in slots: {rate:.1f} GB/s of the link, {1e6 * seconds:.0f} us")
 
 
 def seconds_of(call: Callable[[int], object]) -> float:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
-from test_stream import BATCH, GEN, generate, load
+from conftest import ROOT, VOCAB
+from test_stream import BATCH, GEN, PROMPT, generate, load
 from test_stream_cores import feeder_of
 from test_stream_experts import mixtures  # noqa: F401  (a fixture)
 
@@ -22,6 +22,7 @@ from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.split import best_split, link_quota
 from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
+from zero_inference.models.prompts import random_ids
 from zero_inference.records.read import read_records
 from zero_inference.runtime.amounts import amount
 
@@ -162,6 +163,34 @@ def test_choices_are_divided_over_slots_link_and_cpu(slots, most, keeps, device)
         assert not keeps or not kept & late, "no slot that this pass reads is written"
         total += len(late)
     assert (total > 0) == (most > 0)
+
+
+@pytest.mark.parametrize(("family", "bits", "slots"), [("mixtral", 16, 2), ("qwen3_moe", 4, 3), ("gpt_oss", 8, 1)])
+def test_a_long_pass_fetches_what_is_in_no_slot(family, bits, slots, kept, fetching):
+    """Before the first pass and after steps that evicted experts, the block comes whole, and experts in slots not over the link."""
+    fetching(1.0, slots)
+    loaded, spec, ranks = kept(family, slots, bits)
+    feeder, cache = feeder_of(loaded), cache_of(loaded)
+    crosses = {
+        index: feeder.layouts[index].stored_bytes - slots * each.expert_bytes for index, each in cache.slots.items()
+    }
+    assert feeder.ring.gathered.keys() == crosses.keys()
+    tables = []
+    for turn in range(3):
+        for index, each in cache.slots.items():
+            layout, host = feeder.layouts[index], feeder.store.buffers[index]
+            block = torch.full((layout.nbytes,), 255, dtype=torch.uint8, device=loaded.device)
+            assert each.gather(block) == crosses[index]
+            for piece in (piece for stored in layout.parameters for piece in stored.pieces):
+                assert torch.equal(piece.of(block).cpu(), piece.of(host)), (turn, index)
+        tables.append([each.table.tolist() for each in cache.slots.values()])
+        generate(loaded, spec, ranks, loops=1)
+    assert tables[0] != tables[1]
+    moved = loaded.transfers.host_to_device_bytes
+    tokens = random_ids(0, BATCH, PROMPT, VOCAB)
+    loaded.model(tokens.to(loaded.device), use_cache=False)
+    rows = tokens.numel() * feeder.residency.row_bytes
+    assert loaded.transfers.host_to_device_bytes - moved == sum(crosses.values()) + rows
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

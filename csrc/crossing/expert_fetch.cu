@@ -1,9 +1,10 @@
-// The experts of a mixture that tokens chose, and that device memory does not hold: which of them the device fetches itself,
-// and the copy of these, straight from page-locked host memory. Both are kernels of the model's stream, so that a CUDA graph
-// holds them.
+// The experts of a mixture that device memory does not hold: which of those that tokens chose the device fetches itself, and
+// copies straight from page-locked host memory. The first two are kernels of the model's stream, so that a CUDA graph holds
+// them.
 //
 //   expert_division   divides what was chosen over device memory, link and CPU, and evicts experts for those that are fetched
 //   expert_fetch      copies experts into their slots
+//   expert_fill       copies all experts into a block: from their slots, or from host memory those that have none
 //
 // A kernel that reads host memory reaches 46 GB/s with one expert of 2.65 MB, and 50 with more, where a copy engine reaches 55
 // (H100, PCIe 5), and needs no host thread to know what was chosen.
@@ -92,19 +93,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; keeps && i < fetches; i += kThreads) table[fetched[i]] = places[i];
 }
 
-// blockIdx.y: which of `fetched`, and its slot in `places`; blockIdx.z: which of `pieces`, [address in host memory, address of
-// slots, bytes of an expert].
 template <typename Vector>
-__global__ void __launch_bounds__(kThreads)
-    fetch(const int64_t* __restrict__ fetched, const int64_t* __restrict__ places, const int64_t* __restrict__ pieces) {
-  const int64_t expert = fetched[blockIdx.y];
-  if (expert < 0) return;
-  const int64_t* const piece = pieces + 3 * blockIdx.z;
-  const int64_t vectors = piece[2] / static_cast<int64_t>(sizeof(Vector));
-  const Vector* const source = reinterpret_cast<const Vector*>(piece[0]) + expert * vectors;
-  Vector* const target = reinterpret_cast<Vector*>(piece[1]) + places[blockIdx.y] * vectors;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; first < vectors; first += stride * kUnroll) {
+__device__ void copy(const Vector* __restrict__ source, Vector* __restrict__ target, int64_t vectors, int64_t begin,
+                     int64_t stride) {
+  for (int64_t first = begin; first < vectors; first += stride * kUnroll) {
     Vector values[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
@@ -117,11 +109,42 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// blockIdx.y: which of `fetched`, and its slot in `places`; blockIdx.z: which of `pieces`, [address in host memory, address of
+// slots, bytes of an expert].
+template <typename Vector>
+__global__ void __launch_bounds__(kThreads)
+    fetch(const int64_t* __restrict__ fetched, const int64_t* __restrict__ places, const int64_t* __restrict__ pieces) {
+  const int64_t expert = fetched[blockIdx.y];
+  if (expert < 0) return;
+  const int64_t* const piece = pieces + 3 * blockIdx.z;
+  const int64_t vectors = piece[2] / static_cast<int64_t>(sizeof(Vector));
+  copy(reinterpret_cast<const Vector*>(piece[0]) + expert * vectors,
+       reinterpret_cast<Vector*>(piece[1]) + places[blockIdx.y] * vectors, vectors,
+       static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, static_cast<int64_t>(gridDim.x) * kThreads);
+}
+
+// `pieces`: [address in host memory, address of slots, offset in the block, bytes of an expert]. A block of threads copies a
+// piece of an expert at a time.
+template <typename Vector>
+__global__ void __launch_bounds__(kThreads)
+    fill(const int64_t* __restrict__ table, int64_t experts, const int64_t* __restrict__ pieces, int64_t number, char* block) {
+  for (int64_t turn = blockIdx.x; turn < experts * number; turn += gridDim.x) {
+    const int64_t expert = turn % experts, slot = table[expert];
+    const int64_t* const piece = pieces + 4 * (turn / experts);
+    const int64_t source = slot >= 0 ? piece[1] + slot * piece[3] : piece[0] + expert * piece[3];
+    copy(reinterpret_cast<const Vector*>(source), reinterpret_cast<Vector*>(block + piece[2] + expert * piece[3]),
+         piece[3] / static_cast<int64_t>(sizeof(Vector)), static_cast<int64_t>(threadIdx.x), kThreads);
+  }
+}
+
 void check(const char* name, const Tensor& tensor, const Tensor& like, ScalarType type = ScalarType::Long) {
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == like.get_device_index() && tensor.is_contiguous() &&
                       tensor.scalar_type() == type,
-                  name, " must be ", type == ScalarType::Long ? "int64" : "float32", ", contiguous, on CUDA device ",
-                  like.get_device_index());
+                  name, " must be ",
+                  type == ScalarType::Long    ? "int64"
+                  : type == ScalarType::Float ? "float32"
+                                              : "uint8",
+                  ", contiguous, on CUDA device ", like.get_device_index());
 }
 
 void expert_division(const Tensor& chosen, const Tensor& table, const Tensor& uses, int64_t experts, const Tensor& quota,
@@ -172,6 +195,25 @@ void expert_fetch(const Tensor& fetched, const Tensor& places, const Tensor& pie
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+void expert_fill(const Tensor& table, int64_t experts, const Tensor& pieces, const Tensor& block, bool in_vectors) {
+  STD_TORCH_CHECK(table.is_cuda() && table.numel() >= experts, "expert_fill: table must be on a CUDA device, of ", experts,
+                  " experts or more");
+  check("expert_fill: table", table, table);
+  check("expert_fill: pieces", pieces, table);
+  check("expert_fill: block", block, table, ScalarType::Byte);
+  STD_TORCH_CHECK(pieces.dim() == 2 && pieces.size(1) == 4, "expert_fill: pieces must be [pieces, 4]");
+  if (experts == 0 || pieces.numel() == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
+  const cudaStream_t stream = current_stream(table.get_device_index());
+  const auto launch = [&](auto kernel) {
+    kernel<<<kFillBlocks, kThreads, 0, stream>>>(static_cast<const int64_t*>(table.const_data_ptr()), experts,
+                                                 static_cast<const int64_t*>(pieces.const_data_ptr()), pieces.size(0),
+                                                 static_cast<char*>(block.mutable_data_ptr()));
+  };
+  in_vectors ? launch(fill<uint4>) : launch(fill<unsigned char>);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
@@ -180,9 +222,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
       "keeps, "
       "Tensor(c!) for_cpu, Tensor(d!) slot, Tensor(e!) late, Tensor(f!) fetched, Tensor(g!) places) -> ()");
   library.def("expert_fetch(Tensor fetched, Tensor places, Tensor pieces, bool in_vectors) -> ()");
+  library.def("expert_fill(Tensor table, int experts, Tensor pieces, Tensor(a!) block, bool in_vectors) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero_inference, CUDA, library) {
   library.impl("expert_division", TORCH_BOX(&expert_division));
   library.impl("expert_fetch", TORCH_BOX(&expert_fetch));
+  library.impl("expert_fill", TORCH_BOX(&expert_fill));
 }

@@ -1,14 +1,15 @@
 """Experts of a mixture that the device multiplies, while the CPU multiplies others from host memory, which has all of them.
 
-Each block has slots in device memory (`ExpertSlots`). A pass of many tokens, which brings each block to the device whole, fills them with
-the experts used most. In a pass of few tokens the device fetches some of the missed experts over the link, and these evict the least
-used ones; how much an expert is used halves in `HALF_LIFE_PASSES`. All of it is decided on the device, in the order of the
-model's stream, so that a CUDA graph holds it. Blocks without slots of their own fetch into memory that they share, and keep nothing.
+Each block has slots in device memory (`ExpertSlots`). A pass of many tokens brings each block to the device whole, experts in slots not
+over the link (`ExpertSlots.gather`), and then fills the slots with the experts used most; before the first one they have the first
+experts. In a pass of few tokens the device fetches some of the missed experts over the link, and these evict the least used ones; how much
+an expert is used halves in `HALF_LIFE_PASSES`. All of it is decided on the device, in the order of the model's stream, so that a CUDA
+graph holds it. Blocks without slots of their own fetch into memory that they share, and keep nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from zero_inference.cores.choice import WeightedRows
 from zero_inference.cores.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD
 from zero_inference.engines.stream.codes import combination_of
-from zero_inference.engines.stream.expert_slots import expert_memory
+from zero_inference.engines.stream.expert_slots import LEAST_KEPT, expert_memory
 from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
@@ -68,6 +69,17 @@ class _Weights:
     def _by_expert(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
         return piece.of(buffer).view(self.number, -1)
 
+    def load_first(self) -> None:
+        """Fill the slots with the first experts, from host memory."""
+        for kept, waiting in zip(self.kept, self.waiting):
+            kept.copy_(waiting[: len(kept)], non_blocking=True)
+
+    def put(self, slots: Sequence[int], buffer: torch.Tensor) -> None:
+        """Copy all experts into the block in `buffer`: from `slots`, or from host memory where that is -1."""
+        for kept, waiting, piece in zip(self.kept, self.waiting, self.pieces):
+            for expert, (target, slot) in enumerate(zip(self._by_expert(piece, buffer), slots)):
+                target.copy_(waiting[expert] if slot < 0 else kept[slot])
+
     def take(self, experts: torch.Tensor, buffer: torch.Tensor) -> None:
         """Fill the slots with `experts`, int64 [slots], out of the block in `buffer` on the device."""
         for kept, piece in zip(self.kept, self.pieces):
@@ -107,6 +119,18 @@ def _in_one(
     if memory is None:
         memory = torch.zeros(end, dtype=torch.uint8, device=device)
     return [piece.of(memory) for piece in pieces]
+
+
+def _ranges_besides(layout: BlockLayout, experts: FusedExperts) -> list[tuple[int, int]]:
+    """Return the ranges of a block's buffer that hold other parameters than `experts`."""
+    ranges: list[tuple[int, int]] = []
+    others = [stored for stored in layout.parameters if stored.name not in experts.parameters]
+    for piece in sorted((piece for stored in others for piece in stored.pieces), key=lambda piece: piece.offset):
+        begin, end = piece.offset, piece.offset + piece.nbytes
+        if ranges and begin - ranges[-1][1] < ALIGNMENT:
+            begin = ranges.pop()[0]
+        ranges.append((begin, end))
+    return ranges
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
@@ -252,6 +276,18 @@ class ExpertSlots:
         ]
         self.in_vectors = not any(number % 16 for rows in addresses for row in rows for number in row)
         self.pieces = [torch.tensor(rows, device=table.device) for rows in addresses]
+        offsets = [[piece.offset for piece in each.pieces] for each in (self.first, self.last)]
+        self.pieces_of_block = torch.tensor(
+            [
+                (*row[:2], offset, row[2])
+                for rows, begins in zip(addresses, offsets)
+                for row, offset in zip(rows, begins)
+            ],
+            device=table.device,
+        )
+        self.buffer, self.others = buffer, _ranges_besides(layout, experts)
+        self.held = 0  # slots with an expert
+        self.gathering: Any = None  # event that follows the last `gather`
 
     @property
     def nbytes(self) -> int:
@@ -261,6 +297,32 @@ class ExpertSlots:
     @property
     def expert_bytes(self) -> int:
         return self.nbytes // self.numbers.numel()
+
+    def load_first(self) -> None:
+        """Fill the slots with the first experts."""
+        self.first.load_first()
+        self.last.load_first()
+        self._hold(self.numbers)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the block comes to the device by `gather`."""
+        count = self.numbers.numel()
+        return self.keeps and count >= LEAST_KEPT * self.experts.number and (not self.table.is_cuda or load_extension())
+
+    def gather(self, buffer: torch.Tensor) -> int:
+        """Put the block into `buffer` on the device, on the current stream, and return the bytes that come over the link for it: not those
+        of experts in slots."""
+        for begin, end in self.others:
+            buffer[begin:end].copy_(self.buffer[begin:end], non_blocking=True)
+        number = self.experts.number
+        if self.table.is_cuda:
+            torch.ops.zero_inference.expert_fill(self.table, number, self.pieces_of_block, buffer, self.in_vectors)
+        else:
+            for weights in (self.first, self.last):
+                weights.put(self.table[:number].tolist(), buffer)
+        self.gathering = self.fetching.streams.recorded(self.fetching.streams.current())
+        return sum(end - begin for begin, end in self.others) + (number - self.held) * self.expert_bytes
 
     def take(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """Count what tokens chose, [tokens, k], as if they had come one after the other, and fill the slots with the experts used most.
@@ -273,11 +335,12 @@ class ExpertSlots:
             kept = KEPT_USE**tokens
             each = self.uses.new_full((1,), (1 - kept) / (1 - KEPT_USE) / max(1, tokens))
             self.uses.mul_(kept).scatter_add_(0, flat, each.expand_as(flat))
+        if self.gathering is not None:  # of the pass after this one, perhaps
+            self.fetching.streams.current().wait_event(self.gathering)
         most_used = self.uses[: self.experts.number].topk(self.numbers.numel()).indices
         self.first.take(most_used, buffer)
         self.last.take(most_used, buffer)
-        self.table.fill_(-1)
-        self.table.scatter_(0, most_used, self.numbers)
+        self._hold(most_used)
 
     def divide(self, chosen: torch.Tensor) -> Division:
         """Divide what tokens chose in a pass of few, see `divide`; `products` has to follow, or `forget`."""
@@ -287,6 +350,13 @@ class ExpertSlots:
     def forget(self) -> None:
         """Keep nothing until a pass of many tokens: this one broke off, and the table names experts that were not fetched."""
         self.table.fill_(-1)
+        self.held = 0
+
+    def _hold(self, experts: torch.Tensor) -> None:
+        """The slots have `experts`, int64 [slots]."""
+        self.table.fill_(-1)
+        self.table.scatter_(0, experts, self.numbers)
+        self.held = experts.numel()
 
     def products(self, x: torch.Tensor, division: Division, weights: torch.Tensor) -> WeightedRows:
         """Return what the experts in slots and fetched ones compute of x [tokens, hidden], and their `weights` [tokens, k].
@@ -376,6 +446,16 @@ class ExpertCache:
             for index, form, rows in zip(indices, forms, zip(tables, uses, self.use))
         }
         transfers.expert_counts = self.counts
+
+    def load_first(self) -> None:
+        """Fill all slots that are a block's own; host memory is complete."""
+        for slots in self.slots.values():
+            if slots.keeps:
+                slots.load_first()
+
+    def gathered(self) -> dict[int, Callable[[torch.Tensor], int]]:
+        """Return by block how it comes to the device, where experts in slots need not cross the link: `ExpertSlots.gather`."""
+        return {index: slots.gather for index, slots in self.slots.items() if slots.gathers}
 
     def seen(self, index: int, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """The device computes all of block `index`, which is in `buffer`, for tokens that chose the experts `chosen` [tokens, k]."""

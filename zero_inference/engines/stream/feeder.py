@@ -62,13 +62,22 @@ class BlockFeeder:
         self.layouts = residency.layouts
         self.timeline = Timeline(streams, names_of(residency.blocks))
         self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
+        self.team = team
+        self.experts = None if team is None else team.experts
+        gathered = None if self.experts is None else self.experts.gathered()
         self.ring = None
         if residency.in_host_memory:
             self.ring = BlockRing(
-                store, residency.in_host_memory, residency.depth, ranks, streams, transfers, self.timeline, group
+                store,
+                residency.in_host_memory,
+                residency.depth,
+                ranks,
+                streams,
+                transfers,
+                self.timeline,
+                group,
+                gathered,
             )
-        self.team = team
-        self.experts = None if team is None else team.experts
         self.few: bool | None = None  # whether this pass is of few tokens; None before the first one
         self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
         self.views = BlockViews(self.layouts, store, self.ring, self.workspace)
@@ -91,6 +100,8 @@ class BlockFeeder:
             int, dict[str, nn.Module]
         ] = {}  # by block of the cores, and name in it: before anything wrapped them
         self._install(model, team)
+        if self.experts is not None:
+            self.experts.load_first()
         if self.ring is not None:
             self.ring.prime()
         self.compute = ComputeStream(model, streams, host_waits=self.ring is not None and ranks.world_size > 1)

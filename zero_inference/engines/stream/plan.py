@@ -176,13 +176,13 @@ class StreamPlan(EnginePlan):
     @property
     def prefill_fetched_bytes(self) -> int:
         """See `EnginePlan`. When a prefill begins, the ring is full of what a decode step fetches first: it follows another generation.
-        What the prefill does not need soon is dropped then."""
+        What the prefill does not need soon is dropped then. Experts that the device keeps do not come again."""
         found = self.residency
         ahead = set(found.fetched[: slots_in_steps(found, self.graphs)]).intersection(
             found.in_host_memory[: found.depth]
         )
         tokens = self.job.rank_batch * self.job.config.prompt_len
-        return found.host_bytes - found.nbytes_of(ahead) + tokens * found.row_bytes
+        return found.host_bytes - found.gathered_bytes - found.nbytes_of(ahead) + tokens * found.row_bytes
 
     @property
     def copies_own_memory(self) -> bool:

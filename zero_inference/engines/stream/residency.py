@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.embedding import EmbeddingTable
-from zero_inference.engines.stream.expert_slots import expert_bytes, expert_memory, share_out, spread
+from zero_inference.engines.stream.expert_slots import LEAST_KEPT, expert_bytes, expert_memory, share_out, spread
 from zero_inference.engines.stream.layout import BlockLayout
 
 # Text uses some experts more than others, and the device keeps those: where it keeps a share s of n, of which a token chooses k,
@@ -94,6 +94,15 @@ class Residency:
     @property
     def expert_slot_bytes(self) -> int:
         return sum(count * self.expert_bytes(block) for block, count in self.expert_slots.items())
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of experts in slots that a pass of many tokens need not fetch."""
+        return sum(
+            count * self.expert_bytes(block)
+            for block, count in self.expert_slots.items()
+            if count >= LEAST_KEPT * self.blocks[block].experts.number
+        )
 
     @property
     def staging_bytes(self) -> int:

@@ -8,7 +8,7 @@ computation behind the event of the copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ class BlockRing:
         blocks: all that may be fetched.
         depth: slots, each as large as the largest of these blocks.
         group: process group of the all-gathers, which has to be this ring's own.
+        gathered: by block, for those that are not copied whole, with one rank: puts the block into a buffer on the device, on the current
+            stream, and returns the bytes that come over the link for it. It may read what the model's stream has written.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class BlockRing:
         transfers: Transfers,
         timeline: Timeline,
         group: Any = None,
+        gathered: Mapping[int, Callable[[torch.Tensor], int]] | None = None,
     ):
         self.store, self.ranks, self.streams = store, ranks, streams
+        self.gathered = gathered or {}
         self.transfers, self.timeline, self.group = transfers, timeline, group
         slot_bytes = max(store.layouts[block].nbytes for block in blocks)
         self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=ranks.device) for _ in range(depth)]
@@ -224,12 +228,18 @@ class BlockRing:
         buffer, share = self.buffer_in(block, slot), self.store.buffers[block]
         if self.free[slot] is not None:
             self.copy_stream.wait_event(self.free[slot])
-        start = self.streams.recorded(self.copy_stream)
+        put = self.gathered.get(block)
+        if put is not None:
+            self.copy_stream.wait_event(self.streams.recorded(self.streams.current()))
+        start, crossed = self.streams.recorded(self.copy_stream), share.numel()
         with self.streams.on(self.copy_stream):
             mine = buffer[self.ranks.rank * share.numel() :][: share.numel()]
-            mine.copy_(share, non_blocking=True)
+            if put is None:
+                mine.copy_(share, non_blocking=True)
+            else:
+                crossed = put(buffer)
         copied = full = self.streams.recorded(self.copy_stream)
-        self.transfers.host_to_device_bytes += share.numel()
+        self.transfers.host_to_device_bytes += crossed
         gather = None
         if self.ranks.world_size > 1:
             self.gather_stream.wait_event(copied)
@@ -239,7 +249,7 @@ class BlockRing:
                 _all_gather(buffer, mine if buffer.is_cuda else mine.clone(), group=self.group)
             full = self.streams.recorded(self.gather_stream)
             gather = begun, full
-        self.timeline.fetched(block, share.numel(), self.free[slot], self.freed_by[slot], start, copied, gather)
+        self.timeline.fetched(block, crossed, self.free[slot], self.freed_by[slot], start, copied, gather)
         self.pending.append(_Fetch(block, slot, full))
         return True
 
