@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from zero_inference.engines.base import Job
+from zero_inference.engines.stream.plan import StreamPlan
 from zero_inference.errors import UsageError
 from zero_inference.link.description import (
     AttentionRate,
@@ -181,7 +182,7 @@ class Ratio:
 
 def ratios() -> Iterator[Ratio]:
     """Yield those of all runs of HOSTS, without steps of mixtures whose greedy tokens chose the same experts again and again, and without
-    loading by DeepSpeed where compiling counted as loading."""
+    loading by DeepSpeed where compiling counted as loading, and without prompts for which experts in slots were fetched again."""
     skeletons: dict[Any, Skeleton] = {}
     for host, file in HOSTS.items():
         machine = read_description(RESULTS / file)
@@ -192,7 +193,9 @@ def ratios() -> Iterator[Ratio]:
             if record["engine"] != "deepspeed" or since_compared:
                 copied_s = 0.0 if since_compared else compared_s(plan.weights)  # which it takes today
                 yield Ratio(host, "load", (record["load_s"] + copied_s) / said.load_s)
-            yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)
+            fetched_all = "loaded_bytes_per_step" in (record.get("experts") or ())  # until experts in slots were left out
+            if not (fetched_all and isinstance(plan.weights, StreamPlan) and plan.weights.residency.gathered_bytes):
+                yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)
             if not plan.job.spec.experts[0] or record.get("dummy_routing") == "text":
                 yield Ratio(host, times.step.kind, record["decode_latency_s"] / (said.decode_s or 1.0))
 
