@@ -193,7 +193,8 @@ def ratios() -> Iterator[Ratio]:
             if record["engine"] != "deepspeed" or since_compared:
                 copied_s = 0.0 if since_compared else compared_s(plan.weights)  # which it takes today
                 yield Ratio(host, "load", (record["load_s"] + copied_s) / said.load_s)
-            fetched_all = "loaded_bytes_per_step" in (record.get("experts") or ())  # until experts in slots were left out
+            # until experts in slots were left out
+            fetched_all = "loaded_bytes_per_step" in (record.get("experts") or ())
             if not (fetched_all and isinstance(plan.weights, StreamPlan) and plan.weights.residency.gathered_bytes):
                 yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)
             if not plan.job.spec.experts[0] or record.get("dummy_routing") == "text":
