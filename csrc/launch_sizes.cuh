@@ -244,8 +244,8 @@ constexpr int kSumThreads = 64;
 // Of a piece of an expert that is fetched. 4 to 132 blocks copied one expert of 2.65 MB at 44 to 47 GB/s, and four at 50
 // (H100).
 constexpr int kFetchBlocks = 16;
-// Of a block whose experts come from host memory and slots, beside what computes the block before: 32 * 256 * 4 * 16 bytes are on their
-// way at once. Not swept.
+// Of a block whose experts come from host memory and slots, beside what computes the block before: 32 * 256 * 4 * 16 bytes are
+// on their way at once. Not swept.
 constexpr int kFillBlocks = 32;
 // Of rows of an embedding table: 128 * 256 * 16 bytes are on their way at once, as many as kMostBlocks fills a link with. Not
 // swept: the rows of a decode step are 16 KB a token, and four blocks read one.
