@@ -1,6 +1,7 @@
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -171,3 +172,48 @@ def test_git_state_is_of_the_checkout_that_tracks_the_package(tmp_path, monkeypa
     (own / "zero_inference" / "errors.py").write_text("changed = True\n")
     assert state(own) == {**committed, "git_dirty": True}
     assert state(foreign) == nothing
+
+
+BURN = "import time\nwhile time.process_time() < {seconds}: pass"
+
+
+def burnt_s(process) -> float:
+    return sum(process.cpu_times()[:2])
+
+
+def test_other_programs_are_those_that_this_process_did_not_start(tmp_path):
+    others, pid = environment.OtherPrograms(), tmp_path / "pid"
+    burn = shlex.join([sys.executable, "-c", BURN.format(seconds=600)])
+    start = time.monotonic()
+    subprocess.run(["sh", "-c", f"{burn} & echo $! > {pid}"], check=True)  # the shell ends: it is nobody's child
+    process = psutil.Process(int(pid.read_text()))
+    try:
+        while burnt_s(process) < 1:
+            time.sleep(0.05)
+        share = others.share()
+    finally:
+        process.kill()
+    assert 0 < share <= 1 and share * environment.usable_cores() * (time.monotonic() - start) > 0.9
+
+
+def test_children_count_as_this_process_before_and_after_their_end():
+    before = environment.own_cpu_s()
+    with subprocess.Popen(
+        [sys.executable, "-c", BURN.format(seconds=0.7) + "\ninput()"], stdin=subprocess.PIPE
+    ) as child:
+        process = psutil.Process(child.pid)
+        while burnt_s(process) < 0.5:
+            time.sleep(0.05)
+        assert environment.own_cpu_s() - before >= 0.49
+        child.communicate(b"\n")
+    assert environment.own_cpu_s() - before >= 0.49
+
+
+@pytest.mark.parametrize("usable, share", [(4.0, 0.75), (2.0, 0.5), (1.0, 0.0)])
+def test_what_others_use_beyond_the_own_quota_does_not_count(usable, share, monkeypatch):
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(environment, "usable_cores", lambda: usable)
+    clock, used = iter([100.0, 110.0]), iter([7.0, 37.0])  # three cores of four
+    monkeypatch.setattr(environment.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(environment, "_others_cpu_s", lambda: next(used))
+    assert environment.OtherPrograms().share() == share

@@ -329,6 +329,7 @@ def test_json_of_one_process_and_the_machine_that_it_saves(tmp_path, tmp_path_fa
     assert (
         f"machine: {path}\n" in done.stderr and saved.source == "measured" and saved.gpus == () and saved.cores is None
     )
+    assert 0 <= saved.others_cpu_share <= 1
     assert saved.link_gb_per_s == ceilings["host_memory_copy_gbps"]["value"]
     assert saved.device_gb_per_s == ceilings["device_copy_gbps"]["value"]
     assert saved.disk_gb_per_s == ceilings["disk_read_gbps"]["value"] and saved.disk_free_bytes > 0

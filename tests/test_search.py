@@ -570,6 +570,41 @@ def test_a_machine_that_was_not_measured_is_measured_once(monkeypatch, tmp_path,
     assert path.read_text() == "a letter"
 
 
+def test_rates_measured_beside_other_programs_are_marked_and_measured_again_when_these_have_ended(
+    kept_here, monkeypatch, capfd
+):
+    path, here = kept_here
+    busy = here.model_copy(update={"others_cpu_share": 0.9})
+    write_description(busy, path)
+    monkeypatch.setattr("zero_inference.link.engines.EnginesProcess", lambda: SimpleNamespace(close=lambda: None))
+    found = here.model_copy(update={"others_cpu_share": 0.05})
+    monkeypatch.setattr("zero_inference.link.saved.measure_this_machine", lambda *_: ({"warnings": []}, found))
+    lines: list[str] = []
+    monkeypatch.setattr(kept, "_share_of_others", lambda: 0.45)
+    kept.measure_where_needed(lines.append)
+    assert kept_description() == busy and not lines
+    caveat = "measured while other programs used 90% of the CPU; zero-inference link --save measures again"
+    assert busy.caveat() == caveat
+    asked = ["run_model.py", "--model", "opt-125m", "--dummy", "--engine", "resident", "--gen-len", "2", "--loops", "1"]
+    assert main([*asked, "--dry-run"]) == 0 and caveat in " ".join(capfd.readouterr().out.split())
+    monkeypatch.setattr(kept, "_share_of_others", lambda: 0.4)
+    kept.measure_where_needed(lines.append)
+    assert lines[0].startswith(
+        "measuring this machine again (it was measured while other programs used 90% of the CPU);"
+    )
+    assert kept_description() == found and found.caveat() is None
+    kept.measure_where_needed(lines.append)
+    assert len(lines) == 1
+
+
+def test_a_file_from_before_use_of_the_cpu_was_noted_is_not_taken_to_be_of_a_busy_machine(kept_here):
+    path, here = kept_here
+    said = json.loads(path.read_text())
+    assert said.pop("others_cpu_share") is None
+    path.write_text(json.dumps(said))
+    assert kept_description() == here and here.caveat() is None
+
+
 @pytest.mark.parametrize("newer", [{"schema_version": 2}, {"measured_with": 1000, "fabric_gb_per_s": 900.0}])
 def test_a_file_of_a_newer_version_stays_and_is_ignored(newer, kept_here, monkeypatch):
     path, here = kept_here

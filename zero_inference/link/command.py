@@ -140,3 +140,5 @@ def _save(description: Description, path: Path) -> None:
     except OSError as error:
         raise RunError(f"--save {path}: {error.strerror}; the rates above were not saved.") from error
     current().say(f"machine: {path}")
+    if caveat := description.caveat():
+        current().say(f"warning: {caveat}")

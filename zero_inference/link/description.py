@@ -18,6 +18,9 @@ SCHEMA_VERSION = 1
 # Raised where `link --save` measures more than before, or otherwise, so that machines are measured anew.
 MEASURED_WITH = 7
 
+# Above this share of the CPU in other programs, rates are taken to be too low.
+BUSY_SHARE = 0.25
+
 Bytes = Annotated[int, Field(ge=0, le=MOST)]
 Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
@@ -210,6 +213,7 @@ class Description(_Part):
         measured_with: `MEASURED_WITH` of the version that measured it.
         name: for people.
         measured_at: ISO 8601.
+        others_cpu_share: share of the CPU, 0 to 1, that other programs used while it was measured; None in files from before it was noted.
         versions: of what it was measured with.
         gpus: those of one node; none for a machine without.
         host_memory_bytes: what a run can take of it.
@@ -237,6 +241,7 @@ class Description(_Part):
     measured_with: Count = 1
     name: str
     measured_at: str | None = None
+    others_cpu_share: Annotated[float, Field(ge=0, le=1)] | None = None
     versions: dict[str, str | None] = {}
     gpus: tuple[Gpu, ...] = Field(strict=False, max_length=1024)
     host_memory_bytes: Bytes
@@ -264,8 +269,17 @@ class Description(_Part):
         host = f"{amount(self.host_memory_bytes)} of host memory{' (assumed)' if self.source == 'datasheet' else ''}"
         return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
 
+    def busy(self) -> str | None:
+        """Say how much of the CPU other programs used meanwhile; None where that was little or was not noted."""
+        share = self.others_cpu_share
+        return None if share is None or share <= BUSY_SHARE else f"while other programs used {share:.0%} of the CPU"
+
     def caveat(self) -> str | None:
-        """What to know of a machine that an earlier version measured, on one line; None of others."""
-        if self.source == "measured" and self.measured_with < MEASURED_WITH:
+        """Say on one line what makes a measured machine's rates less useful: other programs, or an earlier version; None of others."""
+        if self.source != "measured":
+            return None
+        if busy := self.busy():
+            return f"measured {busy}; zero-inference link --save measures again"
+        if self.measured_with < MEASURED_WITH:
             return "an earlier version measured it; zero-inference link --save FILE on that machine measures more"
         return None

@@ -40,6 +40,7 @@ from zero_inference.quantization.products import FUSED_ROWS
 from zero_inference.runtime import extension
 from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.environment import (
+    OtherPrograms,
     available_host_bytes,
     describe_environment,
     resident_host_bytes,
@@ -76,7 +77,7 @@ def measure_this_machine(
         disk: a folder whose disk is measured.
         say: told what could not be measured.
     """
-    on_gpu = ranks.device.type == "cuda"
+    on_gpu, others = ranks.device.type == "cuda", OtherPrograms()
     with current().task("measuring this machine", 7 if on_gpu else 5, ticking=True) as task:
         step = Steps(task)
         basics = measure_basics(ranks, engines, say, step)
@@ -87,7 +88,7 @@ def measure_this_machine(
         report = make_report(ranks, disk, cores)
         if on_gpu:
             basics.launching.visit()
-        return report, _description(ranks, basics, cores, report["rooflines"], disk, say, step)
+        return report, _description(ranks, basics, cores, report["rooflines"], disk, say, step, others)
 
 
 class Steps:
@@ -127,6 +128,7 @@ def _description(
     disk: Path | None,
     say: Callable[[str], None],
     step: Callable[[str], None],
+    others: OtherPrograms,
 ) -> Description:
     """What was found, with products on the device and loading, which are measured here."""
     on_gpu = ranks.device.type == "cuda"
@@ -155,6 +157,7 @@ def _description(
         process_bytes=basics.process_bytes,
         measuring_bytes=basics.measuring_bytes,
         library_bytes=basics.library_bytes,
+        others_cpu_share=round(others.share(), 3),  # the last, with all that was measured
     )
 
 

@@ -1,19 +1,23 @@
-"""This machine's description, kept in the user's cache: measured once, and anew when what it was measured with has changed."""
+"""This machine's description, kept in the user's cache: measured once, and anew when what it was measured with has changed, or when other
+programs that used the CPU meanwhile have ended."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_inference.errors import UsageError
 from zero_inference.runtime.cache_folder import machine_path, made_folder
-from zero_inference.runtime.environment import describe_environment, versions_of
+from zero_inference.runtime.environment import OtherPrograms, describe_environment, versions_of
 
 if TYPE_CHECKING:
     from zero_inference.link.description import Description
+
+LOOK_S = 0.5  # at the use of the CPU
 
 
 def kept_description() -> Description | None:
@@ -65,6 +69,21 @@ def why_outdated(description: Description) -> str | None:
     return None
 
 
+def measure_where_needed(say: Callable[[str], None]) -> None:
+    """Measure this machine if no rates are kept, or if they were measured while other programs used much of the CPU and these use less than
+    half as much now. Raises as `measure_and_keep`."""
+    say_ignored(say)
+    known = kept_description()
+    if known is None or (known.busy() and _share_of_others() < (known.others_cpu_share or 0.0) / 2):
+        measure_and_keep(say)
+
+
+def _share_of_others() -> float:
+    others = OtherPrograms()
+    time.sleep(LOOK_S)
+    return others.share()
+
+
 def measure_and_keep(say: Callable[[str], None]) -> None:
     """Measure this machine and keep what was found; tells why, if it was measured before.
 
@@ -80,7 +99,8 @@ def measure_and_keep(say: Callable[[str], None]) -> None:
     again = ""
     if path.exists():
         try:
-            again = f" again ({why_outdated(read_description(path))})"
+            before = read_description(path)
+            again = f" again ({why_outdated(before) or f'it was measured {before.busy()}'})"
         except UsageError as error:
             raise UsageError(
                 f"{path}: this machine's rates are kept here, but the file describes no machine; remove it, or let ZERO_INFERENCE_MACHINE "

@@ -79,7 +79,8 @@ def _limit_rows(plan: Plan) -> list[Row]:
 
 def _machine_rows(job: Job) -> list[Row]:
     if not isinstance(job.machine, DescribedMachine):
-        return []
+        kept = job.machine.described()
+        return [("machine", caveat)] if kept is not None and (caveat := kept.caveat()) else []
     rows = [("machine", job.machine.description.in_words())]
     if caveat := job.machine.description.caveat():
         rows.append(("", caveat))

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -98,6 +99,40 @@ def _usable_threads() -> int | None:
 def usable_cores() -> float:
     """Cores that this process may use: those it may be scheduled on, or what its cgroup grants if less."""
     return min(float(_usable_threads() or 1), cgroups.cores() or float("inf"))
+
+
+class OtherPrograms:
+    """Measures how much of the CPU other programs use, from its creation on."""
+
+    def __init__(self) -> None:
+        self._start_s, self._used_s = time.monotonic(), _others_cpu_s()
+
+    def share(self) -> float:
+        """Return their average share, 0 to 1, of the CPU time that this process may use. What they take of CPUs beyond the quota of a
+        cgroup does not count."""
+        usable, there = usable_cores(), len(os.sched_getaffinity(0))
+        cores = (_others_cpu_s() - self._used_s) / max(time.monotonic() - self._start_s, 1e-3)
+        return min(1.0, max(0.0, cores - (there - usable)) / usable)
+
+
+def _others_cpu_s() -> float:
+    """Return the seconds since some moment that the CPUs of this process were busy, without what it and its children used."""
+    import psutil
+
+    cpus = os.sched_getaffinity(0)
+    times = [each for number, each in enumerate(psutil.cpu_times(percpu=True)) if number in cpus]
+    return sum(sum(each) - each.idle - each.iowait - each.guest - each.guest_nice for each in times) - own_cpu_s()
+
+
+def own_cpu_s() -> float:
+    """Return the CPU seconds that this process and its children have used, those that have ended included."""
+    import psutil
+
+    used_s = sum(os.times()[:4])
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            used_s += sum(child.cpu_times()[:4])
+    return used_s
 
 
 def _memlock_bytes() -> int | None:

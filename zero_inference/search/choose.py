@@ -9,7 +9,7 @@ from typing import Any
 from zero_inference.config import RunConfig
 from zero_inference.config.choices import QUANT_BITS
 from zero_inference.errors import UsageError
-from zero_inference.machine.kept import measure_and_keep, say_ignored
+from zero_inference.machine.kept import measure_where_needed
 from zero_inference.machine.machine import Machine
 from zero_inference.models.spec import ModelSpec
 from zero_inference.options import STAND_INS, words_of
@@ -38,9 +38,7 @@ def choose(
         return config, None
     asked = _asked(config)
     if machine.is_here:
-        say_ignored(say)
-        if machine.described() is None:
-            measure_and_keep(say)
+        measure_where_needed(say)
     job = describe_job(replace(config, auto=(), goal=None), spec, ranks, machine=machine)
     found = find_candidates(job, _free(config))
     if not found.candidates:

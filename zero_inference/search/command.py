@@ -111,14 +111,12 @@ def _check(args: argparse.Namespace) -> None:
 
 def _machine(args: argparse.Namespace) -> Machine:
     from zero_inference.machine.choose import machine_of
-    from zero_inference.machine.kept import measure_and_keep, say_ignored
+    from zero_inference.machine.kept import measure_where_needed
     from zero_inference.machine.limited import LimitedMachine
 
     machine = machine_of(args.machine, args.assume)
     if machine.is_here:
-        say_ignored(current().say)
-        if machine.described() is None:
-            measure_and_keep(current().say)
+        measure_where_needed(current().say)
     if args.max_gpu_memory is not None and not machine.gpus():
         raise UsageError(
             f"--max-gpu-memory {args.max_gpu_memory:g}: the machine has no GPU; use --max-host-memory, or drop it."
