@@ -18,6 +18,7 @@ from zero_inference.models.checkpoint import seen_by
 from zero_inference.models.layers import decoder_layers
 from zero_inference.models.prompts import random_ids
 from zero_inference.runtime.distributed import Ranks
+from zero_inference.runtime.host_memory import host_copy
 from zero_inference.runtime.text import first_line
 
 COMPARED_TOKENS = 4
@@ -71,7 +72,9 @@ class PlainLayers:
 
     def _see(self, name: str, parameter: torch.nn.Parameter) -> None:
         if places := self.places.get(name):
-            values = torch.nn.Parameter(self.as_stored(name, parameter.data).cpu(), requires_grad=False)
+            stored = self.as_stored(name, parameter.data)
+            stored = stored if stored.device.type == "cpu" else host_copy(stored)
+            values = torch.nn.Parameter(stored, requires_grad=False)
             for module, leaf in places:
                 module._parameters[leaf] = values
 

@@ -43,11 +43,25 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     buffer = (ctypes.c_char * nbytes).from_buffer(pages)
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
     if pinned:
-        flat.view(torch.uint8).zero_()  # by all of PyTorch's threads; CUDA would have one bring in page after page
+        _bring_in(flat)
         page_lock(flat)
         # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
         weakref.finalize(buffer, _release, flat.data_ptr(), pages).atexit = False
     return flat.view(shape)
+
+
+def host_copy(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `values`, with strides as those of `torch.empty_like`, in new host memory that is not page-locked. Raises as
+    `host_empty`."""
+    flat = host_empty((values.numel(),), values.dtype, pinned=False)
+    _bring_in(flat)
+    strides = torch.empty_like(values, device="meta").stride()
+    return flat.as_strided(values.shape, strides).copy_(values)
+
+
+def _bring_in(flat: torch.Tensor) -> None:
+    """Have all of PyTorch's threads bring in the pages of `flat`; CUDA would have one thread bring in page after page."""
+    flat.view(torch.uint8).zero_()
 
 
 def refused(nbytes: int, error: OSError) -> str:
