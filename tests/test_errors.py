@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from conftest import ROOT, free_port, too_few_gpus, without_gpus
 
 from zero_inference.cli import main
 from zero_inference.config import RunConfig
-from zero_inference.errors import UsageError
+from zero_inference.engines import accelerate
+from zero_inference.errors import RunError, UsageError
 from zero_inference.models.prompts import read_prompts
 from zero_inference.records.run_log import RunLog, refuse_shared_files
 
@@ -545,6 +547,51 @@ def test_accelerate_refuses_several_ranks(checkpoints, run_model):
         ranks=2,
     )
     assert done.code != 0 and "one process" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda weight, states: states + weight,
+        lambda weight, states: torch.nn.functional.layer_norm(states, states.shape[-1:], weight),
+        lambda weight, states: states * weight.sum().item(),
+        lambda weight, states: states + weight.cpu(),
+        lambda weight, states: states * weight.unique().numel(),
+        lambda weight, states: states * weight.nonzero().numel(),
+        lambda weight, states: torch._weight_norm(states, weight),
+    ],
+    ids=["add", "norm", "item", "cpu", "unique", "nonzero", "weight_norm"],
+)
+def test_a_weight_that_accelerate_has_not_brought_is_told_from_other_errors(read):
+    class Model(torch.nn.Module):
+        config = SimpleNamespace(model_type="odd")
+
+        def forward(self, error=None):
+            if error is not None:
+                raise error
+            return read(torch.empty(4, device="meta"), torch.zeros(2, 4))
+
+    model = Model()
+    accelerate._explain_missing_weights(model)
+    with pytest.raises(RunError, match="odd reads a weight without calling its module"):
+        model()
+    for text in (
+        "metadata of the file is damaged",
+        "no kernel for meta-llama/Llama-3.1-8B on meta-llama/x",
+        "out of memory",
+    ):
+        error = RuntimeError(text)
+        with pytest.raises(RuntimeError) as raised:
+            model(error)
+        assert raised.value is error
+
+
+@pytest.mark.parametrize("pair", ["cuda:0 and meta", "meta and cuda:0"])
+def test_so_is_one_that_a_gpu_misses(pair):
+    assert accelerate.OF_META_TENSOR.search(
+        f"Expected all tensors to be on the same device, but found at least two devices, {pair}!"
+    )
+    assert accelerate.OF_META_TENSOR.search("Could not run 'aten::x' with arguments from the 'Meta' backend.")
 
 
 def test_help_answers_without_torch():

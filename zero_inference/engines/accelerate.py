@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ from zero_inference.runtime.text import first_line
 from zero_inference.runtime.transfers import Transfers
 
 connect = no_communicator
+# Words of torch about a tensor on the meta device; other errors have "metadata" or "meta-llama" in them.
+OF_META_TENSOR = re.compile(
+    r"\b(on|device:?|two devices, [\w:, ]+) meta(?![\w/-])|two devices, meta\b|\bmeta'? (tensor|backend)|register_meta function",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def _explain_missing_weights(model: torch.nn.Module) -> None:
         try:
             return own(*args, **call)
         except (NotImplementedError, RuntimeError) as error:
-            if "meta" not in str(error):
+            if not OF_META_TENSOR.search(str(error)):
                 raise
             raise RunError(
                 f"--engine accelerate: {model.config.model_type} reads a weight without calling its module, and accelerate brings weights "
