@@ -7,17 +7,18 @@ from functools import partial
 import pytest
 import torch
 from conftest import FAMILIES, VOCAB, build_model
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, MistralForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zero_inference.cores.attention import attention_reference
 from zero_inference.cores.cores import Cores
 from zero_inference.cores.crossing import Crossing, HostCalls, StreamSide
 from zero_inference.cores.meeting_place import own_place
-from zero_inference.errors import RunError
+from zero_inference.errors import RunError, UsageError
 from zero_inference.kv_cache import diverted
 from zero_inference.kv_cache.attended import AttendedCache, blocks_for
-from zero_inference.kv_cache.diverted import divert_attention, why_not_attended
+from zero_inference.kv_cache.device import refuse_kv_offload
+from zero_inference.kv_cache.diverted import divert_attention, why_not_attended, window_is_of_cache
 from zero_inference.kv_cache.masks import window_of
 from zero_inference.kv_cache.meetings import CopyMeeting, CoresMeeting, crossing_bytes
 from zero_inference.models.greedy import greedy
@@ -269,6 +270,37 @@ def test_attention_of_another_kind_is_found_by_a_trial(family):
     assert "has an attention of its own" in why_not_attended(
         empty(AutoConfig.for_model(family, **SMALL | SIZES | UNLIKE[family]))
     )
+
+
+class LooksAtWeights(MistralForCausalLM):
+    """Code that a trial without weights cannot run."""
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        self.lm_head.weight.sum().item()
+        return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "family, changes, kind, expected",
+    [
+        ("mistral", {}, None, False),
+        ("mistral", dict(vocab_size=4096, sliding_window=None), LooksAtWeights, False),
+        ("mistral", dict(vocab_size=4096), LooksAtWeights, True),
+        ("mistral", dict(rms_norm_eps=float("nan")), None, True),
+        ("moshi", dict(ffn_dim=128, audio_vocab_size=32, num_key_value_heads=4, sliding_window=8), None, True),
+    ],
+    ids=["of the masks", "no window", "not tried", "not finite", "of the cache"],
+)
+def test_a_window_that_may_be_of_the_cache_alone_leaves_keys_in_it(family, changes, kind, expected):
+    model = empty(AutoConfig.for_model(family, **SMALL | SIZES | dict(sliding_window=9) | changes))
+    if kind is not None:
+        model.__class__ = kind
+    assert window_is_of_cache(model) is expected
+    if expected:
+        with pytest.raises(
+            UsageError, match="sliding window that may be in transformers' cache alone: drop --kv-offload"
+        ):
+            refuse_kv_offload(model, expected)
 
 
 def with_one_wrong(wrong, *args, **how):

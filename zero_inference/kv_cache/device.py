@@ -55,7 +55,9 @@ def refuse_kv_offload(model: torch.nn.Module, window_is_of_cache: bool = False) 
     Args:
         window_is_of_cache: as `kv_cache.diverted` finds it.
     """
-    reason = why_not_offloaded(model) or (window_is_of_cache and "has a sliding window in transformers' cache alone")
+    reason = why_not_offloaded(model) or (
+        window_is_of_cache and "has a sliding window that may be in transformers' cache alone"
+    )
     if reason:
         raise _refusal(model.config, reason)
 

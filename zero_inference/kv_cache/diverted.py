@@ -75,7 +75,8 @@ def _attends_alike(model: PreTrainedModel) -> bool:
 
 def window_is_of_cache(model: PreTrainedModel) -> bool:
     """Return whether nothing but transformers' cache, which drops keys, keeps a token of `model` from seeing beyond its sliding window: its
-    masks do not, so that a cache with all positions gives other tokens. The model has no weights yet; a trial decides."""
+    masks do not, so that a cache with all positions gives other tokens. The model has no weights yet; a trial decides. True also where it
+    shows nothing (an error, values that are not finite): transformers' own cache is right for any model."""
     sliding = any(getattr(layer, "is_sliding", False) for layer in new_cache(model.config, cache_class(model)).layers)
     if not (sliding and is_for_preallocated(model)):
         return False
@@ -89,7 +90,7 @@ def window_is_of_cache(model: PreTrainedModel) -> bool:
                     setattr(text, name, TRIAL_WINDOW)
             tried.append(list(_steps_of_trial(copied, begin_pass, False, ours)))
     except Exception:  # whatever the model's own code raises
-        return False
+        return True
     return not _same_steps(*tried)
 
 
