@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT
+
+from zero_inference.runtime.processes import group
 
 RUN = (
     "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom zero_inference.runtime.processes import run_with_group\n"
@@ -50,6 +54,34 @@ def test_the_exit_code_and_all_that_is_printed_come_back_and_nothing_goes_on(las
     )
     assert done.stdout == f"{code}\n"
     left = int((tmp_path / "out").read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+NINJA = """
+rule compile
+  command = echo $$$$ >pid; mv pid compiling; exec sleep 1000
+rule compile_quickly
+  command = while [ ! -e finish ]; do sleep 0.05; done
+build slow: compile
+build quick: compile_quickly
+"""
+
+
+def test_compilers_end_also_where_nobody_reads_what_ninja_prints(tmp_path):
+    """It is killed by the next line that it prints, and has each compiler in a process group of its own."""
+    (tmp_path / "build.ninja").write_text(NINJA)
+    ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    reading, writing = os.pipe()
+    with group([ninja, "-C", str(tmp_path), "-j", "2"], stdout=writing, stderr=writing) as leader:
+        os.close(writing)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "compiling").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.close(reading)
+        (tmp_path / "finish").touch()
+        assert leader.wait(60) == -signal.SIGPIPE
+    left = int((tmp_path / "compiling").read_text())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 

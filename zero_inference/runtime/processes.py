@@ -64,8 +64,8 @@ def run_with_group(
     """Run `command` in a process group of its own, all that it prints in `output`; its exit code.
 
     However this ends, also by an exception or SIGKILL, nothing of the group goes on: a rank left behind would keep its memory. So a
-    process between, which sees the end of this one by that of a pipe, leads the group. (PR_SET_PDEATHSIG reaches the first process
-    alone, and deepspeed's launcher, for one, tells its ranks nothing.)
+    process between, which sees the end of this one by that of a pipe, leads the group and what else is in its session.
+    (PR_SET_PDEATHSIG reaches the first process alone, and deepspeed's launcher, for one, tells its ranks nothing.)
 
     Raises:
         OSError: `output` cannot be written.
@@ -118,7 +118,9 @@ _LEAD = "from zero_inference.runtime.processes import lead; lead(sys.argv[1:])"
 
 
 def lead(command: Sequence[str]) -> NoReturn:
-    """Run `command` in a process group of its own and end as it does, but end the group where stdin ends, and at once on SIGTERM."""
+    """Run `command` in a session of its own and end as it does, but end the session where stdin ends, and at once on SIGTERM."""
+    import psutil  # noqa: F401 (the handler of a signal cannot begin to import it)
+
     process: subprocess.Popen | None = None
     signal.signal(signal.SIGTERM, lambda *_: process is not None and _send(process, signal.SIGKILL))
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -138,21 +140,30 @@ def lead(command: Sequence[str]) -> NoReturn:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """End the group that `process` leads, harder after `GRACE_S` seconds."""
+    """End the session that `process` leads, harder after `GRACE_S` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline, sent = time.monotonic() + GRACE_S, int(number)
         while _send(process, sent) and time.monotonic() < deadline:
-            process.poll()  # reaps the first process; as a zombie it would keep the group alive
-            sent = 0
+            process.poll()  # reaps the first process
+            sent = 0 if number == signal.SIGTERM else sent
             time.sleep(0.05)
 
 
 def _send(process: subprocess.Popen, number: int) -> bool:
-    """Whether there is anything left of the group that `process` leads. Sends it a signal, or none for 0."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-        return True
-    return False
+    """Return whether anything runs in the session that `process` leads. Sends it a signal, or none for 0.
+
+    Not to a process group alone: ninja gives each compiler one of its own, and does not end them where it is killed, also by SIGPIPE when
+    the end of who reads its lines comes first.
+    """
+    import psutil
+
+    found = False
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):  # it has ended, or is not ours
+            if os.getsid(pid) == process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found = True
+                os.kill(pid, number)
+    return found
 
 
 def end_now(reason: str) -> None:
