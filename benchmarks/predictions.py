@@ -19,7 +19,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,15 @@ def plan_of(record: dict[str, Any], machine: DescribedMachine, skeletons: dict[A
     if (config.model, spec.dtype) not in skeletons:
         skeletons[config.model, spec.dtype] = build_skeleton(spec)
     skeleton = skeletons[config.model, spec.dtype]
-    return make_plan(Job(config, spec, ranks, skeleton, machine.free_device_bytes(ranks, False), None, machine))
+    plan = make_plan(Job(config, spec, ranks, skeleton, machine.free_device_bytes(ranks, False), None, machine))
+    cores = (record.get("stream") or {}).get("cores") or {}
+    return plan if "prompt_rows" in cores else without_short_prompts(plan)
+
+
+def without_short_prompts(plan: Plan) -> Plan:
+    """Return `plan` with the device computing all of each prompt, as in runs before the cores took a share."""
+    weights = plan.weights.without_short_prompts()
+    return plan if weights is None else replace(plan, weights=weights)
 
 
 def errors_of(record: dict[str, Any], plan: Plan) -> dict[str, float | None]:

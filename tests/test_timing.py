@@ -10,9 +10,10 @@ import torch
 from conftest import ROOT
 from test_machine import MACHINE, planned
 
-from benchmarks.predictions import machine_of, plan_of
+from benchmarks.predictions import machine_of, plan_of, without_short_prompts
 from zero_inference.cores.library import load_library
 from zero_inference.engines.stream import cores
+from zero_inference.engines.stream.split import LEAST_GAIN
 from zero_inference.link.cores import BLOCK_BYTES
 from zero_inference.link.description import AttentionRate, DeviceAttention, DeviceRate, Launches, Loading, OwnWork
 from zero_inference.machine.limited import LimitedMachine
@@ -682,11 +683,14 @@ def test_the_cores_work_beside_the_link():
     assert times.step.seconds >= (weights.fetched_bytes + weights.cores_bytes) / 150e9, (
         "never faster than both together"
     )
-    found = weights.residency
+    alone = without_short_prompts(plan)
+    assert times.prefill.seconds < alone.times.prefill.seconds / LEAST_GAIN, "128 tokens are few enough for the cores"
+    found = alone.weights.residency
     first = set(found.in_host_memory[: found.depth]).intersection(found.fetched)
     assert 0 < len(first) < found.depth, "of what the ring holds for a decode step, the prefill needs these soon"
     rows = 128 * 5120 * 2  # of the input embedding, in host memory
-    assert times.prefill.seconds == pytest.approx((found.host_bytes - found.nbytes_of(first) + rows) / 55e9)
+    fetched_s = (found.host_bytes - found.nbytes_of(first) + rows) / 55e9
+    assert alone.times.prefill.seconds == pytest.approx(fetched_s)
     layers, experts = weights.share_on_cores()
     assert 0.4 < layers < 0.8 and experts == 0.0
 

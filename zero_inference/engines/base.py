@@ -250,6 +250,10 @@ class EnginePlan(PlanInWords):
         """The same run planned otherwise, to be preferred where it is predicted to decode faster; None where there is nothing to choose."""
         return None
 
+    def without_short_prompts(self) -> EnginePlan | None:
+        """Return the same plan in which the host's cores multiply nothing of a prompt; None where that is this one."""
+        return None
+
     def exchanged_bytes(self, fetched_bytes: int) -> float:
         """Of weights, that each of several GPUs gets from the others in a pass that fetches `fetched_bytes` over all links."""
         ranks = self.job.ranks.world_size

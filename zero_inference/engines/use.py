@@ -135,6 +135,19 @@ class UseOfMachine:
         """Seconds in which the device waits for the host's cores in a decode step."""
         return 0.0
 
+    def prefill_share_on_cores(self) -> tuple[float, float]:
+        """Return `share_on_cores` of a prefill."""
+        return 0.0, 0.0
+
+    def prefill_cores_s(self) -> float:
+        """Return `cores_s` of a prefill."""
+        return 0.0
+
+    @property
+    def prefill_link_gb_per_s(self) -> float | None:
+        """GB/s of the link beside the host's cores in a prefill; None where these take no part."""
+        return None
+
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:
         """Seconds of the link, and of the device and the cores, in a decode step that would take these two: the same, but of an engine that
         lets blocks change hands until both end about together."""

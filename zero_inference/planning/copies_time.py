@@ -25,7 +25,8 @@ def copies_of_prefill(plan: EnginePlan, description: Description) -> dict[str, f
     """The same of a prefill, whose keys and values are written to host memory while weights come."""
     job = plan.job
     written = job.kv_bytes(job.config.prompt_len) if job.on_gpu and job.config.kv_offload else 0
-    fetched_s = _seconds(plan.prefill_fetched_bytes / job.ranks.world_size, _weights_gb_per_s(plan, description))
+    rate = plan.prefill_link_gb_per_s or _weights_gb_per_s(plan, description)
+    fetched_s = _seconds(plan.prefill_fetched_bytes / job.ranks.world_size, rate)
     written_s = _seconds(written, _kv_gb_per_s(plan, description))
     over_link_s, others_s = peers_s(plan, description, plan.prefill_fetched_bytes)
     link_s = None if fetched_s is None or written_s is None else max(fetched_s + over_link_s, written_s)

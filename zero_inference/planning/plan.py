@@ -12,6 +12,7 @@ from typing import Any
 from zero_inference.config import RunConfig
 from zero_inference.engines import engine_module
 from zero_inference.engines.base import EnginePlan, Job, LoadedModel, Progress
+from zero_inference.engines.stream.split import LEAST_GAIN
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.kv_cache.device import refuse_kv_offload
 from zero_inference.link.copy import BLOCK_BYTES as LINK_BLOCK_BYTES
@@ -161,13 +162,23 @@ def make_plan(job: Job) -> Plan:
     _refuse_unplannable(job)
     if job.config.kv_offload:
         refuse_kv_offload(job.skeleton.model, job.window_is_of_cache)
-    found = Plan(job, engine_module(job.config.engine).plan(job))
+    found = _with_cores_in_prompts(Plan(job, engine_module(job.config.engine).plan(job)))
     other = None if job.machine.described() is None else found.weights.alternative()
     if other is None or found.times is None:
         return found
     instead = Plan(job, other)
     shorter = instead.times is not None and instead.times.step.seconds < found.times.step.seconds
     return instead if shorter and (instead.fits or not found.fits) else found
+
+
+def _with_cores_in_prompts(found: Plan) -> Plan:
+    """Return `found`, or the same without the host's cores in prompts where these are not predicted to gain enough."""
+    other = found.weights.without_short_prompts()
+    if other is None or found.times is None:
+        return found
+    without = Plan(found.job, other)
+    gains = without.times is None or without.times.prefill.seconds >= LEAST_GAIN * found.times.prefill.seconds
+    return found if gains else without
 
 
 def plan_run(config: RunConfig, spec: ModelSpec, ranks: Ranks) -> Plan:

@@ -208,7 +208,7 @@ def prefill(plan: EnginePlan, description: Description, traced: Pass) -> PassTim
     """
     job = plan.job
     tokens = job.rank_batch * job.config.prompt_len
-    weights_s = weights_s_of(plan, description, traced, tokens, (0.0, 0.0))
+    weights_s = weights_s_of(plan, description, traced, tokens, plan.prefill_share_on_cores())
     restored = traced.products_in_layers if job.config.quantized and 0 < plan.fused_rows < tokens else 0
     host = HostWork(traced.launches, traced.module_calls, restored, plan.pieces, starts=True)
     return _together(plan, description, traced, weights_s, copies=copies_of_prefill(plan, description), host=host)
@@ -249,7 +249,7 @@ def _together(
     own = own_work(description, plan.job.config.engine, plan.job.config.quant_bits)
     host_s = host_work_s(plan, description, host)
     begin_s = own.start_s if own and host.starts else 0.0  # nothing is asked for until then, but what is on its way
-    waited_s = 0.0 if host.starts else plan.cores_s()  # in a prefill they have nothing to do
+    waited_s = plan.prefill_cores_s() if host.starts else plan.cores_s()
     # a GPU computes, and waits for the cores, while the host launches what follows
     launched_s = max(0.0, host_s - work_s - waited_s) if plan.job.on_gpu else host_s
     computing = {
@@ -274,7 +274,8 @@ def _together(
     if not plan.job.on_gpu:
         return PassTime(whole_s, bound_by)
     if host.starts:
-        return PassTime(whole_s, bound_by, "launched" if host_s > LAUNCHED_SHARE * whole_s else "prefill")
+        kind = "step with the CPU" if waited_s else "prefill"  # no run has shown how near a prompt with the CPU is
+        return PassTime(whole_s, bound_by, "launched" if host_s > LAUNCHED_SHARE * whole_s else kind)
     waits = launched_s > WAITED_SHARE * whole_s and others_s > LAUNCHED_SHARE * whole_s
     kind = "launched" if waits else "step"
     return PassTime(whole_s, bound_by, "step with the CPU" if waited_s else kind)

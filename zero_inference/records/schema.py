@@ -167,7 +167,7 @@ class CoresUse:
     share: float = key("share", "planned share of host memory's weights for the cores")
     rows: int = key(
         "token",
-        "most tokens of a pass that uses the cores; longer ones copy all weights",
+        "most tokens of a decode step, in which the cores multiply; longer passes copy all weights, but for short prompts",
     )
     link_alone_gb_per_s: float | None = key(
         "GB/s",
@@ -196,6 +196,12 @@ class CoresUse:
     device_gb_per_s: float | None = key(
         "GB/s", "copy within device memory, counting bytes read and bytes written", "device_gbps", default=None
     )
+    prompt_rows: int | None = key(
+        "token",
+        "most tokens of a short prompt, in which the cores multiply; 0 where they do so in no prompt",
+        default=None,
+    )
+    prompt_share: float | None = key("share", "planned share of host memory's weights for the cores then", default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,13 @@ class Workers:
     Attributes:
         calls: how the model calls the cores.
         scheme: how weights are stored; None where they keep 16 bits.
-        rows: most tokens of the passes that this is for.
+        few_rows, rows: most tokens of a decode step, and of any pass that this is for.
     """
 
     cores: Cores
     calls: HostCalls | Crossing
     scheme: GroupQuantization | None
+    few_rows: int
     rows: int
 
 
@@ -68,8 +69,13 @@ class CoreBlock:
         (out,) = self.workers.calls(self.task, x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], -1)
 
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """The product of module `name` with x [..., columns]; those of the others with the same input are made with it."""
+    def linear(self, name: str, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The product of module `name` with x [..., columns]; those of the others with the same input are made with it.
+
+        Args:
+            tokens: of the pass.
+        """
+        self.suits &= x.numel() // x.shape[-1] <= max(tokens, self.workers.few_rows)
         return self.same_input.product(name, x, self._products)
 
     def saw(self, name: str, x: torch.Tensor) -> None:
@@ -85,7 +91,6 @@ class CoreBlock:
         self.same_input.ends()
 
     def _products(self, names: tuple[str, ...], x: torch.Tensor) -> list[torch.Tensor]:
-        self.suits &= x.numel() // x.shape[-1] <= self.workers.rows
         outs = self.workers.calls(self._task_of(names), x.reshape(-1, x.shape[-1]))
         return [out.view(*x.shape[:-1], -1) for out in outs]
 

@@ -11,8 +11,8 @@ from zero_inference.cores.crossing import Crossing, HostCalls, HostSide, StreamS
 from zero_inference.cores.meeting_place import Agreement, meeting_place
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.core_blocks import CoreBlock, Workers
-from zero_inference.engines.stream.cores import CoresPlan
-from zero_inference.engines.stream.expert_blocks import ExpertBlock, choice_bytes
+from zero_inference.engines.stream.cores import CoresPlan, crossed_bytes
+from zero_inference.engines.stream.expert_blocks import ExpertBlock
 from zero_inference.engines.stream.expert_cache import ExpertCache
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
@@ -35,7 +35,8 @@ class CoreTeam:
     ):
         self.plan, self.residency, self.store, self.scheme = plan, residency, store, scheme
         self.dtype, self.few_rows = job.spec.dtype, plan.few_rows
-        self.computable = residency.computed  # blocks that may be theirs at any time
+        self.most_rows = max(plan.few_rows, plan.prompt_rows)
+        self.computable = residency.computed | residency.prompt_computed  # blocks that may be theirs at any time
         if plan.automatic:
             self.computable = self.computable.union(set(residency.computable) - set(residency.expert_blocks))
         self.python_cpus: set[int] | None = None  # where this thread could run before
@@ -63,7 +64,7 @@ class CoreTeam:
     def block(self, index: int, module: nn.Module) -> CoreBlock | ExpertBlock:
         """Block `index`, whose module in the model is `module`, with its task."""
         block, layout = self.residency.blocks[index], self.residency.layouts[index]
-        workers = Workers(self.cores, self.calls, self.scheme, self.few_rows)
+        workers = Workers(self.cores, self.calls, self.scheme, self.few_rows, self.most_rows)
         if block.experts is not None:
             on_device = None if self.experts is None else self.experts.slots.get(index)
             return ExpertBlock(block, layout, self.store.whole(index), workers, self.dtype, on_device)
@@ -90,14 +91,11 @@ class CoreTeam:
 
     def _crossed_bytes(self, job: Job) -> tuple[int, int]:
         """What a call of a rank brings and takes at most."""
-        width = _widest(self.residency) * self.few_rows * self.dtype.itemsize
-        chosen = max(
-            (choice_bytes(block.experts, self.few_rows) for block in self.residency.blocks if block.experts), default=0
-        )
+        brought, taken = crossed_bytes(self.residency, self.most_rows, self.dtype.itemsize)
         attended = (0, 0)
         if self.plan.attends:
             attended = crossing_bytes(job.spec.config, self.few_rows, self.dtype.itemsize)
-        return max(width + chosen, attended[0]), max(width, attended[1])
+        return max(brought, attended[0]), max(taken, attended[1])
 
 
 def _leave_cores(cpus: tuple[int, ...]) -> set[int] | None:
@@ -108,14 +106,3 @@ def _leave_cores(cpus: tuple[int, ...]) -> set[int] | None:
         return None
     os.sched_setaffinity(0, others)
     return before
-
-
-def _widest(residency: Residency) -> int:
-    """Elements of the widest input row, or of all output rows of a block together."""
-    widths = [0]
-    for index in residency.in_host_memory:
-        shapes = [
-            stored.plain.shape[-2:] for stored in residency.layouts[index].parameters if len(stored.plain.shape) >= 2
-        ]
-        widths += [sum(shape[0] for shape in shapes), *(shape[1] for shape in shapes)]
-    return max(widths)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_inference.engines.base import Job
+from zero_inference.engines.stream.expert_blocks import choice_bytes
+from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.pace import paced_s
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH
-from zero_inference.engines.stream.split import best_split, link_quota
+from zero_inference.engines.stream.split import best_split, link_quota, prompt_split
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.diverted import why_not_attended
 from zero_inference.link.cores import BesideLink
@@ -22,6 +24,10 @@ WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
 NO_LINK = "no GPU, so no weights cross PCIe"
 # Two H100s, Llama-2-13B in 4 bits: batch 2 26.9 token/s without the CPU, 21.2 with it; batch 16 194 and 126 (`h100-x2`).
 SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses them all the same"
+# Short prompts: products are measured with up to `MEASURED_ROWS` rows of a weight, and their rate is taken to fall as 1 / rows above.
+# Hidden states cross to the CPU and back at `CROSSED_GB_PER_S` beside a busy link (4.9 to 10 on four hosts: `crossing_s` by rows).
+MEASURED_ROWS, MOST_PROMPT_ROWS, CROSSED_GB_PER_S = 32, 128, 5.0
+MOST_CROSSED_BYTES = 64 << 20  # of the page-locked memory for them, each way
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,7 @@ class CoresPlan:
     Attributes:
         cpus: a thread of the host's first rank on each; -1 for one that is not bound to a core.
         share: of the bytes in host memory, that the cores are to multiply.
-        few_rows: the most tokens of a rank's pass in which they do; in longer ones everything is fetched.
+        few_rows: the most tokens of a decode step of a rank; in longer passes everything is fetched, but for short prompts.
         rates: what the share was computed from; None without a GPU.
         attends: whether the cores attend over keys and values in host memory.
         kv_bytes: those in host memory that a decode step reads, on average, of all ranks.
@@ -39,6 +45,9 @@ class CoresPlan:
         ranks: whose rows they multiply together.
         link_rests: nothing crosses the link but hidden states: no weights are in host memory.
         instructions: the instruction set of their products.
+        prompt_rows: the most tokens of a short prompt, in which they multiply, too; 0 where they do so in no prompt.
+        prompt_share: of the bytes in host memory, that they multiply then.
+        prompt_rates: what that share was computed from; None where it was not.
     """
 
     cpus: tuple[int, ...]
@@ -52,6 +61,9 @@ class CoresPlan:
     ranks: int = 1
     instructions: str = ""
     link_rests: bool = False
+    prompt_rows: int = 0
+    prompt_share: float = 0.0
+    prompt_rates: BesideLink | None = None
 
     @property
     def carried_bytes(self) -> float:
@@ -78,6 +90,8 @@ class CoresPlan:
             instructions=self.instructions,
             share=self.share,
             rows=self.few_rows,
+            prompt_rows=self.prompt_rows,
+            prompt_share=self.prompt_share,
             attends=self.attends,
             of_step_gb_per_s=self.of_step_gb_per_s(computed_bytes),
             attention_gb_per_s=self.rates.attention_gb_per_s(self.link_rests) if self.rates and self.attends else None,
@@ -228,6 +242,44 @@ def place_on_cores(
     return residency, replace(plan, share=share)
 
 
+def with_short_prompts(
+    job: Job, residency: Residency, plan: CoresPlan, scheme: GroupQuantization | None, graphs: bool
+) -> tuple[Residency, CoresPlan]:
+    """Return both with the blocks that the CPU multiplies in prompts of up to the planned length; unchanged where there are none.
+
+    Args:
+        graphs: as of `place_on_cores`.
+    """
+    if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
+        return residency, plan
+    tokens, blocks = job.rank_batch * job.config.prompt_len, residency.for_prompts
+    if not blocks or tokens <= plan.few_rows:
+        return residency, plan
+    experts = residency.blocks[blocks[0]].experts
+    rows = tokens * experts.chosen / (experts.number * experts.share_read(tokens)) if experts else tokens
+    if rows > MOST_PROMPT_ROWS or crossed_bytes(residency, tokens, job.spec.dtype.itemsize)[0] > MOST_CROSSED_BYTES:
+        return residency, plan
+    measured = max(1, round(min(rows, MEASURED_ROWS)))
+    width = job.spec.text_config.hidden_size
+    rates = job.machine.beside_link(job.ranks, plan.cpus, Work(job.spec.dtype, scheme, measured, width))
+    if isinstance(rates, str):
+        return residency, plan
+    slower, hidden_bytes = max(1.0, rows / measured), tokens * width * job.spec.dtype.itemsize
+    rates = replace(
+        rates,
+        cores_gb_per_s=rates.cores_gb_per_s / slower,
+        expert_s=rates.expert_s * slower,
+        crossing_s=plan.rates.crossing_s + 2 * hidden_bytes / (CROSSED_GB_PER_S * 1e9),
+    )
+    asked = 1.0 if job.config.cpu_share is None else job.config.cpu_share
+    most = min(1.0, asked * residency.host_bytes / residency.nbytes_of(blocks))
+    found = prompt_split(residency, rates, tokens, multiplies_many(scheme), most, graphs)
+    if not found.prompt_computed:
+        return residency, plan
+    share = found.nbytes_of(found.prompt_computed) / found.host_bytes
+    return found, replace(plan, prompt_rows=tokens, prompt_share=share, prompt_rates=rates)
+
+
 def spare_slots(job: Job, depth: int) -> int | None:
     """Return how many slots of a ring of `depth` may be given up, as `Residency.with_quota` takes it."""
     if job.config.gpu_memory is not None:  # the budget of what stays; the device may have more
@@ -253,6 +305,24 @@ def step_s(residency: Residency, plan: CoresPlan, graphs: bool) -> float:
     others_s = plan.waited_s(residency) + residency.nbytes_of(residency.resident) / (rates.device_gb_per_s * 1e9)
     sent = residency.nbytes_of(residency.fetched) + residency.staged_bytes + plan.carried_bytes
     return paced_s(residency, cores_s_of(residency, rates), sent / (rates.link_gb_per_s * 1e9), others_s, graphs)
+
+
+def crossed_bytes(residency: Residency, rows: int, element_bytes: int) -> tuple[int, int]:
+    """Return what a call for a block's products with `rows` rows brings and takes at most."""
+    width = _widest(residency) * rows * element_bytes
+    chosen = (choice_bytes(block.experts, rows) for block in residency.blocks or () if block.experts)
+    return width + max(chosen, default=0), width
+
+
+def _widest(residency: Residency) -> int:
+    """Elements of the widest input row, or of all output rows of a block together."""
+    widths = [0]
+    for index in residency.in_host_memory:
+        shapes = [
+            stored.plain.shape[-2:] for stored in residency.layouts[index].parameters if len(stored.plain.shape) >= 2
+        ]
+        widths += [sum(shape[0] for shape in shapes), *(shape[1] for shape in shapes)]
+    return max(widths)
 
 
 def _kv_slowness(job: Job, rates: BesideLink | None) -> float:

@@ -10,7 +10,7 @@ from zero_inference.cores.experts import Between, Expert, add_experts
 from zero_inference.cores.matrix import DTYPES
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.core_blocks import Workers, stored_matrix
-from zero_inference.engines.stream.expert_cache import ExpertSlots
+from zero_inference.engines.stream.expert_cache import ExpertSlots, multiplies_many
 from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
@@ -39,6 +39,7 @@ class ExpertBlock:
         assert block.experts is not None
         self.calls, self.dtype, self.on_device = workers.calls, dtype, on_device
         use = None if on_device is None else on_device.use
+        self.few_rows, self.device_multiplies_many = workers.few_rows, multiplies_many(workers.scheme)
         form = block.experts
         between = Between(form.activation, form.interleaved, form.limit, form.up_offset)
         self.task = add_experts(workers.cores, _experts(form, layout, buffer, workers.scheme), between, dtype, use)
@@ -52,7 +53,10 @@ class ExpertBlock:
         weights = top_k_weights if top_k_weights.dtype in DTYPES else top_k_weights.float()
         x = hidden_states.to(self.dtype).reshape(-1, hidden_states.shape[-1])
         numbers = top_k_index.to(torch.int64)
-        if self.on_device is None:
+        is_prompt = self.on_device is not None and len(numbers) > self.few_rows
+        if is_prompt:
+            self.on_device.begin_prompt(numbers)
+        if self.on_device is None or (is_prompt and not self.device_multiplies_many):
             (out,) = self.calls(self.task, x, Choice(numbers, weights))
         else:
             out = self._beside_device(self.on_device, x, numbers, weights)

@@ -26,6 +26,7 @@ from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.models.experts import FusedExperts
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.quantization.indexed import Combination, linear_groups_indexed, linear_indexed
+from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import ExpertCounts, Transfers
 
@@ -33,6 +34,12 @@ from zero_inference.runtime.transfers import ExpertCounts, Transfers
 # where recent tokens repeat and less where experts are just popular; with 32 the latter lose 1 to 3 points to counting everything.
 HALF_LIFE_PASSES = 32
 KEPT_USE = 0.5 ** (1 / HALF_LIFE_PASSES)  # of a use, a pass later
+
+
+def multiplies_many(scheme: GroupQuantization | None) -> bool:
+    """Return whether the device multiplies kept experts with many tokens as they are stored: otherwise it gathers a weight for each
+    pair of a token and an expert."""
+    return scheme is not None and scheme.dtype in FUSED_DTYPES and scheme.group_size in FUSED_GROUP_SIZES
 
 
 class _Weights:
@@ -325,22 +332,35 @@ class ExpertSlots:
         return sum(end - begin for begin, end in self.others) + (number - self.held) * self.expert_bytes
 
     def take(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
-        """Count what tokens chose, [tokens, k], as if they had come one after the other, and fill the slots with the experts used most.
+        """Count what tokens chose, [tokens, k], and fill the slots with the experts used most.
 
         Args:
             buffer: the block, on the device.
         """
         if chosen is not None:
-            flat, tokens = chosen.reshape(-1).to(torch.int64), chosen[..., 0].numel()
-            kept = KEPT_USE**tokens
-            each = self.uses.new_full((1,), (1 - kept) / (1 - KEPT_USE) / max(1, tokens))
-            self.uses.mul_(kept).scatter_add_(0, flat, each.expand_as(flat))
-        if self.gathering is not None:  # of the pass after this one, perhaps
-            self.fetching.streams.current().wait_event(self.gathering)
+            self.count(chosen)
+        self._await_gathering()
         most_used = self.uses[: self.experts.number].topk(self.numbers.numel()).indices
         self.first.take(most_used, buffer)
         self.last.take(most_used, buffer)
         self._hold(most_used)
+
+    def begin_prompt(self, chosen: torch.Tensor) -> None:
+        """Count what the tokens of a short prompt chose, [tokens, k]; `divide` may follow, which changes the slots."""
+        self.count(chosen)
+        self._await_gathering()
+
+    def _await_gathering(self) -> None:
+        """Let the current stream wait until slots are read for the pass after this one, perhaps."""
+        if self.gathering is not None:
+            self.fetching.streams.current().wait_event(self.gathering)
+
+    def count(self, chosen: torch.Tensor) -> None:
+        """Count what tokens chose, [tokens, k], as if they had come one after the other."""
+        flat, tokens = chosen.reshape(-1).to(torch.int64), chosen[..., 0].numel()
+        kept = KEPT_USE**tokens
+        each = self.uses.new_full((1,), (1 - kept) / (1 - KEPT_USE) / max(1, tokens))
+        self.uses.mul_(kept).scatter_add_(0, flat, each.expand_as(flat))
 
     def divide(self, chosen: torch.Tensor) -> Division:
         """Divide what tokens chose in a pass of few, see `divide`; `products` has to follow, or `forget`."""

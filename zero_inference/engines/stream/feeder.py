@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,14 @@ from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
 
 
+class Kind(Enum):
+    """The kind of a pass, by its number of tokens, which decides what blocks the CPU multiplies."""
+
+    FEW = auto()  # a decode step: `Residency.computed`
+    PROMPT = auto()  # a short prompt: `Residency.prompt_computed`
+    MANY = auto()  # none
+
+
 class BlockFeeder:
     """Points the parameters of each block at its bytes before it computes, and frees its slot behind it.
 
@@ -40,7 +49,8 @@ class BlockFeeder:
 
     Parameters that are not quantized stay in the slot or resident buffer. A quantized weight is dequantized into a workspace that all
     share, before its module computes, or before its block does where other code may read it. In a short pass linear modules and experts
-    multiply with the codes, if the device can. In a pass of few tokens the blocks that the CPU computes stay in host memory.
+    multiply with the codes, if the device can. In a pass of few tokens, or of a short prompt, the blocks that the CPU computes stay in host
+    memory.
 
     Args:
         team: the cores that multiply; None where they do not.
@@ -78,14 +88,15 @@ class BlockFeeder:
                 group,
                 gathered,
             )
-        self.few: bool | None = None  # whether this pass is of few tokens; None before the first one
-        self.after_many: list[int] = residency.fetched  # what the pass behind one of many tokens fetches
+        self.kind: Kind | None = None  # of this pass; None before the first one
+        self.computed: frozenset[int] = frozenset()  # blocks that the cores multiply in it
+        self.after = dict.fromkeys(Kind, Kind.FEW)  # by kind of a pass, the kind of the pass after the last one
         self.views = BlockViews(self.layouts, store, self.ring, self.workspace)
         self.no_values: dict[torch.dtype, torch.Tensor] = {}  # by dtype, without elements, on the device
         # by block, in the order of its layout, without those that are dequantized for each call of their module
         self.parameters: list[list[nn.Parameter]] = []
         self.tokens, self.has_begun = 0, False  # of this pass; before the model was called
-        self.recorded: tuple[int, bool | None] = 0, None  # tokens, and whether few, of the pass that graphs repeat
+        self.recorded: tuple[int, Kind | None] = 0, None  # tokens and kind of the pass that graphs repeat
         self.codes: dict[int, BlockCodes] = {}  # by block
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.packed: dict[int, dict[str, Packed]] = {}  # by block: its quantized weights where they lie in this pass
@@ -229,7 +240,7 @@ class BlockFeeder:
                 self._divert_linears(index, core_block)
 
     def _divert(self, index: int, module: nn.Module) -> None:
-        """Let the cores compute in passes of few tokens: the whole block, or each of its linear modules."""
+        """Let the cores compute in passes in which the block is theirs: all of it, or each of its linear modules."""
         core_block = self.core_blocks[index]
         if isinstance(core_block, CoreBlock) and core_block.task is None:
             return self._divert_linears(index, core_block)
@@ -245,7 +256,7 @@ class BlockFeeder:
             self.replaced.append(linear)
             replace_forward(
                 linear,
-                lambda x, name=name: core_block.linear(name, x),
+                lambda x, name=name: core_block.linear(name, x, self.tokens),
                 lambda: self._by_cores(index),
                 lambda x, name=name: core_block.saw(name, x),
             )
@@ -261,28 +272,47 @@ class BlockFeeder:
         self.tokens = tokens
         if tokens != sys.maxsize:
             self.transfers.host_to_device_bytes += tokens * self.residency.row_bytes
-        computed = self.core_blocks.keys() & self.residency.computed
-        few = self.team is not None and self.team.all_few(tokens) and computed <= self.known
+        few = self.team is not None and self.team.all_few(tokens) and self._computed_in(Kind.FEW) <= self.known
         self._place_anew(few)
-        was_few, self.few = self.few, few and bool(self.core_blocks)
-        if self.ring is None:
-            return
-        of_few, of_many = self.residency.fetched, self.residency.in_host_memory
-        if not self.core_blocks:
-            of_few = of_many
-        if was_few is False:  # the pass before was of many tokens, and this is what came behind it
-            self.after_many = of_few if self.few else of_many
-        self.ring.follow(of_few if self.few else of_many, of_few if self.few else self.after_many)
+        before, self.kind = self.kind, self._kind_of(tokens, few)
+        self.computed = self._computed_in(self.kind)
+        if before in (Kind.PROMPT, Kind.MANY):
+            self.after[before] = self.kind
+        if self.ring is not None:
+            self.ring.follow(self._fetched_in(self.kind), self._fetched_in(self.after[self.kind]))
+
+    @property
+    def few(self) -> bool:
+        """Return whether this pass is of few tokens."""
+        return self.kind is Kind.FEW
+
+    def _kind_of(self, tokens: int, few: bool) -> Kind:
+        if few and self.core_blocks:
+            return Kind.FEW
+        of_prompt = self._computed_in(Kind.PROMPT)
+        short = self.team is not None and self.team.few_rows < tokens <= self.team.most_rows
+        return Kind.PROMPT if short and of_prompt and of_prompt <= self.known else Kind.MANY
+
+    def _computed_in(self, kind: Kind) -> frozenset[int]:
+        """Return the blocks that the CPU multiplies in passes of a kind."""
+        placed = {Kind.FEW: self.residency.computed, Kind.PROMPT: self.residency.prompt_computed}
+        return placed.get(kind, frozenset()).intersection(self.core_blocks)
+
+    def _fetched_in(self, kind: Kind) -> list[int]:
+        """Return the blocks that cross the link in passes of a kind, in order."""
+        computed = self._computed_in(kind)
+        return [block for block in self.residency.in_host_memory if block not in computed]
 
     def fix_places(self) -> None:
         """Let each block come into the same slot in all passes like the one before, as graphs of them need it."""
-        self.recorded = self.tokens, self.few
+        self.recorded = self.tokens, self.kind
         if self.ring is not None:
             self.ring.keep_places()
 
     def begin_again(self) -> None:
         """Such a pass begins, whatever was before it."""
-        self.tokens, self.few = self.recorded
+        self.tokens, self.kind = self.recorded
+        self.computed = self._computed_in(self.kind)
         if self.ring is not None:
             self.ring.follow_again()
 
@@ -353,7 +383,7 @@ class BlockFeeder:
 
     def _by_cores(self, index: int) -> bool:
         """Whether the cores multiply this block in this pass."""
-        return bool(self.few) and index in self.core_blocks and index in self.residency.computed
+        return index in self.computed
 
     def _place_anew(self, few: bool) -> None:
         """For this pass, which has few tokens or not, and those behind: blocks that do not suit the cores are fetched, others may move."""

@@ -91,6 +91,11 @@ class BlockLayout:
     stored_bytes: int = 0
     workspace_bytes: int = 0
 
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of its quantized parameters as the device multiplies them."""
+        return sum(each.plain.nbytes for each in self.parameters if each.packed is not None)
+
     def __getitem__(self, name: str) -> StoredParameter:
         return next(p for p in self.parameters if p.name == name)
 

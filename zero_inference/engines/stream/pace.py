@@ -56,6 +56,14 @@ def slots_in_steps(found: Residency, keeps_places: bool) -> int:
     return slots_in_turn(len(found.fetched), found.depth) if keeps_places and found.fetched else found.depth
 
 
+def prefill_bytes(found: Residency, keeps_places: bool) -> int:
+    """Return the bytes of blocks that cross the link in a prefill. When it begins, the ring is full of what a decode step fetches first: it
+    follows another generation. What the prefill does not need soon is dropped then. Experts that the device keeps do not come again."""
+    order = [block for block in found.in_host_memory if block not in found.prompt_computed]
+    ahead = set(found.fetched[: slots_in_steps(found, keeps_places)]).intersection(order[: found.depth])
+    return found.nbytes_of(order) - found.gathered_bytes - found.nbytes_of(ahead)
+
+
 def paced_step_s(blocks: list[BlockTimes], slots: int, keeps_places: bool) -> float:
     """Seconds of one of many passes through `blocks`, in order.
 

@@ -25,15 +25,18 @@ from zero_inference.engines.stream.cores import (
     step_s,
     why_cores_stay_out,
     why_not_attending,
+    with_short_prompts,
 )
 from zero_inference.engines.stream.embedding import EmbeddingTable, table_for_host
+from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.head import BITS, HeadWeight, find_head
 from zero_inference.engines.stream.layout import BlockLayout
-from zero_inference.engines.stream.pace import paced_s, slots_in_steps
+from zero_inference.engines.stream.pace import paced_s, prefill_bytes
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
+from zero_inference.link.cores import BesideLink
 from zero_inference.models.layers import decoder_layers
 from zero_inference.quantization.groups import GroupQuantization, dequantize
 from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES, FUSED_ROWS
@@ -112,6 +115,23 @@ class StreamPlan(EnginePlan):
         of_cores = None if self.cores is None else self.cores.of_step_gb_per_s(self.residency.computed_bytes)
         return None if rates is None or of_cores is None else (rates.link_gb_per_s, of_cores)
 
+    @functools.cached_property
+    def _in_prompt(self) -> tuple[Residency, BesideLink] | None:
+        """Return the placement in a short prompt, and its rates; None where the CPU multiplies none of it."""
+        if self.cores is None or self.cores.prompt_rates is None:
+            return None
+        placed = self.residency.in_prompts(self.cores.prompt_rows, multiplies_many(self.scheme))
+        return placed, self.cores.prompt_rates
+
+    @property
+    def prefill_link_gb_per_s(self) -> float | None:
+        """See `EnginePlan`."""
+        return None if self._in_prompt is None else self._in_prompt[1].link_gb_per_s
+
+    def prefill_cores_s(self) -> float:
+        """See `EnginePlan`."""
+        return 0.0 if self._in_prompt is None else sum(cores_s_of(*self._in_prompt).values())
+
     @property
     def expects_choices(self) -> bool:
         """See `EnginePlan`."""
@@ -145,6 +165,13 @@ class StreamPlan(EnginePlan):
             return replace(found, no_attention=SLOWER_ATTENTION)
         return replace(found, cores_stay_out=SLOWER_ATTENTION, no_attention=SLOWER_ATTENTION)
 
+    def without_short_prompts(self) -> StreamPlan | None:
+        """See `EnginePlan`."""
+        if self.cores is None or not self.cores.prompt_rows:
+            return None
+        cores = replace(self.cores, prompt_rows=0, prompt_share=0.0, prompt_rates=None)
+        return replace(self, residency=replace(self.residency, prompt_computed=frozenset()), cores=cores)
+
     @property
     def why_whole_layers(self) -> str:
         """See `EnginePlan`."""
@@ -175,14 +202,9 @@ class StreamPlan(EnginePlan):
 
     @property
     def prefill_fetched_bytes(self) -> int:
-        """See `EnginePlan`. When a prefill begins, the ring is full of what a decode step fetches first: it follows another generation.
-        What the prefill does not need soon is dropped then. Experts that the device keeps do not come again."""
-        found = self.residency
-        ahead = set(found.fetched[: slots_in_steps(found, self.graphs)]).intersection(
-            found.in_host_memory[: found.depth]
-        )
+        """See `EnginePlan`."""
         tokens = self.job.rank_batch * self.job.config.prompt_len
-        return found.host_bytes - found.gathered_bytes - found.nbytes_of(ahead) + tokens * found.row_bytes
+        return prefill_bytes(self.residency, self.graphs) + tokens * self.residency.row_bytes
 
     @property
     def copies_own_memory(self) -> bool:
@@ -233,9 +255,16 @@ class StreamPlan(EnginePlan):
     def share_on_cores(self) -> tuple[float, float]:
         """See `EnginePlan`. What the device keeps of experts it multiplies itself; without a GPU the CPU is the device, and how fast it
         multiplies codes is measured as such."""
+        return self._share_on_cores(self.residency)
+
+    def prefill_share_on_cores(self) -> tuple[float, float]:
+        """See `EnginePlan`."""
+        return (0.0, 0.0) if self._in_prompt is None else self._share_on_cores(self._in_prompt[0])
+
+    def _share_on_cores(self, found: Residency) -> tuple[float, float]:
         if not self.job.on_gpu:
             return 0.0, 0.0
-        found, experts = self.residency, set(self.residency.expert_blocks)
+        experts = set(found.expert_blocks)
         every = [index for index, block in enumerate(found.blocks or ()) if block.experts is not None]
         others = found.nbytes_of(set(range(len(found.layouts))) - set(every))
         kept = found.expert_slot_bytes if found.computed & experts else 0
@@ -296,7 +325,7 @@ class StreamPlan(EnginePlan):
             ]
         copied = f"{line}; " if self.job.on_gpu or found.fetched else "in each decode step "
         lines = [f"{copied}{words.cores_in_words(self.cores, found)}", *words.rates_in_words(self.cores)]
-        return lines + crosses + words.experts_in_words(found)
+        return lines + words.prompts_in_words(self.cores) + crosses + words.experts_in_words(found)
 
     def places_in_words(self) -> str:
         """See `EnginePlan`."""
@@ -382,7 +411,7 @@ def _with_cores(
     needed = placed.host_bytes + placed.embedding_bytes + job.kv_host_bytes
     if cores.automatic and placed.expert_slots and needed > job.machine.available_host_bytes():
         return None, None, "host memory has no space for the experts that the device keeps as well"
-    return placed, cores, None
+    return *with_short_prompts(job, placed, cores, scheme, graphs), None
 
 
 def with_ring_for_cores(

@@ -35,6 +35,7 @@ class Residency:
         resident, in_host_memory: indices of blocks, in order; together all of them.
         computed: those in host memory that the cores multiply in a pass of few tokens; the others are fetched then too.
         few_tokens: of such a pass.
+        prompt_computed: those that they multiply in the pass of a short prompt; likewise.
         depth: slots of the ring, 0 if nothing is in host memory.
         outside_bytes: parameters that are in no block, or tied to one that is not; on the device.
         blocks: what each block is; None where that does not matter.
@@ -53,6 +54,7 @@ class Residency:
     blocks: Sequence[Block] | None = None
     computed: frozenset[int] = frozenset()
     few_tokens: int = 1
+    prompt_computed: frozenset[int] = frozenset()
     expert_budget: int = 0
     quota: tuple[int, ...] = ()
     free_bytes: int | None = None
@@ -97,11 +99,11 @@ class Residency:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of experts in slots that a pass of many tokens need not fetch."""
+        """Return the bytes of experts in slots, which a prefill does not fetch."""
         return sum(
             count * self.expert_bytes(block)
             for block, count in self.expert_slots.items()
-            if count >= LEAST_KEPT * self.blocks[block].experts.number
+            if count >= LEAST_KEPT * self.blocks[block].experts.number and block not in self.prompt_computed
         )
 
     @property
@@ -184,6 +186,13 @@ class Residency:
         """Those of them that are experts."""
         return [block for block in self.computable if self.blocks[block].experts is not None]
 
+    @property
+    def for_prompts(self) -> list[int]:
+        """Blocks that the cores could multiply in short prompts: experts, of which each gets few tokens; of a model without these
+        feed-forwards, and attention's projections only if the cores have some in a pass of few tokens."""
+        experts, forwards = self.expert_blocks, [block for block in self.computable if self._feeds_forward(block)]
+        return experts or (forwards if self.computed <= set(forwards) else self.computable)
+
     def nbytes_of(self, blocks: Iterable[int]) -> int:
         return sum(self.layouts[block].nbytes for block in blocks)
 
@@ -225,6 +234,21 @@ class Residency:
         others = [block for block in self.in_host_memory if block not in experts]
         chosen = {*self._spread_evenly(self.expert_blocks, of_experts), *self._spread_in_turn(others, of_others)}
         return replace(self, computed=frozenset(chosen))
+
+    def with_prompt_computed(self, share: float) -> Residency:
+        """Return the same with about `share` of the bytes of `for_prompts` multiplied by the cores in short prompts."""
+        return replace(self, prompt_computed=frozenset(self._spread_in_turn(self.for_prompts, share)))
+
+    def in_prompts(self, tokens: int, keeps: bool) -> Residency:
+        """Return the same as it is in the pass of a short prompt, in place of a pass of few tokens.
+
+        Args:
+            tokens: of the prompt.
+            keeps: whether the device multiplies the experts that it keeps.
+        """
+        slots = self.expert_slots if keeps else {}
+        budget = sum(slots.get(block, 0) * self.expert_bytes(block) for block in self.prompt_computed & slots.keys())
+        return replace(self, computed=self.prompt_computed, few_tokens=tokens, quota=(), expert_budget=budget)
 
     def with_work_moved(self, nbytes: float, candidates: Collection[int]) -> Residency:
         """The same with about `nbytes` of the cores' work given to the link; if negative, of the link's to the cores. Evenly spaced blocks
@@ -279,14 +303,16 @@ class Residency:
         """About `share` of the bytes of `blocks`, of one kind as far as there are any."""
         kinds: list[list[int]] = [[], []]
         for block in blocks:
-            feeds_forward = self.blocks is not None and self.blocks[block].feed_forward is not None
-            kinds[feeds_forward is feed_forwards_last].append(block)
+            kinds[self._feeds_forward(block) is feed_forwards_last].append(block)
         wanted, chosen = share * self.nbytes_of(blocks), set()
         for kind in kinds:
             some = self._spread_evenly(kind, min(1.0, wanted / max(1, self.nbytes_of(kind))))
             wanted = max(0.0, wanted - self.nbytes_of(some))
             chosen |= some
         return chosen
+
+    def _feeds_forward(self, block: int) -> bool:
+        return self.blocks is not None and self.blocks[block].feed_forward is not None
 
     def _spread_evenly(self, blocks: Sequence[int], share: float) -> set[int]:
         chosen: set[int] = set()

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_inference.engines.stream.pace import prefill_bytes
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.link.cores import BesideLink
+from zero_inference.quantization.products import FUSED_ROWS
 
 # Predicted, from which on the cores are used by themselves: less is within what two measurements differ by.
 LEAST_GAIN = 1.05
 # Experts that the device fetches for one pass: their rate as a share of that of copies (36 of 44 and 43 of 45 GB/s while the CPU
 # multiplied, two H100 hosts), the time to multiply them by their last weights afterwards, and the most of them, which bounds their memory.
 FETCH_RATE, STAGED_PRODUCTS_S, MOST_STAGED = 0.9, 15e-6, 16
+
+# The device takes this many times as long for a mixture's prompt as writing and reading its weights would (1.8 to 2.3 in predicted times of
+# Qwen3-30B-A3B).
+MIXTURE_SLOWNESS = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,39 @@ def link_quota(residency: Residency, rates: BesideLink) -> tuple[int, ...]:
         for missed in range(most + 1)
     )
     return quota if any(quota) else ()
+
+
+def prompt_split(
+    residency: Residency, rates: BesideLink, tokens: int, keeps: bool, most: float, graphs: bool
+) -> Residency:
+    """Return `residency` with the blocks that the cores multiply in short prompts, so that link and cores end together; none where they
+    would hardly help.
+
+    Args:
+        rates: with as many rows as a weight has in such a prompt.
+        tokens, keeps: as of `Residency.in_prompts`.
+        most: of the bytes of `Residency.for_prompts`, that the cores may multiply.
+        graphs: decode steps are CUDA graphs, as of `prefill_bytes`.
+    """
+
+    slowness = MIXTURE_SLOWNESS if residency.expert_blocks else 1.0
+    times_plain = 0 if tokens <= FUSED_ROWS else 2  # the device writes and reads what it dequantizes
+
+    def times(found: Residency) -> tuple[float, float]:
+        """Return the seconds of the link, and of device and cores."""
+        now = found.in_prompts(tokens, keeps)
+        by_device = [layout for block, layout in enumerate(found.layouts) if block not in found.prompt_computed]
+        device_bytes = sum(each.stored_bytes + times_plain * each.dequantized_bytes for each in by_device)
+        device_s = slowness * device_bytes / (rates.device_gb_per_s * 1e9)
+        cores_s = now.computed_bytes / (rates.cores_gb_per_s * 1e9) + _meetings_s(now, rates)
+        return prefill_bytes(found, graphs) / (rates.link_gb_per_s * 1e9), device_s + cores_s
+
+    alone_s, device_s = times(residency)
+    least_s, most_s = times(residency.with_prompt_computed(1.0))
+    share = _share(alone_s - device_s, alone_s - least_s + most_s - device_s, most)
+    found = residency.with_prompt_computed(share)
+    without_s = max(alone_s * rates.link_gb_per_s / rates.link_alone_gb_per_s, device_s)
+    return found if without_s >= LEAST_GAIN * max(times(found)) else residency
 
 
 def _balanced(

@@ -64,6 +64,14 @@ def cores_in_words(cores: CoresPlan, found: Residency) -> str:
     return line
 
 
+def prompts_in_words(cores: CoresPlan) -> list[str]:
+    """Return a line about the prompts in which the CPU multiplies, if there are any."""
+    if not cores.prompt_rows:
+        return []
+    share = f"{cores.prompt_share:.0%} of the weights in host memory"
+    return [f"prompts of up to {cores.prompt_rows} tokens: the CPU multiplies {share}"]
+
+
 def _products_in_words(found: Residency) -> str:
     """Of the cores; of experts, as many as tokens are expected to choose."""
     stored = sum(found.layouts[block].stored_bytes for block in found.computed)

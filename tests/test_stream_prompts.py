@@ -1,0 +1,236 @@
+"""Short prompts in the stream engine, of which the cores multiply a share: the ids of plain transformers, and what the plan chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, VOCAB, plain_ids
+from test_expert_cache import FORMS, cache_of, fetching, kept  # noqa: F401  (fixtures)
+from test_machine import planned
+from test_stream import BATCH, GEN, PROMPT, generate, load
+from test_stream_cores import feeder_of
+from test_stream_experts import mixtures  # noqa: F401  (a fixture)
+from transformers import AutoModelForCausalLM
+
+import zero_inference
+from benchmarks.predictions import without_short_prompts
+from zero_inference.engines.stream import cores as stream_cores
+from zero_inference.engines.stream import plan as stream_plan
+from zero_inference.engines.stream.cores import MOST_PROMPT_ROWS
+from zero_inference.engines.stream.feeder import Kind
+from zero_inference.link.description_file import read_description
+from zero_inference.machine.machine import DescribedMachine
+from zero_inference.models.prompts import random_ids
+
+TOKENS = BATCH * PROMPT
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """short(share, rows): plans have the cores multiply this share in prompts of up to `rows` tokens, as a machine with a GPU may."""
+
+    def set_share(share: float, rows: int) -> None:
+        def placed(job, residency, plan, scheme, graphs):
+            return residency.with_prompt_computed(share), replace(plan, prompt_rows=rows, prompt_share=share)
+
+        monkeypatch.setattr(stream_plan, "with_short_prompts", placed)
+
+    return set_share
+
+
+def kinds_of(loaded) -> list[Kind]:
+    """The kinds of all passes from now on."""
+    feeder, found = feeder_of(loaded), []
+    begin = feeder.begin_pass
+
+    def noted(tokens: int) -> None:
+        begin(tokens)
+        found.append(feeder.kind)
+
+    feeder.begin_pass = noted
+    return found
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3", "bloom"])
+def test_any_share_of_a_prompt_gives_the_ids_of_transformers(family, bits, checkpoints, short):
+    loaded, spec, ranks = load(checkpoints(family), cpu_compute="off", **FORMS[bits])
+    expected = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    if bits == 16:
+        assert torch.equal(expected, plain_ids(checkpoints(family), random_ids(0, BATCH, PROMPT, VOCAB), GEN))
+    for of_prompt, rows, of_steps in ((0.4, TOKENS, "0.3"), (1.0, TOKENS + 5, "1"), (1.0, TOKENS - 1, "0.5")):
+        short(of_prompt, rows)
+        loaded, spec, ranks = load(checkpoints(family), cpu_compute=of_steps, **FORMS[bits])
+        kinds = kinds_of(loaded)
+        found = generate(loaded, spec, ranks, loops=3)
+        loaded.close()
+        assert torch.equal(found.output_ids, expected), (of_prompt, rows)
+        prompt = Kind.PROMPT if rows >= TOKENS else Kind.MANY
+        assert kinds == [*[Kind.MANY, *[Kind.FEW] * (GEN - 1)], *2 * [prompt, *[Kind.FEW] * (GEN - 1)]]
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures, short):  # noqa: F811
+    folder, expected = mixtures(family)
+    if bits == 4:
+        loaded, spec, ranks = load(folder, cpu_compute="off", **FORMS[bits])
+        expected = generate(loaded, spec, ranks).output_ids
+        loaded.close()
+    for share, of_steps in ((0.4, "1"), (1.0, "0.5")):
+        short(share, TOKENS)
+        loaded, spec, ranks = load(folder, cpu_compute=of_steps, **FORMS[bits])
+        residency, kinds = feeder_of(loaded).residency, kinds_of(loaded)
+        assert set() < residency.prompt_computed <= set(residency.expert_blocks)
+        assert torch.equal(generate(loaded, spec, ranks, loops=3).output_ids, expected), share
+        assert kinds.count(Kind.PROMPT) == 2
+        loaded.close()
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("many", [True, False])
+def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("zero_inference.engines.stream.expert_blocks.multiplies_many", lambda scheme: many)
+    loaded, spec, ranks = load(mixtures("qwen3_moe")[0], cpu_compute="off", **FORMS[bits])
+    expected = generate(loaded, spec, ranks).output_ids
+    loaded.close()
+    fetching(0.5, 2)
+    short(1.0, TOKENS)
+    loaded, spec, ranks = kept("qwen3_moe", 3, bits)
+    counted = []
+    for slots in cache_of(loaded).slots.values():
+        own = slots.count
+        slots.count = lambda chosen, own=own: counted.append(len(chosen)) or own(chosen)
+    assert torch.equal(generate(loaded, spec, ranks, loops=3).output_ids, expected)
+    assert counted == [TOKENS] * 3 * len(cache_of(loaded).slots), (
+        "in the first prompt, which fills the slots, and in both others"
+    )
+
+
+@pytest.mark.parametrize("depth", [2, 3, 7])
+def test_passes_of_all_kinds_in_any_order_fetch_what_they_need_and_no_more(depth, checkpoints, short):
+    short(0.4, 12)
+    folder = checkpoints("llama")
+    loaded, _, ranks = load(folder, cpu_compute="0.7", ring_depth=depth)
+    feeder, residency = feeder_of(loaded), feeder_of(loaded).residency
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lengths = {"f": 1, "p": 6, "m": 7}
+    assert residency.prompt_computed and residency.prompt_computed != residency.computed
+    needed = {
+        "f": residency.nbytes_of(residency.fetched),
+        "p": residency.host_bytes - residency.nbytes_of(residency.prompt_computed),
+        "m": residency.host_bytes,
+    }
+    with torch.no_grad():
+        loaded.model(torch.zeros(BATCH, 7, dtype=torch.int64, device=ranks.device), use_cache=False)
+        for order in ("mmmmm", "fffff", "ppppp", "mpmp", "pfpfpf", "fmppffmpf", "pfffffpmmf"):
+            moved = []
+            for kind in order:
+                before = loaded.transfers.host_to_device_bytes
+                ids = torch.randint(0, VOCAB, (BATCH, lengths[kind]), device=ranks.device)
+                found = loaded.model(ids, use_cache=False).logits.cpu()
+                assert feeder.kind is {"f": Kind.FEW, "p": Kind.PROMPT, "m": Kind.MANY}[kind]
+                moved.append(loaded.transfers.host_to_device_bytes - before - ids.numel() * residency.row_bytes)
+                torch.testing.assert_close(found, plain(ids.cpu()).logits, atol=1e-4, rtol=1e-4)
+            if len(set(order)) == 1 and ranks.device.type == "cpu":  # behind two of a kind the third is known
+                assert set(moved[3:]) == {needed[order[0]]}
+    loaded.close()
+
+
+def test_the_ring_follows_a_prompt_with_what_came_behind_the_last_one(checkpoints, short):
+    """Generations of one kind fetch no block that is not used: behind a prompt come those of a step."""
+    short(0.4, TOKENS)
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="0.7", ring_depth=2)
+    feeder, called = feeder_of(loaded), []
+    follow = feeder.ring.follow
+    feeder.ring.follow = lambda order, then: called.append((list(order), list(then))) or follow(order, then)
+    generate(loaded, spec, ranks, loops=2)
+    residency = feeder.residency
+    of_prompt = [block for block in residency.in_host_memory if block not in residency.prompt_computed]
+    assert called[GEN] == (of_prompt, residency.fetched) and called[-1] == (residency.fetched, residency.fetched)
+    assert called[0] == (residency.in_host_memory, residency.fetched)
+    before = loaded.transfers.host_to_device_bytes
+    generate(loaded, spec, ranks, loops=1)
+    moved = loaded.transfers.host_to_device_bytes - before - (TOKENS + BATCH * (GEN - 1)) * residency.row_bytes
+    ahead = residency.nbytes_of(set(residency.fetched[:2]).intersection(of_prompt[:2]))
+    if ranks.device.type == "cpu":
+        needed = residency.nbytes_of(of_prompt) + GEN * residency.nbytes_of(residency.fetched)
+        assert moved <= needed - ahead, "one step's first blocks stay for the next generation"
+    loaded.close()
+
+
+@pytest.mark.parametrize("graph", ["off", "on"])
+def test_a_model_of_the_api_takes_prompts_of_all_lengths(graph, checkpoints, short):
+    short(0.6, 8)
+    folder = checkpoints("llama")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options = {"engine": "stream", "dtype": "float32", "gpu_memory": 0, "cpu_compute": "0.5", "decode_graph": graph}
+    with zero_inference.load(folder, batch_size=1, **options) as model:
+        feeder = feeder_of(model._held.loaded)
+        kinds = kinds_of(model._held.loaded)
+        for length in (5, 3, 12, 8, 1, 9, 7, 2):
+            ids = random_ids(length, 1, length, VOCAB)
+            chosen = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+            expected = plain.generate(ids, **chosen)
+            found = model.generate(ids.to(model.device), **chosen | {"attention_mask": torch.ones_like(ids)})
+            assert torch.equal(found.cpu(), expected), length
+        assert {Kind.PROMPT, Kind.MANY, Kind.FEW} == set(kinds) and kinds.count(Kind.PROMPT) == 5
+        assert feeder.after[Kind.PROMPT] is feeder.after[Kind.MANY] is Kind.FEW
+
+
+MACHINES = ("h100-big-models", "h100-predicted")
+QWEN = "--model qwen3-30b-a3b --dummy --engine stream --quant-bits 4 --gpu-memory 2 --gen-len 8"
+
+
+def machine_at(name: str) -> DescribedMachine:
+    return DescribedMachine(read_description(ROOT / "benchmarks" / "results" / name / "machine.json"))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_link_and_cores_end_a_prompt_of_a_mixture_together(name):
+    shares = {}
+    for tokens in (16, 128, 512):
+        plan = planned(f"{QWEN} --prompt-len {tokens}", machine_at(name))
+        weights, cores = plan.weights, plan.weights.cores
+        shares[tokens] = cores.prompt_share
+        assert cores.prompt_rows == tokens and weights.residency.prompt_computed < set(weights.residency.expert_blocks)
+        assert f"prompts of up to {tokens} tokens: the CPU multiplies {cores.prompt_share:.0%} of the" in str(
+            weights.in_words()
+        )
+        link_s = weights.prefill_fetched_bytes / (weights.prefill_link_gb_per_s * 1e9)
+        assert 0.6 < weights.prefill_cores_s() / link_s < 1.1
+        before = without_short_prompts(plan).times.prefill
+        assert plan.times.prefill.seconds < before.seconds / 1.15 and before.bound_by == "link"
+    assert 0.8 > shares[16] > shares[128] > shares[512] > 0.2
+
+
+def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
+    options = "--model llama-3.1-70b --dummy --engine stream --quant-bits 4 --gpu-memory 17.4 --gen-len 8"
+    few = planned(f"{options} --prompt-len 16", machine_at("h100-predicted"))
+    found = few.weights.residency
+    assert 0.2 < few.weights.cores.prompt_share < 0.6
+    assert all(found.blocks[block].feed_forward for block in found.prompt_computed)
+    assert few.times.prefill.seconds < without_short_prompts(few).times.prefill.seconds / 1.2
+    for tokens in (MOST_PROMPT_ROWS + 1, 512):
+        long = planned(f"{options} --prompt-len {tokens}", machine_at("h100-predicted"))
+        assert long.weights.cores.prompt_rows == 0 and not long.weights.residency.prompt_computed
+        assert "prompts of up to" not in str(long.weights.in_words())
+
+
+def test_a_share_that_was_given_bounds_that_of_prompts():
+    asked, auto = (
+        planned(f"{QWEN} --prompt-len 128 --cpu-compute {share}", machine_at(MACHINES[0])) for share in ("0.2", "auto")
+    )
+    assert 0.1 < asked.weights.cores.prompt_share <= 0.22 < auto.weights.cores.prompt_share
+    off = planned(f"{QWEN} --prompt-len 128 --cpu-compute off", machine_at(MACHINES[0]))
+    assert off.weights.cores is None and not off.weights.residency.prompt_computed
+
+
+def test_hidden_states_that_need_much_page_locked_memory_keep_the_cores_out(monkeypatch):
+    plan = planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0]))
+    needed = stream_cores.crossed_bytes(plan.weights.residency, 128, 2)[0]
+    monkeypatch.setattr(stream_cores, "MOST_CROSSED_BYTES", needed - 1)
+    assert planned(f"{QWEN} --prompt-len 128", machine_at(MACHINES[0])).weights.cores.prompt_rows == 0
