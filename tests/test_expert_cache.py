@@ -20,6 +20,7 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.residency import USE_VARIES, Residency
 from zero_inference.engines.stream.resident_blocks import decide_residency
 from zero_inference.engines.stream.split import best_split, link_quota
+from zero_inference.engines.stream.streams import DeviceStreams
 from zero_inference.link.cores import BesideLink
 from zero_inference.models.experts import FusedExperts
 from zero_inference.models.prompts import random_ids
@@ -381,8 +382,11 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
     generate(loaded, spec, ranks, loops=1)
     slots, products = list(cache_of(loaded).slots.values())[1], expert_cache.ExpertSlots.products
 
+    behind, recorded = [], DeviceStreams.recorded
+
     def broken(self, x, division, weights):
         if self is slots and (division.fetched >= 0).any():
+            monkeypatch.setattr(DeviceStreams, "recorded", lambda *of: behind.append(of[1]) or recorded(*of))
             raise KeyboardInterrupt
         return products(self, x, division, weights)
 
@@ -390,6 +394,23 @@ def test_a_pass_may_break_off_between_the_table_and_the_copy(mixtures, kept, fet
     with pytest.raises(KeyboardInterrupt):
         generate(loaded, spec, ranks)
     assert (slots.table == -1).all(), "it would name an expert that is not there"
+    assert slots.fetching.stream in behind, "the memory of what it reads is not free before"
+    monkeypatch.undo()
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, mixtures("mixtral")[1])
+
+
+def test_a_prompt_may_break_off_while_slots_are_filled(mixtures, kept, monkeypatch):  # noqa: F811
+    loaded, spec, ranks = kept("mixtral", 2)
+    generate(loaded, spec, ranks, loops=1)
+    slots = list(cache_of(loaded).slots.values())[1]
+
+    def broken(experts, buffer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slots.last, "take", broken)
+    with pytest.raises(KeyboardInterrupt):
+        generate(loaded, spec, ranks)
+    assert (slots.table == -1).all(), "of each expert one of two weights came"
     monkeypatch.undo()
     assert torch.equal(generate(loaded, spec, ranks).output_ids, mixtures("mixtral")[1])
 

@@ -19,6 +19,7 @@ from benchmarks.predictions import without_short_prompts
 from zero_inference.engines.stream import cores as stream_cores
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cores import MOST_PROMPT_ROWS
+from zero_inference.engines.stream.expert_cache import ExpertSlots
 from zero_inference.engines.stream.feeder import Kind
 from zero_inference.link.description_file import read_description
 from zero_inference.machine.machine import DescribedMachine
@@ -108,6 +109,35 @@ def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtur
     assert counted == [TOKENS] * 3 * len(cache_of(loaded).slots), (
         "in the first prompt, which fills the slots, and in both others"
     )
+
+
+@pytest.mark.parametrize("kind", [Kind.PROMPT, Kind.MANY])
+def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
+    """A graph cannot hold a wait for what was asked before it was recorded."""
+    folder, expected = mixtures("qwen3_moe")
+    fetching(0.5, 2)
+    if kind is Kind.PROMPT:
+        short(1.0, TOKENS)
+    loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
+    feeder, inside, waits = feeder_of(loaded), [False], []
+    feeder.team.few_rows = 0  # as a plan for one sequence would have it of two
+    outside, own = feeder._outside_of_graphs, ExpertSlots.await_gathering
+
+    def outside_of_graphs(work):
+        def noted():
+            inside[0] = True
+            found = work()
+            inside[0] = False
+            return found
+
+        return outside(noted)
+
+    monkeypatch.setattr(feeder, "_outside_of_graphs", outside_of_graphs)
+    monkeypatch.setattr(ExpertSlots, "await_gathering", lambda self: waits.append(inside[0]) or own(self))
+    kinds = kinds_of(loaded)
+    assert torch.equal(generate(loaded, spec, ranks, loops=2).output_ids, expected)
+    assert kind is kinds[-1] and all(waits) and len(waits) >= len(kinds) * len(cache_of(loaded).slots)
+    assert loaded.facts["stream"]["decode_graph"].unused_because is None
 
 
 @pytest.mark.parametrize("depth", [2, 3, 7])
@@ -218,6 +248,20 @@ def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
         long = planned(f"{options} --prompt-len {tokens}", machine_at("h100-predicted"))
         assert long.weights.cores.prompt_rows == 0 and not long.weights.residency.prompt_computed
         assert "prompts of up to" not in str(long.weights.in_words())
+
+
+def test_weights_that_are_not_page_locked_come_whole():
+    """A kernel cannot read them."""
+    options = QWEN.replace("--gpu-memory 2", "--gpu-memory 12")
+    locked, plain = (
+        planned(f"{options} --prompt-len 4096 --pin-memory {pinned}", machine_at(MACHINES[0])).weights
+        for pinned in (1, 0)
+    )
+    assert locked.residency.gathered_bytes > 0 == plain.residency.gathered_bytes
+    assert plain.residency.expert_slots
+    assert plain.prefill_fetched_bytes >= plain.residency.host_bytes - plain.residency.nbytes_of(
+        plain.residency.fetched
+    )
 
 
 def test_a_share_that_was_given_bounds_that_of_prompts():

@@ -9,6 +9,7 @@ from test_stream import generate, load
 from test_stream_cores import feeder_of
 from test_stream_experts import a_model, ids_of_restored_weights
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from zero_inference.engines.stream import codes, layout
@@ -89,6 +90,41 @@ def test_what_the_model_may_read_itself_is_plain_as_long_as_its_block(
     loaded.close()
     if share == "off":
         assert all(seen)
+
+
+class OfItsOwn(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.mixing = nn.Parameter(torch.empty(config.hidden_size, config.hidden_size))
+
+    def forward(self, x):
+        return super().forward(x) @ self.mixing.mT
+
+
+@pytest.mark.parametrize("share", ["off", "1"])
+def test_a_weight_beside_child_modules_is_not_where_theirs_come(
+    share, checkpoints, always_plain, monkeypatch, tmp_path
+):
+    folder = checkpoints("llama")
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", OfItsOwn)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers:
+        nn.init.normal_(layer.mlp.mixing, 0, 0.1)
+    model.save_pretrained(tmp_path)
+    expected = ids_of_restored_weights(tmp_path)
+    loaded, spec, ranks = load(tmp_path, cpu_compute=share, **INT4)
+    assert feeder_of(loaded).workspace.numel() == (64 + 192) * 64 * 4
+    assert torch.equal(generate(loaded, spec, ranks).output_ids, expected)
+    loaded.close()
+
+
+def test_a_module_that_is_called_outside_of_its_block_fails(checkpoints, always_plain):
+    """Its block's place in the ring may be another block's by then."""
+    loaded, spec, ranks = load(checkpoints("llama"), cpu_compute="off", **INT4)
+    generate(loaded, spec, ranks, loops=1)
+    with pytest.raises(KeyError):
+        loaded.model.model.layers[0].mlp.up_proj(torch.ones(1, 64, device=ranks.device))
+    loaded.close()
 
 
 def test_a_module_that_is_not_known_has_all_its_weights_plain_in_its_calls():

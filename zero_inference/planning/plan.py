@@ -166,7 +166,7 @@ def make_plan(job: Job) -> Plan:
     other = None if job.machine.described() is None else found.weights.alternative()
     if other is None or found.times is None:
         return found
-    instead = Plan(job, other)
+    instead = _with_cores_in_prompts(Plan(job, other))
     shorter = instead.times is not None and instead.times.step.seconds < found.times.step.seconds
     return instead if shorter and (instead.fits or not found.fits) else found
 

@@ -336,11 +336,12 @@ class _Layer:
         )
 
     def _is_apart(self, parameter: str, block: str) -> bool:
-        """Return whether only the module of `parameter` reads it, which is called at most once in each call of module `block`. Code that
-        names it may read it where kernels are installed that the traced pass did not use, as Mamba's does."""
-        if self.reads is None:
-            return False
+        """Return whether only the module of `parameter` reads it, which is called at most once in each call of module `block`, and has no
+        children with parameters: theirs would come into the same place while it computes. Code that names it may read it where kernels are
+        installed that the traced pass did not use, as Mamba's does."""
         module, _, own = parameter.rpartition(".")
+        if self.reads is None or any("." in name for name, _ in self.layer.get_submodule(module).named_parameters()):
+            return False
         beside, _, child = module.rpartition(".")
         of_block, of_module = (f"{self.traced}.{name}".rstrip(".") for name in (block, module))
         return (

@@ -55,7 +55,7 @@ class ExpertBlock:
         numbers = top_k_index.to(torch.int64)
         is_prompt = self.on_device is not None and len(numbers) > self.few_rows
         if is_prompt:
-            self.on_device.begin_prompt(numbers)
+            self.on_device.count(numbers)
         if self.on_device is None or (is_prompt and not self.device_multiplies_many):
             (out,) = self.calls(self.task, x, Choice(numbers, weights))
         else:

@@ -332,26 +332,21 @@ class ExpertSlots:
         return sum(end - begin for begin, end in self.others) + (number - self.held) * self.expert_bytes
 
     def take(self, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
-        """Count what tokens chose, [tokens, k], and fill the slots with the experts used most.
+        """Count what tokens chose, [tokens, k], and fill the slots with the experts used most. `await_gathering` has been called.
 
         Args:
             buffer: the block, on the device.
         """
         if chosen is not None:
             self.count(chosen)
-        self._await_gathering()
+        self.table.fill_(-1)  # a call that breaks off leaves no expert under a wrong number
         most_used = self.uses[: self.experts.number].topk(self.numbers.numel()).indices
         self.first.take(most_used, buffer)
         self.last.take(most_used, buffer)
         self._hold(most_used)
 
-    def begin_prompt(self, chosen: torch.Tensor) -> None:
-        """Count what the tokens of a short prompt chose, [tokens, k]; `divide` may follow, which changes the slots."""
-        self.count(chosen)
-        self._await_gathering()
-
-    def _await_gathering(self) -> None:
-        """Let the current stream wait until slots are read for the pass after this one, perhaps."""
+    def await_gathering(self) -> None:
+        """Let the current stream wait until slots are read, which may be for the pass after this one; no part of a CUDA graph."""
         if self.gathering is not None:
             self.fetching.streams.current().wait_event(self.gathering)
 
@@ -368,13 +363,17 @@ class ExpertSlots:
         return divide(chosen, self.table, self.uses, self.experts.number, quota, self.most, self.keeps)
 
     def forget(self) -> None:
-        """Keep nothing until a pass of many tokens: this one broke off, and the table names experts that were not fetched."""
+        """Keep nothing until a pass of many tokens: this one broke off, and the table names experts that were not fetched. The current
+        stream waits for those under way, whose numbers lie in memory that is free now."""
+        if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing of it was done
+        streams = self.fetching.streams
+        streams.current().wait_event(streams.recorded(self.fetching.stream))
         self.table.fill_(-1)
         self.held = 0
 
     def _hold(self, experts: torch.Tensor) -> None:
-        """The slots have `experts`, int64 [slots]."""
-        self.table.fill_(-1)
+        """The slots, of which the table names none, have `experts`, int64 [slots]."""
         self.table.scatter_(0, experts, self.numbers)
         self.held = experts.numel()
 
@@ -439,7 +438,7 @@ class ExpertCache:
         device: torch.device,
         transfers: Transfers,
     ):
-        self.transfers, streams = transfers, DeviceStreams(device)
+        self.transfers, self.gathers, streams = transfers, residency.gathers, DeviceStreams(device)
         counts, most = residency.expert_slots, max(residency.quota, default=0)
         indices = sorted(residency.computed.intersection(residency.expert_blocks) if most else counts)
         forms = [residency.blocks[index].experts for index in indices]
@@ -475,7 +474,12 @@ class ExpertCache:
 
     def gathered(self) -> dict[int, Callable[[torch.Tensor], int]]:
         """Return by block how it comes to the device, where experts in slots need not cross the link: `ExpertSlots.gather`."""
-        return {index: slots.gather for index, slots in self.slots.items() if slots.gathers}
+        return {index: slots.gather for index, slots in self.slots.items() if self.gathers and slots.gathers}
+
+    def await_gathering(self, index: int) -> None:
+        """Let the current stream wait until block `index` has been put together, if it has been: its slots may change then."""
+        if index in self.slots:
+            self.slots[index].await_gathering()
 
     def seen(self, index: int, chosen: torch.Tensor | None, buffer: torch.Tensor) -> None:
         """The device computes all of block `index`, which is in `buffer`, for tokens that chose the experts `chosen` [tokens, k]."""

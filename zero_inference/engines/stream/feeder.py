@@ -74,7 +74,7 @@ class BlockFeeder:
         self.workspace = torch.empty(residency.workspace_bytes, dtype=torch.uint8, device=ranks.device)
         self.team = team
         self.experts = None if team is None else team.experts
-        gathered = None if self.experts is None else self.experts.gathered()
+        self.gathered = {} if self.experts is None else self.experts.gathered()
         self.ring = None
         if residency.in_host_memory:
             self.ring = BlockRing(
@@ -86,7 +86,7 @@ class BlockFeeder:
                 transfers,
                 self.timeline,
                 group,
-                gathered,
+                self.gathered,
             )
         self.kind: Kind | None = None  # of this pass; None before the first one
         self.computed: frozenset[int] = frozenset()  # blocks that the cores multiply in it
@@ -128,6 +128,7 @@ class BlockFeeder:
         self.compute.close()
         if self.ring is not None:
             self.ring.close()
+        self.gathered.clear()
         self.core_blocks.clear()
         self.codes.clear()
         self.views.close()
@@ -322,6 +323,8 @@ class BlockFeeder:
 
         def begin(module, args, kwargs) -> None:
             if self._by_cores(index):
+                if self.kind is Kind.PROMPT and self.experts is not None and index in self.gathered:
+                    self._outside_of_graphs(partial(self.experts.await_gathering, index))
                 self.timeline.block_begins(index)
                 return
             slot = None if resident else self._acquire(index)
@@ -350,7 +353,9 @@ class BlockFeeder:
             if index in self.core_blocks:
                 self.core_blocks[index].ends()
             if not resident and not self._by_cores(index):
-                self._release()
+                self._outside_of_graphs(self.ring.release)
+            if not resident:
+                self.packed.pop(index, None)  # its slot is another block's from now on
             if index not in self.known:
                 self._learn(index)
 
@@ -360,13 +365,16 @@ class BlockFeeder:
         def acquire() -> int:
             reached = None if self.balance.done else self.timeline.block_reached()
             slot = self.ring.acquire(index)
+            if self.experts is not None:
+                self.experts.await_gathering(index)
             self.timeline.block_begins(index, reached)
             return slot
 
-        return acquire() if self.between is None else self.between(acquire)
+        return self._outside_of_graphs(acquire)
 
-    def _release(self) -> None:
-        self.ring.release() if self.between is None else self.between(self.ring.release)
+    def _outside_of_graphs(self, work: Callable[[], Any]) -> Any:
+        """Do `work` now, and where a pass is recorded, in each of its repetitions."""
+        return work() if self.between is None else self.between(work)
 
     def _learn(self, index: int) -> None:
         """The block was computed with plain weights for the first time. Modules that were not called have weights that the model reads

@@ -499,7 +499,7 @@ def _residency(job: Job, scheme: GroupQuantization | None, divided: bool, depth:
             budget = job.free_device_bytes - outside - job.cache_device_bytes - activations - RESERVE_BYTES
             others = words.others_in_words(job, outside, activations, RESERVE_BYTES, on_host is None)
         found = decide_residency(layouts, outside, budget, config.gpu_memory, slots, ranks, blocks, others)
-        return replace(found, embedding=on_host)
+        return replace(found, embedding=on_host, gathers=job.pin_weights or not job.on_gpu)
 
     embedding = table_for_host(job)
     if embedding is None:

@@ -44,6 +44,7 @@ class Residency:
             in a pass of few tokens; the CPU multiplies the others. Empty where it fetches none.
         free_bytes: of the device, for blocks, ring, workspace and fetched experts; None where nothing limits them.
         embedding: the input embedding where it is in host memory; None where it is among `outside_bytes`.
+        gathers: whether a kernel may put blocks of experts together in a prefill, from slots and page-locked memory.
     """
 
     layouts: list[BlockLayout]
@@ -59,6 +60,7 @@ class Residency:
     quota: tuple[int, ...] = ()
     free_bytes: int | None = None
     embedding: EmbeddingTable | None = None
+    gathers: bool = True
 
     @property
     def fetched(self) -> list[int]:
@@ -100,9 +102,10 @@ class Residency:
     @property
     def gathered_bytes(self) -> int:
         """Return the bytes of experts in slots, which a prefill does not fetch."""
+        slots = self.expert_slots if self.gathers else {}
         return sum(
             count * self.expert_bytes(block)
-            for block, count in self.expert_slots.items()
+            for block, count in slots.items()
             if count >= LEAST_KEPT * self.blocks[block].experts.number and block not in self.prompt_computed
         )
 
