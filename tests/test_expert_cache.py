@@ -155,12 +155,12 @@ def test_choices_are_divided_over_slots_link_and_cpu(slots, most, keeps, device)
         rows, fetched, places = divided(chosen, expected, expected_uses, 40, quota, most, keeps)
         found = divide(chosen.to(device), table, uses, 40, quota.to(device), most, keeps)
         assert torch.stack([each.flatten() for each in found[:3]], 1).tolist() == [list(row) for row in rows]
-        assert found.fetched.tolist() == fetched and found.places.tolist() == places
+        assert found.fetched.tolist() == fetched and found.fetched_into.tolist() == places
         assert uses.tolist() == [*expected_uses, 0, 0, 0]
         assert table.tolist() == [expected.get(e, -1) for e in range(43)]
         held = table[table >= 0].tolist()
         assert sorted(held) == list(range(slots)), "each slot has one expert"
-        kept, late = (set(each[each >= 0].tolist()) for each in (found.slot, found.late))
+        kept, late = (set(each[each >= 0].tolist()) for each in (found.slot, found.fetched_slot))
         assert not keeps or not kept & late, "no slot that this pass reads is written"
         total += len(late)
     assert (total > 0) == (most > 0)
@@ -213,7 +213,7 @@ def test_a_graph_that_is_replayed_evicts_and_fetches():
 
     def step() -> None:
         found = divide(chosen, table, uses, 40, quota, 3)
-        torch.ops.zero_inference.expert_fetch(found.fetched, found.places, pieces, True)
+        torch.ops.zero_inference.expert_fetch(found.fetched, found.fetched_into, pieces, True)
 
     others = table.clone(), uses.clone()
     graph = torch.cuda.CUDAGraph()

@@ -583,7 +583,10 @@ def test_rates_measured_beside_other_programs_are_marked_and_measured_again_when
     monkeypatch.setattr(kept, "_share_of_others", lambda: 0.45)
     kept.measure_where_needed(lines.append)
     assert kept_description() == busy and not lines
-    caveat = "measured while other programs used 90% of the CPU; zero-inference link --save measures again"
+    caveat = (
+        "rates were measured while other programs used 90% of the CPU and may be too low; "
+        "zero-inference link --save measures again"
+    )
     assert busy.caveat() == caveat
     asked = ["run_model.py", "--model", "opt-125m", "--dummy", "--engine", "resident", "--gen-len", "2", "--loops", "1"]
     assert main([*asked, "--dry-run"]) == 0 and caveat in " ".join(capfd.readouterr().out.split())

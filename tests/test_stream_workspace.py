@@ -79,7 +79,9 @@ def test_what_the_model_may_read_itself_is_plain_as_long_as_its_block(
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", mlp)
     loaded, spec, ranks = load(folder, cpu_compute=share, **INT4)
     feeder = feeder_of(loaded)
-    whole = {s.name.split(".")[-2] for each in feeder.layouts for s in each.parameters if s.packed and not s.apart}
+    whole = {
+        s.name.split(".")[-2] for each in feeder.layouts for s in each.parameters if s.packed and not s.module_only
+    }
     assert whole == {own}
     assert feeder.workspace.numel() == 2 * 64 * 192 * 4, "that one, and the largest of the others"
     seen: list[bool] = []

@@ -200,7 +200,7 @@ def _measured(
     plan = plan.with_memory_of_now()  # fetching the weights may have taken an hour
     refuse_hopeless(plan)
     if (kept := plan.job.machine.described()) is not None and (caveat := kept.caveat()):
-        progress.say(f"warning: this machine was {caveat}")
+        progress.say(f"warning: this machine's {caveat}")
     if line := hint(plan, files.request.chosen):
         progress.say(line)
     if note:

@@ -33,16 +33,16 @@ using namespace zero_inference::crossing;  // launch sizes
 enum State : int { kOther, kMissed, kIdle };  // idle: in a slot, and no token chose it
 
 // One block. The most used missed experts are fetched, and the least used idle ones make room; of those used alike the lowest
-// number comes first. Without `keeps` the table stays as it is, and fetched experts go to places 0, 1 ...
+// number comes first. Without `keeps` the table stays as it is, and fetched experts go to slots 0, 1 ...
 __global__ void __launch_bounds__(kThreads)
     divide(const int64_t* __restrict__ chosen, int pairs, int64_t* table, float* uses, int experts,
            const int64_t* __restrict__ quota, float kept_use, bool keeps, int most, int64_t* __restrict__ for_cpu,
-           int64_t* __restrict__ slot, int64_t* __restrict__ late, int64_t* fetched, int64_t* places) {
+           int64_t* __restrict__ slot, int64_t* __restrict__ fetched_slot, int64_t* fetched, int64_t* fetched_into) {
   extern __shared__ int state[];  // [experts]; at first whether a token chose it
   float* const used = reinterpret_cast<float*>(state + experts);
   __shared__ int counts[3];
   for (int e = threadIdx.x; e < experts; e += kThreads) state[e] = 0;
-  for (int i = threadIdx.x; i < most; i += kThreads) fetched[i] = places[i] = -1;
+  for (int i = threadIdx.x; i < most; i += kThreads) fetched[i] = fetched_into[i] = -1;
   if (threadIdx.x < 3) counts[threadIdx.x] = 0;
   __syncthreads();
   for (int p = threadIdx.x; p < pairs; p += kThreads) {
@@ -71,9 +71,9 @@ __global__ void __launch_bounds__(kThreads)
     if (rank >= fetches) continue;
     if (own == kMissed) {
       fetched[rank] = e;
-      if (!keeps) places[rank] = rank;
+      if (!keeps) fetched_into[rank] = rank;
     } else if (keeps) {
-      places[rank] = table[e];
+      fetched_into[rank] = table[e];
       table[e] = -1;
     }
   }
@@ -83,14 +83,14 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t held = e >= 0 && e < experts ? table[e] : -1;
     int64_t place = -1;
     for (int i = 0; i < fetches; ++i) {
-      if (fetched[i] == e) place = places[i];
+      if (fetched[i] == e) place = fetched_into[i];
     }
     slot[p] = held;
-    late[p] = place;
+    fetched_slot[p] = place;
     for_cpu[p] = held >= 0 ? ~e : place >= 0 ? ~(e + experts) : e;
   }
   __syncthreads();
-  for (int i = threadIdx.x; keeps && i < fetches; i += kThreads) table[fetched[i]] = places[i];
+  for (int i = threadIdx.x; keeps && i < fetches; i += kThreads) table[fetched[i]] = fetched_into[i];
 }
 
 template <typename Vector>
@@ -109,17 +109,17 @@ __device__ void copy(const Vector* __restrict__ source, Vector* __restrict__ tar
   }
 }
 
-// blockIdx.y: which of `fetched`, and its slot in `places`; blockIdx.z: which of `pieces`, [address in host memory, address of
-// slots, bytes of an expert].
+// blockIdx.y: which of `fetched`, and its slot in `fetched_into`; blockIdx.z: which of `pieces`, [address in host memory,
+// address of slots, bytes of an expert].
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
-    fetch(const int64_t* __restrict__ fetched, const int64_t* __restrict__ places, const int64_t* __restrict__ pieces) {
+    fetch(const int64_t* __restrict__ fetched, const int64_t* __restrict__ fetched_into, const int64_t* __restrict__ pieces) {
   const int64_t expert = fetched[blockIdx.y];
   if (expert < 0) return;
   const int64_t* const piece = pieces + 3 * blockIdx.z;
   const int64_t vectors = piece[2] / static_cast<int64_t>(sizeof(Vector));
   copy(reinterpret_cast<const Vector*>(piece[0]) + expert * vectors,
-       reinterpret_cast<Vector*>(piece[1]) + places[blockIdx.y] * vectors, vectors,
+       reinterpret_cast<Vector*>(piece[1]) + fetched_into[blockIdx.y] * vectors, vectors,
        static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, static_cast<int64_t>(gridDim.x) * kThreads);
 }
 
@@ -148,18 +148,18 @@ void check(const char* name, const Tensor& tensor, const Tensor& like, ScalarTyp
 }
 
 void expert_division(const Tensor& chosen, const Tensor& table, const Tensor& uses, int64_t experts, const Tensor& quota,
-                     double kept_use, bool keeps, const Tensor& for_cpu, const Tensor& slot, const Tensor& late,
-                     const Tensor& fetched, const Tensor& places) {
+                     double kept_use, bool keeps, const Tensor& for_cpu, const Tensor& slot, const Tensor& fetched_slot,
+                     const Tensor& fetched, const Tensor& fetched_into) {
   STD_TORCH_CHECK(chosen.is_cuda(), "expert_division: chosen must be on a CUDA device");
-  const Tensor* const all[] = {&chosen, &table, &quota, &for_cpu, &slot, &late, &fetched, &places};
+  const Tensor* const all[] = {&chosen, &table, &quota, &for_cpu, &slot, &fetched_slot, &fetched, &fetched_into};
   for (const Tensor* each : all) check("expert_division: each other tensor", *each, chosen);
   check("expert_division: uses", uses, chosen, ScalarType::Float);
   STD_TORCH_CHECK(
       experts > 0 && experts <= kMostExperts && table.numel() >= experts && uses.numel() >= experts && quota.numel() > experts,
       "expert_division: experts must be 1 to ", kMostExperts, ", and table, uses and quota have as many; found ", experts, ", ",
       table.numel(), ", ", uses.numel(), " and ", quota.numel());
-  STD_TORCH_CHECK(for_cpu.numel() == chosen.numel() && slot.numel() == chosen.numel() && late.numel() == chosen.numel() &&
-                      fetched.numel() == places.numel(),
+  STD_TORCH_CHECK(for_cpu.numel() == chosen.numel() && slot.numel() == chosen.numel() &&
+                      fetched_slot.numel() == chosen.numel() && fetched.numel() == fetched_into.numel(),
                   "expert_division: the first three outputs must be of ", chosen.numel(), " elements, and two of as many");
   const torch::stable::accelerator::DeviceGuard guard(chosen.get_device_index());
   const size_t shared_bytes = static_cast<size_t>(experts) * (sizeof(int) + sizeof(float));
@@ -168,24 +168,24 @@ void expert_division(const Tensor& chosen, const Tensor& table, const Tensor& us
       static_cast<int64_t*>(table.mutable_data_ptr()), static_cast<float*>(uses.mutable_data_ptr()), static_cast<int>(experts),
       static_cast<const int64_t*>(quota.const_data_ptr()), static_cast<float>(kept_use), keeps,
       static_cast<int>(fetched.numel()), static_cast<int64_t*>(for_cpu.mutable_data_ptr()),
-      static_cast<int64_t*>(slot.mutable_data_ptr()), static_cast<int64_t*>(late.mutable_data_ptr()),
-      static_cast<int64_t*>(fetched.mutable_data_ptr()), static_cast<int64_t*>(places.mutable_data_ptr()));
+      static_cast<int64_t*>(slot.mutable_data_ptr()), static_cast<int64_t*>(fetched_slot.mutable_data_ptr()),
+      static_cast<int64_t*>(fetched.mutable_data_ptr()), static_cast<int64_t*>(fetched_into.mutable_data_ptr()));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void expert_fetch(const Tensor& fetched, const Tensor& places, const Tensor& pieces, bool in_vectors) {
+void expert_fetch(const Tensor& fetched, const Tensor& fetched_into, const Tensor& pieces, bool in_vectors) {
   STD_TORCH_CHECK(fetched.is_cuda(), "expert_fetch: fetched must be on a CUDA device");
   check("expert_fetch: fetched", fetched, fetched);
-  check("expert_fetch: places", places, fetched);
+  check("expert_fetch: fetched_into", fetched_into, fetched);
   check("expert_fetch: pieces", pieces, fetched);
-  STD_TORCH_CHECK(pieces.dim() == 2 && pieces.size(1) == 3 && places.numel() == fetched.numel(),
-                  "expert_fetch: pieces must be [pieces, 3], and places as many as fetched");
+  STD_TORCH_CHECK(pieces.dim() == 2 && pieces.size(1) == 3 && fetched_into.numel() == fetched.numel(),
+                  "expert_fetch: pieces must be [pieces, 3], and fetched_into as many as fetched");
   if (fetched.numel() == 0 || pieces.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(fetched.get_device_index());
   const cudaStream_t stream = current_stream(fetched.get_device_index());
   const dim3 grid(kFetchBlocks, static_cast<unsigned int>(fetched.numel()), static_cast<unsigned int>(pieces.size(0)));
   const int64_t* const experts = static_cast<const int64_t*>(fetched.const_data_ptr());
-  const int64_t* const slots = static_cast<const int64_t*>(places.const_data_ptr());
+  const int64_t* const slots = static_cast<const int64_t*>(fetched_into.const_data_ptr());
   const int64_t* const addresses = static_cast<const int64_t*>(pieces.const_data_ptr());
   if (in_vectors) {
     fetch<uint4><<<grid, kThreads, 0, stream>>>(experts, slots, addresses);
@@ -220,8 +220,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(zero_inference, library) {
   library.def(
       "expert_division(Tensor chosen, Tensor(a!) table, Tensor(b!) uses, int experts, Tensor quota, float kept_use, bool "
       "keeps, "
-      "Tensor(c!) for_cpu, Tensor(d!) slot, Tensor(e!) late, Tensor(f!) fetched, Tensor(g!) places) -> ()");
-  library.def("expert_fetch(Tensor fetched, Tensor places, Tensor pieces, bool in_vectors) -> ()");
+      "Tensor(c!) for_cpu, Tensor(d!) slot, Tensor(e!) fetched_slot, Tensor(f!) fetched, Tensor(g!) fetched_into) -> ()");
+  library.def("expert_fetch(Tensor fetched, Tensor fetched_into, Tensor pieces, bool in_vectors) -> ()");
   library.def("expert_fill(Tensor table, int experts, Tensor pieces, Tensor(a!) block, bool in_vectors) -> ()");
 }
 

@@ -251,7 +251,7 @@ class EnginePlan(PlanInWords):
         return None
 
     def without_short_prompts(self) -> EnginePlan | None:
-        """Return the same plan in which the host's cores multiply nothing of a prompt; None where that is this one."""
+        """Return the same plan with all of each prompt computed by the device; None where this plan does so."""
         return None
 
     def exchanged_bytes(self, fetched_bytes: int) -> float:

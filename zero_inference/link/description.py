@@ -270,16 +270,16 @@ class Description(_Part):
         return f"{one_line(self.name)[:LONGEST_NAME]} ({self.source}{when}): {gpus}, {host}"
 
     def busy(self) -> str | None:
-        """Say how much of the CPU other programs used meanwhile; None where that was little or was not noted."""
+        """Return how much of the CPU other programs used meanwhile, in words; None where that was little or was not noted."""
         share = self.others_cpu_share
         return None if share is None or share <= BUSY_SHARE else f"while other programs used {share:.0%} of the CPU"
 
     def caveat(self) -> str | None:
-        """Say on one line what makes a measured machine's rates less useful: other programs, or an earlier version; None of others."""
+        """Return one line on why a measured machine's rates are less useful (other programs, an earlier version); None if they are not."""
         if self.source != "measured":
             return None
         if busy := self.busy():
-            return f"measured {busy}; zero-inference link --save measures again"
+            return f"rates were measured {busy} and may be too low; zero-inference link --save measures again"
         if self.measured_with < MEASURED_WITH:
             return "an earlier version measured it; zero-inference link --save FILE on that machine measures more"
         return None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zero_inference.link.description import Description, Loading
 
 # Copies of decoder layers in 16 bits from a GPU to new host memory, where they are kept to be compared: 0.8 to 1.45 GB/s in ten runs on an
-# H100 (h100-predicted); a layer of Mixtral took 2.2 s. Since then pages are huge and brought in by all threads, not measured on a GPU.
+# H100 (h100-predicted); a layer of Mixtral took 2.2 s. Since then pages are huge and faulted in by all threads: not measured on a GPU.
 COMPARED_GB_PER_S = 1.1
 
 

@@ -167,7 +167,7 @@ class CoresUse:
     share: float = key("share", "planned share of host memory's weights for the cores")
     rows: int = key(
         "token",
-        "most tokens of a decode step, in which the cores multiply; longer passes copy all weights, but for short prompts",
+        "most tokens of a decode step, in which the cores multiply; longer passes copy all weights, except short prompts (`prompt_rows`)",
     )
     link_alone_gb_per_s: float | None = key(
         "GB/s",
@@ -198,10 +198,12 @@ class CoresUse:
     )
     prompt_rows: int | None = key(
         "token",
-        "most tokens of a short prompt, in which the cores multiply; 0 where they do so in no prompt",
+        "most tokens of a prompt in which the cores multiply, too; 0 for none",
         default=None,
     )
-    prompt_share: float | None = key("share", "planned share of host memory's weights for the cores then", default=None)
+    prompt_share: float | None = key(
+        "share", "planned share of host memory's weights for the cores in such a prompt", default=None
+    )
 
 
 @dataclass(frozen=True, slots=True)

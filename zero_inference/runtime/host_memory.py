@@ -43,7 +43,7 @@ def host_empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, pinned: 
     buffer = (ctypes.c_char * nbytes).from_buffer(pages)
     flat = torch.frombuffer(buffer, dtype=dtype, count=numel)
     if pinned:
-        _bring_in(flat)
+        _fault_in(flat)
         page_lock(flat)
         # with the tensor goes the buffer, and the finalizer keeps the pages mapped until they are unregistered
         weakref.finalize(buffer, _release, flat.data_ptr(), pages).atexit = False
@@ -54,13 +54,13 @@ def host_copy(values: torch.Tensor) -> torch.Tensor:
     """Return a copy of `values`, with strides as those of `torch.empty_like`, in new host memory that is not page-locked. Raises as
     `host_empty`."""
     flat = host_empty((values.numel(),), values.dtype, pinned=False)
-    _bring_in(flat)
+    _fault_in(flat)
     strides = torch.empty_like(values, device="meta").stride()
     return flat.as_strided(values.shape, strides).copy_(values)
 
 
-def _bring_in(flat: torch.Tensor) -> None:
-    """Have all of PyTorch's threads bring in the pages of `flat`; CUDA would have one thread bring in page after page."""
+def _fault_in(flat: torch.Tensor) -> None:
+    """Let all of PyTorch's threads fault in the pages of `flat`; CUDA would fault in page after page in one thread."""
     flat.view(torch.uint8).zero_()
 
 

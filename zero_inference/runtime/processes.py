@@ -152,8 +152,8 @@ def _end_group(process: subprocess.Popen) -> None:
 def _send(process: subprocess.Popen, number: int) -> bool:
     """Return whether anything runs in the session that `process` leads. Sends it a signal, or none for 0.
 
-    Not to a process group alone: ninja gives each compiler one of its own, and does not end them where it is killed, also by SIGPIPE when
-    the end of who reads its lines comes first.
+    The group alone is not enough: ninja gives each compiler a group of its own, and leaves it running when ninja is killed (by SIGKILL, or
+    by SIGPIPE because its reader has ended).
     """
     import psutil
 

@@ -31,7 +31,7 @@ from zero_inference.models.skeleton import unique_parameter_names
 from zero_inference.quantization.groups import GroupQuantization
 from zero_inference.utils import text_config
 
-PLAIN = ("builtins", "torch.")  # whose classes read no weight of a module within theirs
+PYTORCH = ("builtins", "torch.")  # modules of classes that read no weights of their child modules
 SMALL_SHARE = 1 / 16  # of a layer or block: that much may stay on the device, so that the cores can multiply the rest
 
 
@@ -47,8 +47,8 @@ class Block:
         experts: what the module computes if it is the experts of a mixture, of which the cores read those that are chosen.
         exact: names among `parameters` of matrices that are not quantized: routers, a thousandth of a mixture, and experts' biases.
         transposed: names among `parameters` of matrices [in, out], which are stored as [out, in].
-        apart: names among `parameters` that only their own module reads, in one call of it: they need not be plain for longer.
-        mixtures: names relative to the module, and contents, of the modules of experts in it.
+        module_only: names among `parameters` that only their own module reads, in one call: they are dequantized for that call alone.
+        mixtures: the modules of experts in it: name relative to the module, and what it computes.
     """
 
     layer: int
@@ -59,7 +59,7 @@ class Block:
     experts: FusedExperts | None = None
     exact: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
+    module_only: tuple[str, ...] = ()
     mixtures: tuple[tuple[str, FusedExperts], ...] = ()
 
     @property
@@ -121,7 +121,7 @@ def lay_out_blocks(
         key = first.get(block.layer, block.layer), block.module
         if key not in known:
             fused = [each.weights_in(name) for name, each in block.mixtures]
-            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.apart, fused)
+            known[key] = lay_out(parameters, scheme, ranks, block.exact, block.transposed, block.module_only, fused)
         layouts.append(known[key])
     outside = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in held)
     return blocks, layouts, outside
@@ -227,7 +227,7 @@ class _Layer:
     def whole(self) -> Block:
         """The layer as one block."""
         owned = tuple(name for name, p in self.layer.named_parameters() if id(p) not in self.shared)
-        return self._made("", owned, exact=self._exact(owned))
+        return self._make("", owned, exact=self._exact(owned))
 
     def divided(self, prefix: str = "") -> list[Block]:
         """A block for each child of the module `prefix` that holds matrices, where a mixture is divided likewise and its routers
@@ -306,7 +306,7 @@ class _Layer:
         whole = len(owned) == len(list(module.named_parameters()))
         if name in self.experts:
             experts = self.experts[name] if whole else None
-            return self._made(name, names, experts=experts, exact=self._among(self.biases, names, name))
+            return self._make(name, names, experts=experts, exact=self._among(self.biases, names, name))
         linears = {
             part: child
             for part, child in module.named_modules()
@@ -315,11 +315,11 @@ class _Layer:
         in_linears = {id(p) for child in linears.values() for p in child.parameters()}
         others = [p for _, p in owned if is_wide(p) and id(p) not in in_linears]
         if not whole or not linears or _nbytes(others) > SMALL_SHARE * _nbytes(module.parameters()):
-            return self._made(name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
+            return self._make(name, names, exact=self._exact(names, name) if self._holds_experts(name) else ())
         names = tuple(own_name for own_name, p in owned if id(p) in in_linears)
-        return self._made(name, names, linears=tuple(linears), feed_forward=read_feed_forward(module))
+        return self._make(name, names, linears=tuple(linears), feed_forward=read_feed_forward(module))
 
-    def _made(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
+    def _make(self, name: str, names: tuple[str, ...], **others: Any) -> Block:
         """Return the block of module `name` with the parameters `names`, relative to it."""
         start = f"{name}." if name else ""
         mixtures = tuple(
@@ -330,15 +330,15 @@ class _Layer:
             name,
             names,
             transposed=self._among(self.transposed, names, name),
-            apart=tuple(each for each in names if self._is_apart(f"{start}{each}", name)),
+            module_only=tuple(each for each in names if self._is_module_only(f"{start}{each}", name)),
             mixtures=mixtures,
             **others,
         )
 
-    def _is_apart(self, parameter: str, block: str) -> bool:
+    def _is_module_only(self, parameter: str, block: str) -> bool:
         """Return whether only the module of `parameter` reads it, which is called at most once in each call of module `block`, and has no
-        children with parameters: theirs would come into the same place while it computes. Code that names it may read it where kernels are
-        installed that the traced pass did not use, as Mamba's does."""
+        children with parameters: theirs would overwrite it in the workspace while it computes. Code that names it may read it with kernels
+        that the traced pass did not use, as Mamba's does."""
         module, _, own = parameter.rpartition(".")
         if self.reads is None or any("." in name for name, _ in self.layer.get_submodule(module).named_parameters()):
             return False
@@ -347,12 +347,12 @@ class _Layer:
         return (
             self.reads.only_inside(f"{self.traced}.{parameter}", of_module)
             and self.reads.once_a_call(of_module, of_block)
-            and not (module and _names(self.layer.get_submodule(beside), f"{child}.{own}"))
+            and not (module and _is_named_in(self.layer.get_submodule(beside), f"{child}.{own}"))
         )
 
 
-def _names(module: nn.Module, parameter: str) -> bool:
-    """Return whether the source of the class of `module` names `parameter`, and not for its dtype or device; so if it is not known."""
+def _is_named_in(module: nn.Module, parameter: str) -> bool:
+    """Return whether the source of the class of `module` names `parameter`, other than for its dtype or device; True if it is unknown."""
     kind: Any = type(module)
     source = _source(kind)
     return source is None or bool(re.search(rf"\.{re.escape(parameter)}\b(?!\.(dtype|device))", source))
@@ -362,6 +362,6 @@ def _names(module: nn.Module, parameter: str) -> bool:
 def _source(kind: type) -> str | None:
     """Return the source of `kind` and its bases, without PyTorch's; None where some of it cannot be read."""
     try:
-        return "\n".join(inspect.getsource(each) for each in kind.__mro__ if not each.__module__.startswith(PLAIN))
+        return "\n".join(inspect.getsource(each) for each in kind.__mro__ if not each.__module__.startswith(PYTORCH))
     except (OSError, TypeError):
         return None

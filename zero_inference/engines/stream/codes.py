@@ -84,7 +84,7 @@ def modules_from_codes(
                 continue
             first, last = (layout[weight] for weight in weights)
             most = FUSED_ROWS
-            # without the kernel each pair of token and expert is dequantized; several groups are no part of a graph
+            # without the kernel each pair of token and expert is dequantized; several groups cannot be captured in a graph
             if not _can_fuse(layout, weights, places, scheme) and first.group in (0, experts.number):
                 most = min(most, experts.number // experts.chosen)
             biases = (partial(getattr, module, own) if own else None for own in (experts.first_bias, experts.last_bias))
@@ -231,12 +231,12 @@ def experts_in_groups(
     first: Callable[[int], torch.Tensor],
     last: Callable[[int], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Return a forward of a module of experts that needs one group of them plain at a time. It runs the operators of transformers' grouped
+    """Return a forward of a module of experts that dequantizes one group of them at a time. It runs the operators of transformers' grouped
     products in the same order. With several groups the host reads how many rows each has.
 
     Args:
-        group: how many experts are plain at a time.
-        first, last: give the weights of a group by its number, [experts, rows, columns], until the next call of either.
+        group: how many experts are dequantized at a time.
+        first, last: return the weights of a group by its number, [experts, rows, columns], valid until the next call of either.
     """
     from transformers.integrations.moe import _grouped_mm
 

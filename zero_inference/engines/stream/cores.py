@@ -36,7 +36,7 @@ class CoresPlan:
     Attributes:
         cpus: a thread of the host's first rank on each; -1 for one that is not bound to a core.
         share: of the bytes in host memory, that the cores are to multiply.
-        few_rows: the most tokens of a decode step of a rank; in longer passes everything is fetched, but for short prompts.
+        few_rows: the most tokens of a decode step of a rank; in longer passes everything is fetched, except in short prompts.
         rates: what the share was computed from; None without a GPU.
         attends: whether the cores attend over keys and values in host memory.
         kv_bytes: those in host memory that a decode step reads, on average, of all ranks.
@@ -45,9 +45,9 @@ class CoresPlan:
         ranks: whose rows they multiply together.
         link_rests: nothing crosses the link but hidden states: no weights are in host memory.
         instructions: the instruction set of their products.
-        prompt_rows: the most tokens of a short prompt, in which they multiply, too; 0 where they do so in no prompt.
-        prompt_share: of the bytes in host memory, that they multiply then.
-        prompt_rates: what that share was computed from; None where it was not.
+        prompt_rows: the most tokens of a prompt in which they multiply, too; 0 for none.
+        prompt_share: of the bytes in host memory, that they multiply in such a prompt.
+        prompt_rates: what `prompt_share` was computed from; None where it was not.
     """
 
     cpus: tuple[int, ...]
@@ -308,7 +308,7 @@ def step_s(residency: Residency, plan: CoresPlan, graphs: bool) -> float:
 
 
 def crossed_bytes(residency: Residency, rows: int, element_bytes: int) -> tuple[int, int]:
-    """Return what a call for a block's products with `rows` rows brings and takes at most."""
+    """Return the most bytes that a call for a block's products with `rows` rows brings to the CPU, and takes back."""
     width = _widest(residency) * rows * element_bytes
     chosen = (choice_bytes(block.experts, rows) for block in residency.blocks or () if block.experts)
     return width + max(chosen, default=0), width

@@ -1,10 +1,10 @@
 """Experts of a mixture that the device multiplies, while the CPU multiplies others from host memory, which has all of them.
 
-Each block has slots in device memory (`ExpertSlots`). A pass of many tokens brings each block to the device whole, experts in slots not
-over the link (`ExpertSlots.gather`), and then fills the slots with the experts used most; before the first one they have the first
-experts. In a pass of few tokens the device fetches some of the missed experts over the link, and these evict the least used ones; how much
-an expert is used halves in `HALF_LIFE_PASSES`. All of it is decided on the device, in the order of the model's stream, so that a CUDA
-graph holds it. Blocks without slots of their own fetch into memory that they share, and keep nothing.
+Each block has slots in device memory (`ExpertSlots`). They hold the first experts until a pass of many tokens, which needs all experts of
+a block on the device: those in slots are copied from there, the others cross the link (`ExpertSlots.gather`). Then slots are filled with
+the experts used most. In a pass of few tokens the device fetches some of the missed experts over the link, and these evict the least used
+ones; the use count of an expert halves every `HALF_LIFE_PASSES`. All of it is decided on the device, in the order of the model's stream, so
+that a CUDA graph can contain it. Blocks without slots of their own fetch into memory that they share, and keep nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import ExpertCounts, Transfers
 
-# Decode passes in which the use of an expert halves. Simulated with 8 of 128 experts (benchmarks/expert_reuse.py): a shorter time hits more
-# where recent tokens repeat and less where experts are just popular; with 32 the latter lose 1 to 3 points to counting everything.
+# Decode passes in which the use count of an expert halves. Simulated with 8 of 128 experts (benchmarks/expert_reuse.py): a shorter
+# time hits more where recent tokens repeat and less where experts are just popular; with 32 the latter lose 1 to 3 points to counting all.
 HALF_LIFE_PASSES = 32
-KEPT_USE = 0.5 ** (1 / HALF_LIFE_PASSES)  # of a use, a pass later
+KEPT_USE = 0.5 ** (1 / HALF_LIFE_PASSES)  # factor of the use counts per pass
 
 
 def multiplies_many(scheme: GroupQuantization | None) -> bool:
@@ -150,17 +150,17 @@ class Division(NamedTuple):
 
     Attributes:
         for_cpu: numbers for the CPU, as of `cores.choice.Choice`.
-        slot: of experts that the device has, -1 for none.
-        late: slot of experts that it fetches now, -1 for none.
+        slot: slot of an expert that the device has, -1 for none.
+        fetched_slot: slot of an expert that it fetches in this pass, -1 for none.
         fetched: int64 [most], the experts to fetch, -1 for none.
-        places: int64 [most], the slots to fetch them into, -1 for none.
+        fetched_into: int64 [most], the slots to fetch them into, -1 for none.
     """
 
     for_cpu: torch.Tensor
     slot: torch.Tensor
-    late: torch.Tensor
+    fetched_slot: torch.Tensor
     fetched: torch.Tensor
-    places: torch.Tensor
+    fetched_into: torch.Tensor
 
 
 def divide(
@@ -217,9 +217,9 @@ def divide(
         table = table.clone()
     places = torch.where(fetches, places, -1)
     table.scatter_(0, torch.where(fetches, fetched, experts), places)
-    late = torch.where(slot < 0, table[number], -1)
-    for_cpu = torch.where(slot >= 0, ~chosen, torch.where(late >= 0, ~(chosen + experts), chosen))
-    return Division(for_cpu, slot, late, torch.where(fetches, fetched, -1), places)
+    fetched_slot = torch.where(slot < 0, table[number], -1)
+    for_cpu = torch.where(slot >= 0, ~chosen, torch.where(fetched_slot >= 0, ~(chosen + experts), chosen))
+    return Division(for_cpu, slot, fetched_slot, torch.where(fetches, fetched, -1), places)
 
 
 @dataclass(frozen=True)
@@ -313,13 +313,13 @@ class ExpertSlots:
 
     @property
     def gathers(self) -> bool:
-        """Whether the block comes to the device by `gather`."""
+        """Return whether `gather` brings the block to the device."""
         count = self.numbers.numel()
         return self.keeps and count >= LEAST_KEPT * self.experts.number and (not self.table.is_cuda or load_extension())
 
     def gather(self, buffer: torch.Tensor) -> int:
-        """Put the block into `buffer` on the device, on the current stream, and return the bytes that come over the link for it: not those
-        of experts in slots."""
+        """Put the block into `buffer` on the device, on the current stream, and return the bytes that cross the link for it, which are not
+        those of experts in slots."""
         for begin, end in self.others:
             buffer[begin:end].copy_(self.buffer[begin:end], non_blocking=True)
         number = self.experts.number
@@ -346,7 +346,7 @@ class ExpertSlots:
         self._hold(most_used)
 
     def await_gathering(self) -> None:
-        """Let the current stream wait until slots are read, which may be for the pass after this one; no part of a CUDA graph."""
+        """Let the current stream wait for the last `gather`, which reads the slots, perhaps for the next pass; no part of a CUDA graph."""
         if self.gathering is not None:
             self.fetching.streams.current().wait_event(self.gathering)
 
@@ -358,13 +358,13 @@ class ExpertSlots:
         self.uses.mul_(kept).scatter_add_(0, flat, each.expand_as(flat))
 
     def divide(self, chosen: torch.Tensor) -> Division:
-        """Divide what tokens chose in a pass of few, see `divide`; `products` has to follow, or `forget`."""
+        """Divide what the tokens of a pass of few chose, see `divide`; `products` or `forget` has to follow."""
         quota = self.fetching.quota
         return divide(chosen, self.table, self.uses, self.experts.number, quota, self.most, self.keeps)
 
     def forget(self) -> None:
-        """Keep nothing until a pass of many tokens: this one broke off, and the table names experts that were not fetched. The current
-        stream waits for those under way, whose numbers lie in memory that is free now."""
+        """Empty the slots until the next pass of many tokens: this pass failed, and the table names experts that were not fetched. The
+        current stream waits for those under way, whose numbers lie in memory that is free now."""
         if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # nothing of it was done
         streams = self.fetching.streams
@@ -373,7 +373,7 @@ class ExpertSlots:
         self.held = 0
 
     def _hold(self, experts: torch.Tensor) -> None:
-        """The slots, of which the table names none, have `experts`, int64 [slots]."""
+        """Note that the slots, of which the table names none, hold `experts`, int64 [slots]."""
         self.table.scatter_(0, experts, self.numbers)
         self.held = experts.numel()
 
@@ -383,44 +383,46 @@ class ExpertSlots:
         Those in slots are multiplied while others are fetched.
         """
         rows = []
-        there = self._fetch(division) if self.most else None
+        arrived = self._fetch(division) if self.most else None
         if self.keeps:
             rows.append(self.rows(x, division.slot))
-        if there is not None:
-            rows.append(self.rows(x, division.late, there))
+        if arrived is not None:
+            rows.append(self.rows(x, division.fetched_slot, arrived))
         return WeightedRows(weights.contiguous(), *(each.to(x.dtype) for each in rows))
 
-    def rows(self, x: torch.Tensor, slots: torch.Tensor, there: Sequence[Any] = (None, None)) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, slots: torch.Tensor, arrived: Sequence[Any] = (None, None)) -> torch.Tensor:
         """Return what those experts that are in slots compute of x [tokens, hidden]: [tokens * k, hidden].
 
         Args:
             slots: int64 [tokens, k], of the experts that each token chose; -1 for others, whose rows are zeros.
-            there: events that the first and the last product wait for.
+            arrived: events that the first and the last product wait for.
         """
         slot, current = slots.view(-1), self.fetching.streams.current()
-        if there[0] is not None:
-            current.wait_event(there[0])
+        if arrived[0] is not None:
+            current.wait_event(arrived[0])
         hidden = self.first.times(x, slot, self.scheme, self.combination)
-        if there[1] is not None:
-            current.wait_event(there[1])
+        if arrived[1] is not None:
+            current.wait_event(arrived[1])
         return self.last.times(hidden, slot, self.scheme, tokens=len(x))
 
     def _fetch(self, division: Division) -> list[Any]:
         """Fetch experts and return the events that follow their first and their last weights, so that the first product is computed while
-        the last weights come. Products of former passes with these slots are done; this pass has none with them before."""
+        the last weights come. Earlier products with these slots are done; this pass has none."""
         streams, stream = self.fetching.streams, self.fetching.stream
         stream.wait_event(streams.recorded(streams.current()))
-        there = []
+        arrived = []
         for weights, pieces in zip((self.first, self.last), self.pieces):
             with streams.on(stream):
                 if division.fetched.is_cuda:
-                    torch.ops.zero_inference.expert_fetch(division.fetched, division.places, pieces, self.in_vectors)
+                    torch.ops.zero_inference.expert_fetch(
+                        division.fetched, division.fetched_into, pieces, self.in_vectors
+                    )
                 else:
-                    for expert, place in zip(division.fetched.tolist(), division.places.tolist()):
+                    for expert, place in zip(division.fetched.tolist(), division.fetched_into.tolist()):
                         if expert >= 0:
                             weights.load(expert, place)
-            there.append(streams.recorded(stream))
-        return there
+            arrived.append(streams.recorded(stream))
+        return arrived
 
 
 class ExpertCache:
@@ -473,11 +475,11 @@ class ExpertCache:
                 slots.load_first()
 
     def gathered(self) -> dict[int, Callable[[torch.Tensor], int]]:
-        """Return by block how it comes to the device, where experts in slots need not cross the link: `ExpertSlots.gather`."""
+        """Return `ExpertSlots.gather` by block, of those that it brings to the device."""
         return {index: slots.gather for index, slots in self.slots.items() if self.gathers and slots.gathers}
 
     def await_gathering(self, index: int) -> None:
-        """Let the current stream wait until block `index` has been put together, if it has been: its slots may change then."""
+        """Let the current stream wait for the last `gather` of block `index`, if there was one: its slots may change then."""
         if index in self.slots:
             self.slots[index].await_gathering()
 

@@ -90,7 +90,7 @@ class BlockFeeder:
             )
         self.kind: Kind | None = None  # of this pass; None before the first one
         self.computed: frozenset[int] = frozenset()  # blocks that the cores multiply in it
-        self.after = dict.fromkeys(Kind, Kind.FEW)  # by kind of a pass, the kind of the pass after the last one
+        self.after = dict.fromkeys(Kind, Kind.FEW)  # by kind of pass: the kind that followed it last
         self.views = BlockViews(self.layouts, store, self.ring, self.workspace)
         self.no_values: dict[torch.dtype, torch.Tensor] = {}  # by dtype, without elements, on the device
         # by block, in the order of its layout, without those that are dequantized for each call of their module
@@ -143,7 +143,7 @@ class BlockFeeder:
             module = block.of(layers[block.layer])
             self.modules.append(module)
             own = dict(module.named_parameters())
-            self.parameters.append([own[each.name] for each in self.layouts[index].parameters if not each.apart])
+            self.parameters.append([own[each.name] for each in self.layouts[index].parameters if not each.module_only])
             self._point(index, self.views.places(index)[0])
             self._dequantize_in_calls(index, module)
             self._use_codes(index, module)
@@ -159,11 +159,11 @@ class BlockFeeder:
             ]
 
     def _dequantize_in_calls(self, index: int, module: nn.Module) -> None:
-        """Let each module whose weights are dequantized apart do that when it is called, and leave them empty after it."""
+        """Let each module that alone reads its weights dequantize them when it is called, and leave them empty afterwards."""
         mixtures = dict(self.residency.blocks[index].mixtures)
         modules: dict[str, list[StoredParameter]] = {}
         for stored in self.layouts[index].parameters:
-            if stored.apart:
+            if stored.module_only:
                 modules.setdefault(stored.module, []).append(stored)
         for name, weights in modules.items():
             called = module.get_submodule(name)
@@ -319,7 +319,7 @@ class BlockFeeder:
 
     def _before(self, index: int):
         layout, resident, stays = self.layouts[index], index in self.store.resident, self._stays(index)
-        whole = [stored.name for stored in layout.parameters if stored.packed is not None and not stored.apart]
+        whole = [stored.name for stored in layout.parameters if stored.packed is not None and not stored.module_only]
 
         def begin(module, args, kwargs) -> None:
             if self._by_cores(index):

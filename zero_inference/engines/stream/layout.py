@@ -11,7 +11,7 @@ from zero_inference.quantization.groups import GroupQuantization
 
 VECTOR = 16  # bytes that kernels for codes read at once
 ALIGNMENT = 256  # what cudaMalloc gives; a matrix multiplication picks its kernel by alignment
-# Plain bytes of a group of experts. Qwen3-30B-A3B has one group a layer, DeepSeek-V3 20 (all 256 experts would take 14 GiB).
+# Bytes of a group of experts, dequantized. Qwen3-30B-A3B has one group a layer, DeepSeek-V3 20 (all 256 experts would take 14 GiB).
 GROUP_BYTES = 768 << 20
 
 
@@ -44,7 +44,7 @@ class StoredParameter:
             workspace holds one group.
         packed: codes (uint8), scales and minima in the block's buffer; None if this parameter is not quantized.
         transposed: the values are stored as [..., out, in], where the model has [..., in, out].
-        apart: it is dequantized for each call of its own module; else, if quantized, for that of the block.
+        module_only: it is dequantized for each call of its own module; otherwise, if quantized, for the call of the block.
         group: how many experts are dequantized at a time; 0 for a weight that is dequantized whole.
     """
 
@@ -52,7 +52,7 @@ class StoredParameter:
     plain: Piece
     packed: tuple[Piece, Piece, Piece] | None = None
     transposed: bool = False
-    apart: bool = False
+    module_only: bool = False
     group: int = 0
 
     @property
@@ -78,7 +78,7 @@ class BlockLayout:
     Parameters that are not quantized come first. Then come the codes of all matrices, their scales, and their minima, so that matrices
     which follow each other are one with the rows of all.
 
-    The workspace holds the matrices that are plain for the whole call of the block, and then those of one module at a time.
+    The workspace holds the matrices that are dequantized for the whole call of the block, and then those of one module at a time.
 
     Attributes:
         nbytes: length of the buffer, a multiple of `ALIGNMENT` times the number of ranks.
@@ -106,7 +106,7 @@ def lay_out(
     ranks: int,
     exact: Collection[str] = (),
     transposed: Collection[str] = (),
-    apart: Collection[str] = (),
+    module_only: Collection[str] = (),
     experts: Iterable[Sequence[str]] = (),
 ) -> BlockLayout:
     """Lay out `parameters`, which may be on the meta device, by name.
@@ -116,9 +116,9 @@ def lay_out(
         ranks: the buffer is padded so that it divides by them.
         exact: names of matrices that are kept as they are.
         transposed: names of matrices [..., in, out], which are stored as [..., out, in]: groups, and the CPU's products, run along in.
-        apart: names of those that are dequantized for each call of their own module.
+        module_only: names of those that are dequantized for each call of their own module.
         experts: names of the fused weights of each module of experts; they are dequantized in groups of `GROUP_BYTES` at most, or of one
-            expert, if they are `apart`.
+            expert, if they are `module_only`.
     """
     layout = BlockLayout()
     own = [(name, parameter.mT if name in transposed else parameter) for name, parameter in parameters]
@@ -138,28 +138,33 @@ def lay_out(
             pieces.append(Piece(end, (groups if kind else codes,), parameter.dtype if kind else torch.uint8))
             end += -(-pieces[-1].nbytes // VECTOR) * VECTOR
         end = _aligned(end)
-    grouped = _grouped({name: parameter for name, parameter in packed if name in apart}, experts)
-    whole = sum(_aligned(parameter.nbytes) for name, parameter in packed if name not in apart)
-    begun, of_modules = 0, dict.fromkeys((name.rpartition(".")[0] for name in apart), whole)  # bytes of the workspace
+    grouped = _grouped({name: parameter for name, parameter in packed if name in module_only}, experts)
+    whole = sum(_aligned(parameter.nbytes) for name, parameter in packed if name not in module_only)
+    begun, of_modules = (
+        0,
+        dict.fromkeys((name.rpartition(".")[0] for name in module_only), whole),
+    )  # bytes of the workspace
     layout.workspace_bytes = whole
     for (name, parameter), *pieces in zip(packed, *kinds):
         module, group = name.rpartition(".")[0], grouped.get(name, 0)
-        offset = begun if name not in apart else whole if group else of_modules[module]
+        offset = begun if name not in module_only else whole if group else of_modules[module]
         ended = offset + _aligned(parameter.nbytes // parameter.shape[0] * group if group else parameter.nbytes)
-        if name in apart:
+        if name in module_only:
             of_modules[module] = ended
         else:
             begun = ended
         layout.workspace_bytes = max(layout.workspace_bytes, ended)
         plain = Piece(offset, tuple(parameter.shape), parameter.dtype)
-        layout.parameters.append(StoredParameter(name, plain, tuple(pieces), name in transposed, name in apart, group))
+        layout.parameters.append(
+            StoredParameter(name, plain, tuple(pieces), name in transposed, name in module_only, group)
+        )
     layout.nbytes = -(-end // (ALIGNMENT * ranks)) * ALIGNMENT * ranks
     layout.stored_bytes = sum(piece.nbytes for stored in layout.parameters for piece in stored.pieces)
     return layout
 
 
 def _grouped(weights: dict[str, torch.Tensor], experts: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Return by name of fused weights, which have one place in turn, how many experts are dequantized at a time."""
+    """Return by name of fused weights how many experts are dequantized at a time."""
     found: dict[str, int] = {}
     for names in experts:
         if all(name in weights for name in names):

@@ -77,8 +77,8 @@ class Residency:
 
     @property
     def expert_slots(self) -> dict[int, int]:
-        """Return of each block of experts that the cores multiply how many of its experts the device keeps: as many as it may fetch at
-        once, which go there, or more. Where the budget is too small for that, some blocks keep none."""
+        """Return how many experts the device keeps, by block of experts that the cores multiply: at least as many as it may fetch at
+        once, because fetched experts go there. Where the budget is too small for that, some blocks keep none."""
         if not self.expert_budget:
             return {}
         blocks = [block for block in self.expert_blocks if block in self.computed]
@@ -243,7 +243,7 @@ class Residency:
         return replace(self, prompt_computed=frozenset(self._spread_in_turn(self.for_prompts, share)))
 
     def in_prompts(self, tokens: int, keeps: bool) -> Residency:
-        """Return the same as it is in the pass of a short prompt, in place of a pass of few tokens.
+        """Return the placement in a short prompt, as if it were that in a pass of few tokens.
 
         Args:
             tokens: of the prompt.

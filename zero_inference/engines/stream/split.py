@@ -88,8 +88,8 @@ def link_quota(residency: Residency, rates: BesideLink) -> tuple[int, ...]:
 def prompt_split(
     residency: Residency, rates: BesideLink, tokens: int, keeps: bool, most: float, graphs: bool
 ) -> Residency:
-    """Return `residency` with the blocks that the cores multiply in short prompts, so that link and cores end together; none where they
-    would hardly help.
+    """Return `residency` with the blocks that the cores multiply in short prompts, so that link and cores end together; unchanged
+    where that is predicted to gain less than `LEAST_GAIN`.
 
     Args:
         rates: with as many rows as a weight has in such a prompt.
@@ -97,7 +97,6 @@ def prompt_split(
         most: of the bytes of `Residency.for_prompts`, that the cores may multiply.
         graphs: decode steps are CUDA graphs, as of `prefill_bytes`.
     """
-
     slowness = MIXTURE_SLOWNESS if residency.expert_blocks else 1.0
     times_plain = 0 if tokens <= FUSED_ROWS else 2  # the device writes and reads what it dequantizes
 

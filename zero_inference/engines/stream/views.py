@@ -18,7 +18,7 @@ class Packed(NamedTuple):
     """A quantized weight as it is stored.
 
     Attributes:
-        parts: what is dequantized at a time, of experts a group: codes, scales, minima, and the place in the workspace.
+        parts: what is dequantized at a time, a group of experts or the whole weight: codes, scales, minima, and the place in the workspace.
         plain: that place as the model reads the weight; of the first group if there are several.
     """
 
@@ -74,7 +74,7 @@ class BlockViews:
                 self.found_plain[key] = [
                     stored.values(buffer) if stored.packed is None else packed[stored.name].plain
                     for stored in self.layouts[block].parameters
-                    if not stored.apart
+                    if not stored.module_only
                 ]
         return self.found_plain[key]
 

@@ -65,11 +65,11 @@ def cores_in_words(cores: CoresPlan, found: Residency) -> str:
 
 
 def prompts_in_words(cores: CoresPlan) -> list[str]:
-    """Return a line about the prompts in which the CPU multiplies, if there are any."""
+    """Return a line about the prompts in which the CPU multiplies a share, if there are any."""
     if not cores.prompt_rows:
         return []
     share = f"{cores.prompt_share:.0%} of the weights in host memory"
-    return [f"prompts of up to {cores.prompt_rows} tokens: the CPU multiplies {share}"]
+    return [f"prompts of up to {cores.prompt_rows} tokens: the CPU multiplies {share}, the rest crosses the link"]
 
 
 def _products_in_words(found: Residency) -> str:
