@@ -247,6 +247,9 @@ constexpr int kFetchBlocks = 16;
 // Of a block whose experts come from host memory and slots, beside what computes the block before: 32 * 256 * 4 * 16 bytes are
 // on their way at once. Not swept.
 constexpr int kFillBlocks = 32;
+// Of one piece of all experts. With few experts, of which some are missed, each comes by several blocks, because one does not
+// fill the link: four at 50 GB/s (`kFetchBlocks`). Not swept.
+constexpr int kFillTurns = 128;
 // Of rows of an embedding table: 128 * 256 * 16 bytes are on their way at once, as many as kMostBlocks fills a link with. Not
 // swept: the rows of a decode step are 16 KB a token, and four blocks read one.
 constexpr int kMostRowBlocks = 128;

@@ -123,17 +123,18 @@ __global__ void __launch_bounds__(kThreads)
        static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, static_cast<int64_t>(gridDim.x) * kThreads);
 }
 
-// `pieces`: [address in host memory, address of slots, offset in the block, bytes of an expert]. A block of threads copies a
-// piece of an expert at a time.
+// `pieces`: [address in host memory, address of slots, offset in the block, bytes of an expert]. A block of threads copies one
+// of `parts` parts of a piece of an expert at a time.
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
-    fill(const int64_t* __restrict__ table, int64_t experts, const int64_t* __restrict__ pieces, int64_t number, char* block) {
-  for (int64_t turn = blockIdx.x; turn < experts * number; turn += gridDim.x) {
-    const int64_t expert = turn % experts, slot = table[expert];
-    const int64_t* const piece = pieces + 4 * (turn / experts);
+    fill(const int64_t* __restrict__ table, int64_t experts, const int64_t* __restrict__ pieces, int64_t number, int64_t parts,
+         char* block) {
+  for (int64_t turn = blockIdx.x; turn < experts * parts * number; turn += gridDim.x) {
+    const int64_t part = turn % parts, expert = turn / parts % experts, slot = table[expert];
+    const int64_t* const piece = pieces + 4 * (turn / (experts * parts));
     const int64_t source = slot >= 0 ? piece[1] + slot * piece[3] : piece[0] + expert * piece[3];
     copy(reinterpret_cast<const Vector*>(source), reinterpret_cast<Vector*>(block + piece[2] + expert * piece[3]),
-         piece[3] / static_cast<int64_t>(sizeof(Vector)), static_cast<int64_t>(threadIdx.x), kThreads);
+         piece[3] / static_cast<int64_t>(sizeof(Vector)), part * kThreads + threadIdx.x, parts * kThreads);
   }
 }
 
@@ -205,9 +206,10 @@ void expert_fill(const Tensor& table, int64_t experts, const Tensor& pieces, con
   if (experts == 0 || pieces.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
   const cudaStream_t stream = current_stream(table.get_device_index());
+  const int64_t parts = experts < kFillTurns ? kFillTurns / experts : 1;
   const auto launch = [&](auto kernel) {
     kernel<<<kFillBlocks, kThreads, 0, stream>>>(static_cast<const int64_t*>(table.const_data_ptr()), experts,
-                                                 static_cast<const int64_t*>(pieces.const_data_ptr()), pieces.size(0),
+                                                 static_cast<const int64_t*>(pieces.const_data_ptr()), pieces.size(0), parts,
                                                  static_cast<char*>(block.mutable_data_ptr()));
   };
   in_vectors ? launch(fill<uint4>) : launch(fill<unsigned char>);

@@ -210,6 +210,8 @@ class _StepClock(StoppingCriteria):
         transfers = self.loaded.transfers
         self.moved.append(transfers.snapshot())
         if len(self.moved) == 1 and transfers.cores_busy_s is not None:
+            if self.on_device:
+                self.marks[0].synchronize()  # they multiply a share of a short prompt
             self.busy_s = transfers.cores_busy_s()
         if transfers.expert_counts is not None:
             self.experts.append(transfers.expert_counts())
