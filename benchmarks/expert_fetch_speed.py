@@ -25,7 +25,7 @@ def main() -> None:
         raise SystemExit(f"the CUDA kernels are not there: {why_unavailable()}")
     host = torch.zeros(EXPERTS * EXPERT_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.zeros(8 * EXPERT_BYTES, dtype=torch.uint8, device="cuda")
-    piece = torch.tensor([[host.data_ptr(), device.data_ptr(), EXPERT_BYTES]], device="cuda")
+    piece = torch.tensor([[host.data_ptr(), device.data_ptr(), 0, EXPERT_BYTES]], device="cuda")
     seconds = seconds_of(lambda turn: device[:EXPERT_BYTES].copy_(host[:EXPERT_BYTES], non_blocking=True))
     print(f"copy engine, one expert: {EXPERT_BYTES / seconds / 1e9:.1f} GB/s")
     for count in (1, 2, 3, 4, 8):

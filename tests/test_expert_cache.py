@@ -205,7 +205,7 @@ def test_a_graph_that_is_replayed_evicts_and_fetches():
         torch.zeros(10, 4096, dtype=torch.uint8, device="cuda"),
         torch.zeros(1, 6, dtype=torch.int64, device="cuda"),
     )
-    pieces = torch.tensor([[host.data_ptr(), slots.data_ptr(), 4096]], device="cuda")
+    pieces = torch.tensor([[host.data_ptr(), slots.data_ptr(), 0, 4096]], device="cuda")
     table, uses = torch.full((41,), -1, device="cuda"), torch.zeros(41, device="cuda")
     table[:10] = torch.arange(10, device="cuda")
     slots.copy_(host[:10])

@@ -20,7 +20,7 @@ from zero_inference.engines.stream import cores as stream_cores
 from zero_inference.engines.stream import plan as stream_plan
 from zero_inference.engines.stream.cores import MOST_PROMPT_ROWS
 from zero_inference.engines.stream.expert_cache import ExpertSlots
-from zero_inference.engines.stream.feeder import Kind
+from zero_inference.engines.stream.feeder import PassKind
 from zero_inference.link.description_file import read_description
 from zero_inference.machine.machine import DescribedMachine
 from zero_inference.models.prompts import random_ids
@@ -41,7 +41,7 @@ def short(monkeypatch):
     return set_share
 
 
-def kinds_of(loaded) -> list[Kind]:
+def kinds_of(loaded) -> list[PassKind]:
     """The kinds of all passes from now on."""
     feeder, found = feeder_of(loaded), []
     begin = feeder.begin_pass
@@ -69,8 +69,8 @@ def test_any_share_of_a_prompt_gives_the_ids_of_transformers(family, bits, check
         found = generate(loaded, spec, ranks, loops=3)
         loaded.close()
         assert torch.equal(found.output_ids, expected), (of_prompt, rows)
-        prompt = Kind.PROMPT if rows >= TOKENS else Kind.MANY
-        assert kinds == [*[Kind.MANY, *[Kind.FEW] * (GEN - 1)], *2 * [prompt, *[Kind.FEW] * (GEN - 1)]]
+        prompt = PassKind.PROMPT if rows >= TOKENS else PassKind.MANY
+        assert kinds == [*[PassKind.MANY, *[PassKind.FEW] * (GEN - 1)], *2 * [prompt, *[PassKind.FEW] * (GEN - 1)]]
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -87,7 +87,7 @@ def test_experts_of_a_prompt_give_the_ids_of_transformers(family, bits, mixtures
         residency, kinds = feeder_of(loaded).residency, kinds_of(loaded)
         assert set() < residency.prompt_computed <= set(residency.expert_blocks)
         assert torch.equal(generate(loaded, spec, ranks, loops=3).output_ids, expected), share
-        assert kinds.count(Kind.PROMPT) == 2
+        assert kinds.count(PassKind.PROMPT) == 2
         loaded.close()
 
 
@@ -111,12 +111,12 @@ def test_a_prompt_divides_kept_experts_and_counts_each_choice(bits, many, mixtur
     )
 
 
-@pytest.mark.parametrize("kind", [Kind.PROMPT, Kind.MANY])
+@pytest.mark.parametrize("kind", [PassKind.PROMPT, PassKind.MANY])
 def test_steps_of_larger_batches_wait_for_slots_between_graphs(kind, mixtures, kept, fetching, short, monkeypatch):  # noqa: F811
     """A graph cannot hold a wait for what was asked before it was recorded."""
     folder, expected = mixtures("qwen3_moe")
     fetching(0.5, 2)
-    if kind is Kind.PROMPT:
+    if kind is PassKind.PROMPT:
         short(1.0, TOKENS)
     loaded, spec, ranks = kept("qwen3_moe", 3, decode_graph="on")
     feeder, inside, waits = feeder_of(loaded), [False], []
@@ -162,7 +162,7 @@ def test_passes_of_all_kinds_in_any_order_fetch_what_they_need_and_no_more(depth
                 before = loaded.transfers.host_to_device_bytes
                 ids = torch.randint(0, VOCAB, (BATCH, lengths[kind]), device=ranks.device)
                 found = loaded.model(ids, use_cache=False).logits.cpu()
-                assert feeder.kind is {"f": Kind.FEW, "p": Kind.PROMPT, "m": Kind.MANY}[kind]
+                assert feeder.kind is {"f": PassKind.FEW, "p": PassKind.PROMPT, "m": PassKind.MANY}[kind]
                 moved.append(loaded.transfers.host_to_device_bytes - before - ids.numel() * residency.row_bytes)
                 torch.testing.assert_close(found, plain(ids.cpu()).logits, atol=1e-4, rtol=1e-4)
             if len(set(order)) == 1 and ranks.device.type == "cpu":  # behind two of a kind the third is known
@@ -207,8 +207,8 @@ def test_a_model_of_the_api_takes_prompts_of_all_lengths(graph, checkpoints, sho
             expected = plain.generate(ids, **chosen)
             found = model.generate(ids.to(model.device), **chosen | {"attention_mask": torch.ones_like(ids)})
             assert torch.equal(found.cpu(), expected), length
-        assert {Kind.PROMPT, Kind.MANY, Kind.FEW} == set(kinds) and kinds.count(Kind.PROMPT) == 5
-        assert feeder.after[Kind.PROMPT] is feeder.after[Kind.MANY] is Kind.FEW
+        assert {PassKind.PROMPT, PassKind.MANY, PassKind.FEW} == set(kinds) and kinds.count(PassKind.PROMPT) == 5
+        assert feeder.after[PassKind.PROMPT] is feeder.after[PassKind.MANY] is PassKind.FEW
 
 
 MACHINES = ("h100-big-models", "h100-predicted")

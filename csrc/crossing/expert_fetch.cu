@@ -109,22 +109,21 @@ __device__ void copy(const Vector* __restrict__ source, Vector* __restrict__ tar
   }
 }
 
-// blockIdx.y: which of `fetched`, and its slot in `fetched_into`; blockIdx.z: which of `pieces`, [address in host memory,
-// address of slots, bytes of an expert].
+// `pieces` are [address in host memory, address of slots, offset in the block, bytes of an expert] each.
+// blockIdx.y: which of `fetched`, and its slot in `fetched_into`; blockIdx.z: which of `pieces`.
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
     fetch(const int64_t* __restrict__ fetched, const int64_t* __restrict__ fetched_into, const int64_t* __restrict__ pieces) {
   const int64_t expert = fetched[blockIdx.y];
   if (expert < 0) return;
-  const int64_t* const piece = pieces + 3 * blockIdx.z;
-  const int64_t vectors = piece[2] / static_cast<int64_t>(sizeof(Vector));
+  const int64_t* const piece = pieces + 4 * blockIdx.z;
+  const int64_t vectors = piece[3] / static_cast<int64_t>(sizeof(Vector));
   copy(reinterpret_cast<const Vector*>(piece[0]) + expert * vectors,
        reinterpret_cast<Vector*>(piece[1]) + fetched_into[blockIdx.y] * vectors, vectors,
        static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, static_cast<int64_t>(gridDim.x) * kThreads);
 }
 
-// `pieces`: [address in host memory, address of slots, offset in the block, bytes of an expert]. A block of threads copies one
-// of `parts` parts of a piece of an expert at a time.
+// A block of threads copies one of `parts` parts of a piece of an expert at a time.
 template <typename Vector>
 __global__ void __launch_bounds__(kThreads)
     fill(const int64_t* __restrict__ table, int64_t experts, const int64_t* __restrict__ pieces, int64_t number, int64_t parts,
@@ -179,8 +178,8 @@ void expert_fetch(const Tensor& fetched, const Tensor& fetched_into, const Tenso
   check("expert_fetch: fetched", fetched, fetched);
   check("expert_fetch: fetched_into", fetched_into, fetched);
   check("expert_fetch: pieces", pieces, fetched);
-  STD_TORCH_CHECK(pieces.dim() == 2 && pieces.size(1) == 3 && fetched_into.numel() == fetched.numel(),
-                  "expert_fetch: pieces must be [pieces, 3], and fetched_into as many as fetched");
+  STD_TORCH_CHECK(pieces.dim() == 2 && pieces.size(1) == 4 && fetched_into.numel() == fetched.numel(),
+                  "expert_fetch: pieces must be [pieces, 4], and fetched_into as many as fetched");
   if (fetched.numel() == 0 || pieces.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(fetched.get_device_index());
   const cudaStream_t stream = current_stream(fetched.get_device_index());

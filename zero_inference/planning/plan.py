@@ -172,7 +172,8 @@ def make_plan(job: Job) -> Plan:
 
 
 def _with_cores_in_prompts(found: Plan) -> Plan:
-    """Return `found`, or the same without the host's cores in prompts where these are not predicted to gain enough."""
+    """Return `found`, or the same without the host's cores in prompts where these are not predicted to gain enough. The engine has compared
+    link and cores; times that also count launches need all rates of the machine."""
     other = found.weights.without_short_prompts()
     if other is None or found.times is None:
         return found

@@ -18,7 +18,7 @@ import torch
 from zero_inference.cores.choice import WeightedRows
 from zero_inference.cores.experts import CHOICES, COUNTS, FETCHED, HITS, UNREAD
 from zero_inference.engines.stream.codes import combination_of
-from zero_inference.engines.stream.expert_slots import LEAST_KEPT, expert_memory
+from zero_inference.engines.stream.expert_slots import expert_memory
 from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout, Piece
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.store import BlockStore
@@ -30,8 +30,8 @@ from zero_inference.quantization.products import FUSED_DTYPES, FUSED_GROUP_SIZES
 from zero_inference.runtime.extension import load_extension
 from zero_inference.runtime.transfers import ExpertCounts, Transfers
 
-# Decode passes in which the use count of an expert halves. Simulated with 8 of 128 experts (benchmarks/expert_reuse.py): a shorter
-# time hits more where recent tokens repeat and less where experts are just popular; with 32 the latter lose 1 to 3 points to counting all.
+# Decode passes in which the use count of an expert halves: between LRU, which hits more where recent tokens repeat, and counting all uses,
+# which hits more where they do not (benchmarks/expert_reuse.py).
 HALF_LIFE_PASSES = 32
 KEPT_USE = 0.5 ** (1 / HALF_LIFE_PASSES)  # factor of the use counts per pass
 
@@ -75,6 +75,15 @@ class _Weights:
 
     def _by_expert(self, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
         return piece.of(buffer).view(self.number, -1)
+
+    def copies(self) -> torch.Tensor:
+        """Return for each piece what copies of it need, int64 [pieces, 4] on the device: its address in host memory, that of the slots, its
+        offset in the block, and the bytes of an expert."""
+        rows = [
+            (waiting.data_ptr(), kept.data_ptr(), piece.offset, waiting[0].nbytes)
+            for waiting, kept, piece in zip(self.waiting, self.kept, self.pieces)
+        ]
+        return torch.tensor(rows, device=self.kept[0].device)
 
     def load_first(self) -> None:
         """Fill the slots with the first experts, from host memory."""
@@ -277,21 +286,9 @@ class ExpertSlots:
             )
         )
         self.numbers = torch.arange(count, device=table.device)
-        addresses = [
-            [(waiting.data_ptr(), kept.data_ptr(), waiting[0].nbytes) for waiting, kept in zip(each.waiting, each.kept)]
-            for each in (self.first, self.last)
-        ]
-        self.in_vectors = not any(number % 16 for rows in addresses for row in rows for number in row)
-        self.pieces = [torch.tensor(rows, device=table.device) for rows in addresses]
-        offsets = [[piece.offset for piece in each.pieces] for each in (self.first, self.last)]
-        self.pieces_of_block = torch.tensor(
-            [
-                (*row[:2], offset, row[2])
-                for rows, begins in zip(addresses, offsets)
-                for row, offset in zip(rows, begins)
-            ],
-            device=table.device,
-        )
+        self.copies = [each.copies() for each in (self.first, self.last)]
+        self.copies_of_block = torch.cat(self.copies)
+        self.in_vectors = not bool((self.copies_of_block % 16).any())
         self.buffer, self.others = buffer, _ranges_besides(layout, experts)
         self.held = 0  # slots with an expert
         self.gathering: Any = None  # event that follows the last `gather`
@@ -311,12 +308,6 @@ class ExpertSlots:
         self.last.load_first()
         self._hold(self.numbers)
 
-    @property
-    def gathers(self) -> bool:
-        """Return whether `gather` brings the block to the device."""
-        count = self.numbers.numel()
-        return self.keeps and count >= LEAST_KEPT * self.experts.number and (not self.table.is_cuda or load_extension())
-
     def gather(self, buffer: torch.Tensor) -> int:
         """Put the block into `buffer` on the device, on the current stream, and return the bytes that cross the link for it, which are not
         those of experts in slots."""
@@ -324,7 +315,7 @@ class ExpertSlots:
             buffer[begin:end].copy_(self.buffer[begin:end], non_blocking=True)
         number = self.experts.number
         if self.table.is_cuda:
-            torch.ops.zero_inference.expert_fill(self.table, number, self.pieces_of_block, buffer, self.in_vectors)
+            torch.ops.zero_inference.expert_fill(self.table, number, self.copies_of_block, buffer, self.in_vectors)
         else:
             for weights in (self.first, self.last):
                 weights.put(self.table[:number].tolist(), buffer)
@@ -411,7 +402,7 @@ class ExpertSlots:
         streams, stream = self.fetching.streams, self.fetching.stream
         stream.wait_event(streams.recorded(streams.current()))
         arrived = []
-        for weights, pieces in zip((self.first, self.last), self.pieces):
+        for weights, pieces in zip((self.first, self.last), self.copies):
             with streams.on(stream):
                 if division.fetched.is_cuda:
                     torch.ops.zero_inference.expert_fetch(
@@ -440,11 +431,11 @@ class ExpertCache:
         device: torch.device,
         transfers: Transfers,
     ):
-        self.transfers, self.gathers, streams = transfers, residency.gathers, DeviceStreams(device)
+        self.transfers, self.gathered_blocks, streams = transfers, residency.gathered, DeviceStreams(device)
         counts, most = residency.expert_slots, max(residency.quota, default=0)
         indices = sorted(residency.computed.intersection(residency.expert_blocks) if most else counts)
         forms = [residency.blocks[index].experts for index in indices]
-        # a row each for a block; its last column, or those after its experts, stand for none
+        # a row for each block; columns after its experts stand for no expert
         columns = 1 + max(form.number for form in forms)
         tables = torch.full((len(forms), columns), -1, dtype=torch.int64, device=device)
         uses = torch.zeros(len(forms), columns, dtype=torch.float32, device=device)
@@ -475,8 +466,8 @@ class ExpertCache:
                 slots.load_first()
 
     def gathered(self) -> dict[int, Callable[[torch.Tensor], int]]:
-        """Return `ExpertSlots.gather` by block, of those that it brings to the device."""
-        return {index: slots.gather for index, slots in self.slots.items() if self.gathers and slots.gathers}
+        """Return `ExpertSlots.gather` by block, of those that come to the device by it."""
+        return {index: self.slots[index].gather for index in self.gathered_blocks}
 
     def await_gathering(self, index: int) -> None:
         """Let the current stream wait for the last `gather` of block `index`, if there was one: its slots may change then."""

@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from zero_inference.engines.stream.layout import ALIGNMENT, BlockLayout
 from zero_inference.models.experts import FusedExperts
 
-# Least share of a block's experts in slots for which a long pass fetches the others alone: the kernel that does so reads host memory at
-# 50 GB/s, a copy engine at 55 (H100).
-LEAST_KEPT = 1 / 8
-
 
 def expert_bytes(layout: BlockLayout, experts: FusedExperts) -> int:
     """Bytes of one expert as it is stored, scales and minima included."""

@@ -33,7 +33,7 @@ from zero_inference.runtime.distributed import Ranks
 from zero_inference.runtime.transfers import Transfers
 
 
-class Kind(Enum):
+class PassKind(Enum):
     """The kind of a pass, by its number of tokens, which decides what blocks the CPU multiplies."""
 
     FEW = auto()  # a decode step: `Residency.computed`
@@ -88,15 +88,15 @@ class BlockFeeder:
                 group,
                 self.gathered,
             )
-        self.kind: Kind | None = None  # of this pass; None before the first one
+        self.kind: PassKind | None = None  # of this pass; None before the first one
         self.computed: frozenset[int] = frozenset()  # blocks that the cores multiply in it
-        self.after = dict.fromkeys(Kind, Kind.FEW)  # by kind of pass: the kind that followed it last
+        self.after = dict.fromkeys(PassKind, PassKind.FEW)  # by kind of pass: the kind that followed it last
         self.views = BlockViews(self.layouts, store, self.ring, self.workspace)
         self.no_values: dict[torch.dtype, torch.Tensor] = {}  # by dtype, without elements, on the device
         # by block, in the order of its layout, without those that are dequantized for each call of their module
         self.parameters: list[list[nn.Parameter]] = []
         self.tokens, self.has_begun = 0, False  # of this pass; before the model was called
-        self.recorded: tuple[int, Kind | None] = 0, None  # tokens and kind of the pass that graphs repeat
+        self.recorded: tuple[int, PassKind | None] = 0, None  # tokens and kind of the pass that graphs repeat
         self.codes: dict[int, BlockCodes] = {}  # by block
         self.known: set[int] = set()  # blocks that the device has computed once with plain weights
         self.packed: dict[int, dict[str, Packed]] = {}  # by block: its quantized weights where they lie in this pass
@@ -273,11 +273,11 @@ class BlockFeeder:
         self.tokens = tokens
         if tokens != sys.maxsize:
             self.transfers.host_to_device_bytes += tokens * self.residency.row_bytes
-        few = self.team is not None and self.team.all_few(tokens) and self._computed_in(Kind.FEW) <= self.known
+        few = self.team is not None and self.team.all_few(tokens) and self._computed_in(PassKind.FEW) <= self.known
         self._place_anew(few)
         before, self.kind = self.kind, self._kind_of(tokens, few)
         self.computed = self._computed_in(self.kind)
-        if before in (Kind.PROMPT, Kind.MANY):
+        if before in (PassKind.PROMPT, PassKind.MANY):
             self.after[before] = self.kind
         if self.ring is not None:
             self.ring.follow(self._fetched_in(self.kind), self._fetched_in(self.after[self.kind]))
@@ -285,21 +285,21 @@ class BlockFeeder:
     @property
     def few(self) -> bool:
         """Return whether this pass is of few tokens."""
-        return self.kind is Kind.FEW
+        return self.kind is PassKind.FEW
 
-    def _kind_of(self, tokens: int, few: bool) -> Kind:
+    def _kind_of(self, tokens: int, few: bool) -> PassKind:
         if few and self.core_blocks:
-            return Kind.FEW
-        of_prompt = self._computed_in(Kind.PROMPT)
+            return PassKind.FEW
+        of_prompt = self._computed_in(PassKind.PROMPT)
         short = self.team is not None and self.team.few_rows < tokens <= self.team.most_rows
-        return Kind.PROMPT if short and of_prompt and of_prompt <= self.known else Kind.MANY
+        return PassKind.PROMPT if short and of_prompt and of_prompt <= self.known else PassKind.MANY
 
-    def _computed_in(self, kind: Kind) -> frozenset[int]:
+    def _computed_in(self, kind: PassKind) -> frozenset[int]:
         """Return the blocks that the CPU multiplies in passes of a kind."""
-        placed = {Kind.FEW: self.residency.computed, Kind.PROMPT: self.residency.prompt_computed}
+        placed = {PassKind.FEW: self.residency.computed, PassKind.PROMPT: self.residency.prompt_computed}
         return placed.get(kind, frozenset()).intersection(self.core_blocks)
 
-    def _fetched_in(self, kind: Kind) -> list[int]:
+    def _fetched_in(self, kind: PassKind) -> list[int]:
         """Return the blocks that cross the link in passes of a kind, in order."""
         computed = self._computed_in(kind)
         return [block for block in self.residency.in_host_memory if block not in computed]
@@ -323,7 +323,7 @@ class BlockFeeder:
 
         def begin(module, args, kwargs) -> None:
             if self._by_cores(index):
-                if self.kind is Kind.PROMPT and self.experts is not None and index in self.gathered:
+                if self.kind is PassKind.PROMPT and self.experts is not None and index in self.gathered:
                     self._outside_of_graphs(partial(self.experts.await_gathering, index))
                 self.timeline.block_begins(index)
                 return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from zero_inference.engines.stream.blocks import Block
 from zero_inference.engines.stream.embedding import EmbeddingTable
-from zero_inference.engines.stream.expert_slots import LEAST_KEPT, expert_bytes, expert_memory, share_out, spread
+from zero_inference.engines.stream.expert_slots import expert_bytes, expert_memory, share_out, spread
 from zero_inference.engines.stream.layout import BlockLayout
 
 # Text uses some experts more than others, and the device keeps those: where it keeps a share s of n, of which a token chooses k,
@@ -16,6 +16,9 @@ from zero_inference.engines.stream.layout import BlockLayout
 # its own. Measured with tokens drawn as text (h100-mixtures, h100-predicted): Qwen3-30B-A3B hits 67 to 69% with 56% kept (this makes 68),
 # 75% with 63% (75), 14 to 16% with 9 and 10% (12, 14); Mixtral 63% with 58% (64).
 USE_VARIES = 0.1
+# Least share of a block's experts in slots for which a long pass fetches the others alone: the kernel that does so reads host memory at
+# 50 GB/s, a copy engine at 55 (H100).
+LEAST_KEPT = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,18 @@ class Residency:
         return sum(count * self.expert_bytes(block) for block, count in self.expert_slots.items())
 
     @property
+    def gathered(self) -> dict[int, int]:
+        """Return those of `expert_slots` that are copied from device memory in a pass of many tokens, and do not cross the link."""
+        slots = self.expert_slots if self.gathers else {}
+        return {
+            block: count for block, count in slots.items() if count >= LEAST_KEPT * self.blocks[block].experts.number
+        }
+
+    @property
     def gathered_bytes(self) -> int:
         """Return the bytes of experts in slots, which a prefill does not fetch."""
-        slots = self.expert_slots if self.gathers else {}
-        return sum(
-            count * self.expert_bytes(block)
-            for block, count in slots.items()
-            if count >= LEAST_KEPT * self.blocks[block].experts.number and block not in self.prompt_computed
-        )
+        found = self.gathered.items()
+        return sum(count * self.expert_bytes(block) for block, count in found if block not in self.prompt_computed)
 
     @property
     def staging_bytes(self) -> int:
