@@ -70,7 +70,9 @@ def an_input(count: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) + 0.5).to(dtype)
 
 
-RESTORED_FROM = 17  # rows of x, from which on codes with bfloat16 scales are restored in tiles (csrc/cpu/product.cpp)
+def restored_from(bits: int, group_size: int) -> int:
+    """Return from how many rows of x on codes with bfloat16 scales are restored in tiles (csrc/cpu/product.cpp)."""
+    return 9 if (bits, group_size) == (4, 32) else 17
 
 
 def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instructions: str) -> bool:
@@ -78,7 +80,7 @@ def multiplies_codes(matrix: Matrix, dtype: torch.dtype, count: int, instruction
     if dtype not in UNROUNDED or not matrix.bits or matrix.group > 256:
         return False
     if instructions == "amx" and count >= 2 and matrix.group % 32 == 0:
-        return count < RESTORED_FROM or dtype == torch.float16
+        return count < restored_from(matrix.bits, matrix.group) or dtype == torch.float16
     in_vectors = count <= (8 if instructions == "avx2" else 4 if instructions in ("avx512", "amx") else 0)
     return in_vectors and matrix.group in (32, 64, 128, 256)
 
@@ -288,9 +290,10 @@ def test_restored_codes_in_strips_are_exact(instructions, bits, group_size, use)
     name = use(instructions)
     columns = group_size * (11 if group_size < 256 else 3)
     matrix, kept, restored = quantized(a_weight(67, columns, torch.bfloat16), bits, group_size)
-    for count in (RESTORED_FROM, 40):
+    least = restored_from(bits, group_size)
+    for count in (least, 40):
         for rows in torch.eye(columns).split(count):
-            if len(rows) >= RESTORED_FROM:
+            if len(rows) >= least:
                 out = torch.full((len(rows), 67), float("nan"))
                 products.multiply_rows(matrix, rows.bfloat16(), 0, 67, out, name)
                 assert torch.equal(out, rows @ restored.float().T)

@@ -250,6 +250,13 @@ def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
         assert "prompts of up to" not in str(long.weights.in_words())
 
 
+def test_codes_with_scales_in_float16_cross_the_link_in_prompts():
+    """The rates of codes are measured with scales in bfloat16."""
+    for dtype, rows in (("float16", 0), ("bfloat16", 128)):
+        plan = planned(f"{QWEN} --prompt-len 128 --dtype {dtype}", machine_at(MACHINES[0]))
+        assert plan.weights.cores.prompt_rows == rows
+
+
 def test_weights_that_are_not_page_locked_come_whole():
     """A kernel cannot read them."""
     options = QWEN.replace("--gpu-memory 2", "--gpu-memory 12")

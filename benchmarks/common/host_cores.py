@@ -15,7 +15,7 @@ import torch
 from zero_inference.cores.library import declared, find_or_build
 from zero_inference.cores.matrix import DTYPES, Matrix
 
-GROUP = 64
+GROUP = 32
 FORMATS = {"bf16": (torch.bfloat16, 0), "fp16": (torch.float16, 0), "fp32": (torch.float32, 0)}
 FORMATS |= {"int8": (torch.bfloat16, 8), "int4": (torch.bfloat16, 4)}
 FORMATS |= {"int8-fp16": (torch.float16, 8), "int4-fp16": (torch.float16, 4)}

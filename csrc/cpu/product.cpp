@@ -26,6 +26,9 @@ constexpr int64_t kRowsForRestoredFloats = 9;
 #if !defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
 #define ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES 17
 #endif
+// Of int4 in groups of 32, whose fixed-point products take 8 rows at once and go through the codes again for the next 8: 15
+// threads give 88 GB/s with 8 rows, 49 with 9 and 43 with 16, and restored codes 75 and 76 (docs/performance.md).
+constexpr int64_t kRowsForRestoredGroupsOf32 = 9;
 
 // Whether groups fill vectors of bfloat16: then one look-up serves whole groups.
 bool groups_fill(const Matrix& matrix) {
@@ -38,6 +41,12 @@ bool fixed_in_tiles(const Matrix& matrix) { return matrix.bits != 0 && matrix.gr
 // Whether codes can be restored strip by strip (product_restored_tiles.h).
 bool codes_in_strips(const Matrix& matrix) {
   return matrix.bits != 0 && matrix.dtype == Dtype::bfloat16 && matrix.group % 32 == 0;
+}
+
+// From how many rows of x on they are.
+int64_t rows_for_strips(const Matrix& matrix) {
+  if (!fixed_in_tiles(matrix)) return kRowsForTiles;
+  return matrix.bits == 4 && matrix.group == 32 ? kRowsForRestoredGroupsOf32 : ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
 }
 
 // Whether a few rows of x are multiplied with codes in vectors, so that what they stand for is not rounded. Not in large
@@ -56,8 +65,7 @@ Form form_of(const Matrix& matrix, int64_t count, Instructions instructions) {
   const bool brain = matrix.dtype == Dtype::bfloat16;
   const bool amx = instructions == Instructions::amx;
   const bool fixed = fixed_in_tiles(matrix);
-  const int64_t restored = fixed ? ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES : kRowsForTiles;
-  if (amx && codes_in_strips(matrix) && count >= restored) return Form::restored_tiles;
+  if (amx && codes_in_strips(matrix) && count >= rows_for_strips(matrix)) return Form::restored_tiles;
   if (amx && fixed && count >= ZERO_INFERENCE_ROWS_FOR_FIXED_TILES) return Form::fixed_tiles;
   if (amx && count >= kRowsForTiles) return brain ? Form::tiles : Form::split_tiles;
   if (count < kRowsForTiles && fixed_in_vectors(matrix)) return Form::fixed;

@@ -9,7 +9,8 @@
 // the dtype of its scale, as a device does that restores the weight; but in groups of up to 256, codes are multiplied as they
 // are with x in fixed-point numbers of 16 bits (product_fixed_input.h), where that is faster: for up to 8 rows of x with
 // avx2 (product_fixed_narrow.h) and 4 with avx512, and where groups are multiples of 32 in tiles, with scales in bfloat16 for
-// up to 16 rows of x. These functions know no threads: the caller gives each of its threads ranges of rows of W.
+// up to 16 rows of x (int4 in groups of 32: 8). These functions know no threads: the caller gives each of its threads ranges of
+// rows of W.
 
 #pragma once
 

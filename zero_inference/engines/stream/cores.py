@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from zero_inference.engines.base import Job
 from zero_inference.engines.stream.expert_blocks import choice_bytes
 from zero_inference.engines.stream.expert_cache import multiplies_many
@@ -247,13 +249,17 @@ def with_short_prompts(
 ) -> tuple[Residency, CoresPlan]:
     """Return both with the blocks that the CPU multiplies in prompts of up to the planned length; unchanged where there are none.
 
+    Codes are measured with scales in bfloat16. With scales in float16 AMX multiplies 8 rows at a time, far slower: 128 tokens of
+    Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (docs/performance.md).
+
     Args:
         graphs: as of `place_on_cores`.
     """
     if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
         return residency, plan
     tokens, blocks = job.rank_batch * job.config.prompt_len, residency.for_prompts
-    if not blocks or tokens <= plan.few_rows:
+    not_measured = scheme is not None and job.spec.dtype == torch.float16
+    if not blocks or tokens <= plan.few_rows or not_measured:
         return residency, plan
     experts = residency.blocks[blocks[0]].experts
     rows = tokens * experts.chosen / (experts.number * experts.share_read(tokens)) if experts else tokens
