@@ -240,8 +240,12 @@ def leads(model) -> tuple[torch.Tensor, float]:
     return found.sequences[:, PROMPT:], float(((best - second) / logits.std(-1)).min())
 
 
-def with_stream_weights(model: nn.Module) -> nn.Module:
-    """A copy with decoder layers as the stream engine's int4 codes restore them, and an untied head as its int8 codes do."""
+def with_stream_weights(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
+    """A copy with decoder layers as the stream engine's int4 codes restore them, and an untied head as its int8 codes do.
+
+    Args:
+        device: where they are quantized; a GPU finds other codes than a CPU for some groups.
+    """
     model, scheme = copy.deepcopy(model), GroupQuantization(4, GROUP, torch.float32)
     blocks, layouts, _ = lay_out_blocks(model, scheme, 1, False)
     _, layers = decoder_layers(model)
@@ -250,12 +254,14 @@ def with_stream_weights(model: nn.Module) -> nn.Module:
             if stored.packed is not None:
                 values = block.of(layers[block.layer]).get_parameter(stored.name).data
                 values = values.mT if stored.transposed else values
-                restored = torch.empty_like(values, memory_format=torch.contiguous_format)
-                dequantize(*quantize(values, scheme), 4, GROUP, restored)
+                restored = torch.empty_like(values, memory_format=torch.contiguous_format, device=device)
+                dequantize(*quantize(values.to(device), scheme), 4, GROUP, restored)
                 values.copy_(restored)
     if head := find_head(model, torch.float32, (GROUP, 64)):
         values = model.get_parameter(head.name).data
-        dequantize(*quantize(values.clone(), head.scheme), 8, head.scheme.group_size, values)
+        restored = torch.empty_like(values, device=device)
+        dequantize(*quantize(values.to(device), head.scheme), 8, head.scheme.group_size, restored)
+        values.copy_(restored)
     return model
 
 

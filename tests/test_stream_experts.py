@@ -25,6 +25,7 @@ from zero_inference.models import experts
 from zero_inference.models.experts import read_experts
 from zero_inference.models.prompts import random_ids
 from zero_inference.quantization import groups
+from zero_inference.runtime.distributed import detect_ranks
 
 SHARES = ("0.3", "0.7", "1")
 SMALL = dict(
@@ -121,8 +122,9 @@ def by_dequantizing(folder, **options):
 
 
 def ids_of_restored_weights(folder) -> torch.Tensor:
-    """Greedy ids of transformers with the weights that the engine's codes restore."""
-    model = with_stream_weights(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+    """Greedy ids of transformers on the CPU with the weights that the engine's codes restore."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = with_stream_weights(model, detect_ranks().device)
     ids = random_ids(0, BATCH, PROMPT, VOCAB)
     found = model.generate(
         ids,
@@ -193,7 +195,7 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
         others = [each.plain.nbytes for each in quantized if not each.group]
         assert feeder.workspace.numel() == max(at_once * one, *others)
         with torch.inference_mode():
-            logits.append(loaded.model(ids).logits)
+            logits.append(loaded.model(ids.to(loaded.device)).logits)
             output = generate(loaded, spec, ranks).output_ids
         loaded.close()
         assert torch.equal(output, ids_of_restored_weights(folder))

@@ -70,7 +70,10 @@ def test_any_share_of_a_prompt_gives_the_ids_of_transformers(family, bits, check
         loaded.close()
         assert torch.equal(found.output_ids, expected), (of_prompt, rows)
         prompt = PassKind.PROMPT if rows >= TOKENS else PassKind.MANY
-        assert kinds == [*[PassKind.MANY, *[PassKind.FEW] * (GEN - 1)], *2 * [prompt, *[PassKind.FEW] * (GEN - 1)]]
+        steps = [PassKind.FEW] * (GEN - 1)
+        graph = loaded.facts["stream"]["decode_graph"]
+        tried = [PassKind.FEW] * (graph.difference is not None)  # the step on trial is also computed with a mask
+        assert kinds == [PassKind.MANY, *steps, *tried, *2 * [prompt, *steps]]
 
 
 @pytest.mark.parametrize("bits", [16, 4])
@@ -177,11 +180,13 @@ def test_the_ring_follows_a_prompt_with_what_came_behind_the_last_one(checkpoint
     feeder, called = feeder_of(loaded), []
     follow = feeder.ring.follow
     feeder.ring.follow = lambda order, then: called.append((list(order), list(then))) or follow(order, then)
-    generate(loaded, spec, ranks, loops=2)
+    generate(loaded, spec, ranks, loops=1)
     residency = feeder.residency
-    of_prompt = [block for block in residency.in_host_memory if block not in residency.prompt_computed]
-    assert called[GEN] == (of_prompt, residency.fetched) and called[-1] == (residency.fetched, residency.fetched)
     assert called[0] == (residency.in_host_memory, residency.fetched)
+    called.clear()  # on a GPU a graph was tried, too
+    generate(loaded, spec, ranks, loops=1)
+    of_prompt = [block for block in residency.in_host_memory if block not in residency.prompt_computed]
+    assert called[0] == (of_prompt, residency.fetched) and called[-1] == (residency.fetched, residency.fetched)
     before = loaded.transfers.host_to_device_bytes
     generate(loaded, spec, ranks, loops=1)
     moved = loaded.transfers.host_to_device_bytes - before - (TOKENS + BATCH * (GEN - 1)) * residency.row_bytes
