@@ -290,8 +290,9 @@ def test_padded_prompts(checkpoints, steps):
     folder = checkpoints("llama")
     ids, mask = random_ids(0, BATCH, PROMPT, VOCAB), torch.ones(BATCH, PROMPT, dtype=torch.int64)
     mask[0, :4] = 0
-    options = {"max_new_tokens": LONG, "do_sample": False, "attention_mask": mask}
     loaded, spec, _ = load(folder, gpu_memory=ALL)
+    ids, mask = ids.to(loaded.device), mask.to(loaded.device)
+    options = {"max_new_tokens": LONG, "do_sample": False, "attention_mask": mask}
     expected = loaded.model.generate(ids, **options)
     loaded.close()
     loaded, spec, _ = recorded(folder)
@@ -349,10 +350,10 @@ def test_another_cache_or_batch_is_recorded_anew(checkpoints, steps):
     folder = checkpoints("llama")
     loaded, spec, _ = recorded(folder)
     for number, batch in enumerate((BATCH, BATCH, BATCH + 1), 1):
-        ids = random_ids(number, batch, PROMPT, VOCAB)
+        ids = random_ids(number, batch, PROMPT, VOCAB).to(loaded.device)
         cache = DeviceKVCache(spec.config, PROMPT + LONG)
         found = loaded.model.generate(ids, past_key_values=cache, max_new_tokens=LONG, do_sample=False)
-        assert torch.equal(found[:, PROMPT:], plain_ids(folder, ids, LONG))
+        assert torch.equal(found[:, PROMPT:].cpu(), plain_ids(folder, ids.cpu(), LONG))
         assert steps["recorded"] == number
         transformers_own = loaded.model.generate(ids, max_new_tokens=LONG, do_sample=False)
         assert torch.equal(transformers_own, found) and steps["recorded"] == number

@@ -118,7 +118,7 @@ def test_an_untied_head_is_stored_and_scores_as_planned(bits, tmp_path):
         with torch.no_grad():
             hidden_states = loaded.model.model(input_ids=ids).last_hidden_state
             scored, last = (loaded.model(input_ids=ids, logits_to_keep=keep).logits for keep in (0, 1))
-        weight = restored(model.lm_head.weight.detach(), GroupQuantization(8, GROUP)).to(loaded.device)
+        weight = restored(model.lm_head.weight.detach().to(loaded.device), GroupQuantization(8, GROUP))
         expected = hidden_states @ weight.T
         assert (scored - expected).norm() / expected.norm() < 1e-5
         assert (last[:, 0] - expected[:, -1]).norm() / expected[:, -1].norm() < 1e-5
