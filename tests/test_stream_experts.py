@@ -23,6 +23,7 @@ from zero_inference.engines.stream.split import best_split
 from zero_inference.link.cores import BesideLink
 from zero_inference.models import experts
 from zero_inference.models.experts import read_experts
+from zero_inference.models.greedy import drop_own_settings, greedy
 from zero_inference.models.prompts import random_ids
 from zero_inference.quantization import groups
 from zero_inference.runtime.distributed import detect_ranks
@@ -125,15 +126,9 @@ def ids_of_restored_weights(folder) -> torch.Tensor:
     """Greedy ids of transformers on the CPU with the weights that the engine's codes restore."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model = with_stream_weights(model, detect_ranks().device)
+    drop_own_settings(model)
     ids = random_ids(0, BATCH, PROMPT, VOCAB)
-    found = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=GEN,
-        min_new_tokens=GEN,
-        pad_token_id=0,
-    )
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy(GEN))
     return found[:, PROMPT:]
 
 
@@ -199,7 +194,8 @@ def test_experts_in_groups_give_the_same_logits_in_less_memory(family, experts_a
             output = generate(loaded, spec, ranks).output_ids
         loaded.close()
         assert torch.equal(output, ids_of_restored_weights(folder))
-    assert torch.equal(*logits)
+    tolerance = 1e-4 if logits[0].is_cuda else 0  # a GPU takes other kernels for groups of other sizes
+    torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("share", ["off", "0.5"])
