@@ -27,6 +27,9 @@ BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once: near its cache
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
 DEQUANTIZED_SIZE = {"cuda": 8192, "cpu": 2048}  # of the square weight whose dequantizing is timed
 DEQUANTIZED_S = 0.1
+LEAST_GROUPS = (
+    32  # DeepSpeed's kernel launches a block for each 32 groups; for fewer it launches none, which CUDA refuses
+)
 
 
 @dataclass
@@ -138,6 +141,16 @@ def quantized_and_back(values: torch.Tensor, settings: dict) -> torch.Tensor:
     return restored
 
 
+def dequantize_rows(dequantizer, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
+    """Return rows [rows, columns] of codes uint8 [rows, bytes], scale and minimum [rows, groups, 1], however few they are."""
+    rows, of_row = len(codes), scale.shape[1]
+    more = max(0, -(-LEAST_GROUPS // of_row) - rows)
+    if more:
+        codes = F.pad(codes, (0, 0, 0, more))
+        scale, minimum = (F.pad(each, (0, 0, 0, 0, 0, more)) for each in (scale, minimum))
+    return dequantizer.dequantize(codes.contiguous(), scale.contiguous(), minimum.contiguous())[:rows]
+
+
 def dequantized_gb_per_s(settings: dict, dtype: torch.dtype, device: torch.device) -> float:
     """Bytes of `dtype` that DeepSpeed dequantizes, and multiplies with one token, while `QuantizedFunctionals` are installed."""
     size = DEQUANTIZED_SIZE[device.type]
@@ -171,7 +184,7 @@ class QuantizedFunctionals:
         packed, scale, minimum = weight.deconcat(weight)
         codes = packed.view(torch.uint8)
         if codes.device.type != "cpu":
-            return weight.dequantizer.dequantize(codes, scale, minimum)
+            return dequantize_rows(weight.dequantizer, codes, scale, minimum)
         columns = codes.shape[1] * 8 // weight.dequantizer.config["num_bits"]
         numel, rows = codes.shape[0] * columns, max(1, BLOCK_NUMEL // columns)
         if self._kept is None or self._kept.numel() < numel:
@@ -189,9 +202,7 @@ class QuantizedFunctionals:
             return self._embedding(input, weight, *args, **kwargs)
         packed, scale, minimum = weight.deconcat(weight)
         rows = input.reshape(-1)
-        values = weight.dequantizer.dequantize(
-            packed.view(torch.uint8)[rows].contiguous(), scale[rows].contiguous(), minimum[rows].contiguous()
-        )
+        values = dequantize_rows(weight.dequantizer, packed.view(torch.uint8)[rows], scale[rows], minimum[rows])
         return values.reshape(*input.shape, -1)
 
     def remove(self) -> None:
