@@ -11,9 +11,9 @@ from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 if TYPE_CHECKING:
     from zero_inference.link.description import Description, Loading
 
-# Copies of decoder layers in 16 bits from a GPU to new host memory, where they are kept to be compared: 0.8 to 1.45 GB/s in ten runs on an
-# H100 (h100-predicted); a layer of Mixtral took 2.2 s. Since then pages are huge and faulted in by all threads: not measured on a GPU.
-COMPARED_GB_PER_S = 1.1
+# Copies of decoder layers in 16 bits from a GPU to new host memory, where they are kept to be compared, in huge pages that all threads fault
+# in: 2.5 to 13 GB/s in 20 of 21 runs on an H100 (h100-readme), 0.8 to 1.45 before (h100-predicted).
+COMPARED_GB_PER_S = 4.0
 
 
 def predicted_load_s(plan: EnginePlan, description: Description) -> float | None:
