@@ -191,9 +191,11 @@ class Ratio:
 
 
 def ratios() -> Iterator[Ratio]:
-    """Yield those of all runs of HOSTS, without steps of mixtures whose greedy tokens chose the same experts again and again, without
-    loading of SLOW_COPIES and by DeepSpeed where compiling counted as loading, and without runs of mixtures before experts in slots were left out of prompts
-    and those that a step fetched stayed in slots."""
+    """Yield those of all runs of HOSTS.
+
+    Without steps of mixtures whose greedy tokens chose the same experts again and again, loading of SLOW_COPIES, loading by DeepSpeed where
+    compiling counted as loading, and runs of mixtures before prompts left out experts in slots and fetched experts stayed.
+    """
     skeletons: dict[Any, Skeleton] = {}
     for host, file in HOSTS.items():
         machine = read_description(RESULTS / file)
@@ -205,7 +207,7 @@ def ratios() -> Iterator[Ratio]:
                 copied_s = 0.0 if since_compared else compared_s(plan.weights)  # which it takes today
                 yield Ratio(host, "load", (record["load_s"] + copied_s) / said.load_s)
             placed = plan.weights.residency if isinstance(plan.weights, StreamPlan) else None
-            before = placed is not None and "loaded_bytes_per_step" in (record.get("experts") or ())
+            before = placed is not None and "prompt_rows" not in ((record.get("stream") or {}).get("cores") or {})
             if not (before and placed.gathered_bytes):
                 yield Ratio(host, times.prefill.kind, record["prefill_latency_s"] / times.prefill.seconds)
             if before and any(placed.quota):

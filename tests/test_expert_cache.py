@@ -519,10 +519,10 @@ def test_as_many_choices_hit_as_text_gave():
     for path in sorted((ROOT / "benchmarks" / "results").glob("h100-*/**/*.jsonl")):
         for record in read_records(path):
             kept, use = record.get("stream", {}).get("expert_slots"), record.get("experts")
-            if not kept or not use or record["prompt_len"] != 512:
+            if not kept or not use or record["prompt_len"] != 512 or record["gen_len"] < 32:
                 continue
             number, chosen = choices[record["model_type"]]
-            stays = bool(use.get("fetched_bytes_per_step")) and "loaded_bytes_per_step" not in use
+            stays = bool(use.get("fetched_bytes_per_step")) and "prompt_rows" in record["stream"]["cores"]
             layouts, blocks = a_mixture(8, number, chosen)
             budget = 8 * 100 + round(8 * kept) * 200
             plan = decide_residency(layouts, 0, None, (budget + 0.5) / 2**30, 2, 1, blocks)
