@@ -537,6 +537,16 @@ def test_as_many_choices_hit_as_text_gave():
         assert min(hits) < 0.35 and max(hits) > 0.7 and expected == pytest.approx(hits, abs=0.05)
 
 
+@pytest.mark.parametrize("quota", [(), (0, *8 * [1])])
+def test_no_more_choices_hit_than_there_are_slots(quota):
+    """64 sequences choose all 8 experts of a layer, of which 4 are kept."""
+    layouts, blocks = a_mixture(8, 8, 2)
+    plan = decide_residency(layouts, 0, None, (8 * 100 + 8 * 4 * 200 + 0.5) / 2**30, 2, 1, blocks)
+    plan = replace(plan.with_shares_computed(1.0, 1.0), few_tokens=64).with_quota(quota, None)
+    assert set(plan.expert_slots.values()) == {4}
+    assert plan.computed_bytes + plan.staged_bytes == pytest.approx(8 * 4 * 200, rel=1e-3)
+
+
 def test_record_and_output_say_what_was_kept(mixtures, run_model):  # noqa: F811
     folder = mixtures("qwen3_moe")[0]
     options = ["--engine", "stream", "--cpu-compute", "1", "--cpu-threads", "1", "--gpu-memory", str(0.5 / 1024)]

@@ -14,6 +14,7 @@ from zero_inference.planning.ranges import RANGES
 from zero_inference.records.read import read_records
 
 HOST = "h200-kept/ninth_host"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def planned_with(run: str, model: str):
@@ -46,7 +47,14 @@ def test_a_mixture_and_a_run_without_cores_keep_what_was_measured(run, model):
 def test_ranges_are_those_of_committed_runs_and_hold_for_hosts_that_they_were_not_made_from():
     found = list(ratios())
     assert ranges_of(found) == RANGES and {each.host for each in found} == set(HOSTS)
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    for kind, (low, high) in RANGES.items():
+        assert f"| {low:.2f} to {high:.2f} | {sum(each.kind == kind for each in found)} |" in design, kind
     inside = within_others(found)
+    every = {host: [each for of_kind in kinds.values() for each in of_kind] for host, kinds in inside.items()}
+    whole = [each for of_host in every.values() for each in of_host]
+    for those in (whole, every["h100-readme"]):
+        assert f"{sum(those)} of {len(those)}" in design
     for kind in RANGES:
         known = [each for of_host in inside.values() for each in of_host.get(kind, [])]
         assert len(known) > 20 and sum(known) >= 0.9 * len(known), kind

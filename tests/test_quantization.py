@@ -160,6 +160,19 @@ def test_a_few_rows_are_dequantized_as_at_least_32_groups(rows, monkeypatch):
     assert torch.equal(found, expected[rows][None]) and given == [max(48, 24 * len(rows))]
 
 
+def test_the_last_rows_of_a_weight_come_back_from_at_least_32_groups(monkeypatch):
+    from deepspeed.inference.quantization.utils import DeQuantizer
+
+    settings, given = quantization_settings(RunConfig(quant_bits=4, quant_group_size=32)), []
+    weight, dequantize = torch.randn(quantization.BLOCK_NUMEL // 768 + 1, 768).bfloat16(), DeQuantizer.dequantize
+    expected = torch.cat([quantization.quantized_and_back(row[None], settings) for row in weight])
+    monkeypatch.setattr(
+        DeQuantizer, "dequantize", lambda self, *args: given.append(args[1].numel()) or dequantize(self, *args)
+    )
+    assert torch.equal(quantization.quantized_and_back(weight, settings), expected)
+    assert given == [24 * (len(weight) - 1), 48]
+
+
 def test_quantized_weights_on_disk_give_the_logits_of_those_in_host_memory(tmp_path):
     """Of opt-125m, whose small matrices DeepSpeed does not write to the disk when they have 8 bits."""
     config = RunConfig(model="opt-125m", dummy=True, dtype="float32", quant_bits=8).validate()

@@ -238,7 +238,7 @@ def test_link_and_cores_end_a_prompt_of_a_mixture_together(name):
         link_s = weights.prefill_fetched_bytes / (weights.prefill_link_gb_per_s * 1e9)
         assert 0.6 < weights.prefill_cores_s() / link_s < 1.1
         before = without_short_prompts(plan).times.prefill
-        assert plan.times.prefill.seconds < before.seconds / 1.15 and before.bound_by == "link"
+        assert plan.times.prefill.seconds < before.seconds / 1.1 and before.bound_by == "link"
     assert 0.8 > shares[16] > shares[128] > shares[512] > 0.1
 
 
@@ -255,9 +255,9 @@ def test_a_dense_model_shares_prompts_of_a_few_tokens_and_no_long_ones():
         assert "prompts of up to" not in str(long.weights.in_words())
 
 
-def test_codes_with_scales_in_float16_cross_the_link_in_prompts():
+def test_codes_with_scales_in_other_dtypes_than_bfloat16_cross_the_link_in_prompts():
     """The rates of codes are measured with scales in bfloat16."""
-    for dtype, rows in (("float16", 0), ("bfloat16", 128)):
+    for dtype, rows in (("float16", 0), ("float32", 0), ("bfloat16", 128)):
         plan = planned(f"{QWEN} --prompt-len 128 --dtype {dtype}", machine_at(MACHINES[0]))
         assert plan.weights.cores.prompt_rows == rows
 
@@ -278,9 +278,9 @@ def test_weights_that_are_not_page_locked_come_whole():
 
 def test_a_share_that_was_given_bounds_that_of_prompts():
     asked, auto = (
-        planned(f"{QWEN} --prompt-len 128 --cpu-compute {share}", machine_at(MACHINES[0])) for share in ("0.3", "auto")
+        planned(f"{QWEN} --prompt-len 16 --cpu-compute {share}", machine_at(MACHINES[0])) for share in ("0.4", "auto")
     )
-    assert 0.2 < asked.weights.cores.prompt_share <= 0.32 < auto.weights.cores.prompt_share
+    assert 0.3 < asked.weights.cores.prompt_share <= 0.42 < auto.weights.cores.prompt_share
     off = planned(f"{QWEN} --prompt-len 128 --cpu-compute off", machine_at(MACHINES[0]))
     assert off.weights.cores is None and not off.weights.residency.prompt_computed
 

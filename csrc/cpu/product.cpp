@@ -23,12 +23,16 @@ constexpr int64_t kRowsForRestoredFloats = 9;
 // section need not be stored and scaled. With 32 and 64 rows of int4 both are as fast; of int8 this is the
 // faster with 64 rows and the slower with 32. Others can be
 // tried (benchmarks/cores_products.py --flags); 1000 keeps to fixed-point products.
-#if !defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
-#define ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES 17
-#endif
-// Of int4 in groups of 32, whose fixed-point products take 8 rows at once and go through the codes again for the next 8: 15
-// threads give 88 GB/s with 8 rows, 49 with 9 and 43 with 16, and restored codes 75 and 76 (docs/performance.md).
+// int4 in groups of 32 has a number of its own: its fixed-point products take 8 rows at once and go through the codes again for
+// the next 8. 15 threads give 88 GB/s with 8 rows, 49 with 9 and 43 with 16, and restored codes 75 and 76
+// (docs/performance.md).
+#if defined(ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES)
+constexpr int64_t kRowsForRestoredTiles = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
+constexpr int64_t kRowsForRestoredGroupsOf32 = ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
+#else
+constexpr int64_t kRowsForRestoredTiles = 17;
 constexpr int64_t kRowsForRestoredGroupsOf32 = 9;
+#endif
 
 // Whether groups fill vectors of bfloat16: then one look-up serves whole groups.
 bool groups_fill(const Matrix& matrix) {
@@ -43,10 +47,10 @@ bool codes_in_strips(const Matrix& matrix) {
   return matrix.bits != 0 && matrix.dtype == Dtype::bfloat16 && matrix.group % 32 == 0;
 }
 
-// From how many rows of x on they are.
+// The least rows of x for which codes are restored.
 int64_t rows_for_strips(const Matrix& matrix) {
   if (!fixed_in_tiles(matrix)) return kRowsForTiles;
-  return matrix.bits == 4 && matrix.group == 32 ? kRowsForRestoredGroupsOf32 : ZERO_INFERENCE_ROWS_FOR_RESTORED_TILES;
+  return matrix.bits == 4 && matrix.group == 32 ? kRowsForRestoredGroupsOf32 : kRowsForRestoredTiles;
 }
 
 // Whether a few rows of x are multiplied with codes in vectors, so that what they stand for is not rounded. Not in large

@@ -11,8 +11,8 @@ from zero_inference.models.alike import COMPARED_BYTES, compared_layers
 if TYPE_CHECKING:
     from zero_inference.link.description import Description, Loading
 
-# Copies of decoder layers in 16 bits from a GPU to new host memory, where they are kept to be compared: in huge pages that all threads have
-# faulted in 2.5 to 13 GB/s in all runs on an H100 but the first (h100-readme), 0.8 to 1.45 in pages of 4 KiB before (h100-predicted).
+# Copies of decoder layers in 16 bits from a GPU to new host memory, where they are kept to be compared, in huge pages that all threads
+# fault in: 1.8 to 14 GB/s in 18 of 20 runs of the stream engine on an H100 (h100-readme), 0.8 to 1.45 before (h100-predicted).
 COMPARED_GB_PER_S = 4.0
 
 

@@ -27,9 +27,8 @@ BLOCK_NUMEL = 1 << 18  # elements that a CPU dequantizes at once: near its cache
 QUANTIZED_LAYERS = (nn.Linear, nn.Embedding)
 DEQUANTIZED_SIZE = {"cuda": 8192, "cpu": 2048}  # of the square weight whose dequantizing is timed
 DEQUANTIZED_S = 0.1
-LEAST_GROUPS = (
-    32  # DeepSpeed's kernel launches a block for each 32 groups; for fewer it launches none, which CUDA refuses
-)
+# DeepSpeed's kernel launches a thread block for each 32 groups: none for fewer, which CUDA refuses. Those it launches cover all groups.
+LEAST_GROUPS = 32
 
 
 @dataclass
@@ -137,7 +136,7 @@ def quantized_and_back(values: torch.Tensor, settings: dict) -> torch.Tensor:
         parameter = nn.Parameter(some.clone(), requires_grad=False)
         quantize_parameter(parameter, settings)
         packed, scale, minimum = parameter.deconcat(parameter)
-        their_place.copy_(parameter.dequantizer.dequantize(packed.view(torch.uint8), scale, minimum).view(some.shape))
+        their_place.copy_(dequantize_rows(parameter.dequantizer, packed.view(torch.uint8), scale, minimum))
     return restored
 
 

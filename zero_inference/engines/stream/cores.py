@@ -251,8 +251,8 @@ def with_short_prompts(
 ) -> tuple[Residency, CoresPlan]:
     """Return both with the blocks that the CPU multiplies in prompts of up to the planned length; unchanged where there are none.
 
-    Codes are measured with scales in bfloat16. With scales in float16 AMX multiplies 8 rows at a time, far slower: 128 tokens of
-    Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (docs/performance.md).
+    Codes are measured with scales in bfloat16. With others they are far slower, in float16 because AMX takes 8 rows at a time: 128 tokens
+    of Llama-2-13B took 0.31 s with a sixth of the weights on the CPU (docs/performance.md).
 
     Args:
         graphs: as of `place_on_cores`.
@@ -260,7 +260,7 @@ def with_short_prompts(
     if not job.on_gpu or job.ranks.world_size > 1 or plan.rates is None or plan.attends:
         return residency, plan
     tokens, blocks = job.rank_batch * job.config.prompt_len, residency.for_prompts
-    not_measured = scheme is not None and job.spec.dtype == torch.float16
+    not_measured = scheme is not None and job.spec.dtype != torch.bfloat16
     if not blocks or tokens <= plan.few_rows or not_measured:
         return residency, plan
     experts = residency.blocks[blocks[0]].experts

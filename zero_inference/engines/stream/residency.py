@@ -17,7 +17,7 @@ from zero_inference.engines.stream.layout import BlockLayout
 # 75% with 63% (75), 14 to 16% with 9 and 10% (12, 14); Mixtral 63% with 58% (64).
 USE_VARIES = 0.1
 # Where the device fetches some of those that miss, and evicts the least used for them, s ** 0.47 of the choices hit. Measured
-# (h100-readme): Qwen3-30B-A3B 32% with 9% kept (this makes 32), 77% with 56% (76), gpt-oss-120b 50% with 23% (50). Simulated
+# (h100-readme): Qwen3-30B-A3B 32% with 9% kept (this makes 32), 78% with 56% (76), gpt-oss-120b 49% with 23% (50). Simulated
 # (cpu/expert_reuse.txt): 33, 51 and 75% with 12, 25 and 50% (38, 52, 72).
 HITS_OF_KEPT = 0.47
 # Least share of a block's experts in slots for which a long pass fetches the others alone: the kernel that does so reads host memory at
@@ -221,13 +221,15 @@ class Residency:
         return stored * (missed - self._fetched(block, missed, slots)) / experts.number
 
     def _missed(self, block: int, slots: Mapping[int, int]) -> float:
-        """Return how many experts of `block` a pass of few tokens is expected to choose that the device does not keep."""
-        experts = self.blocks[block].experts
-        kept, chosen = slots.get(block, 0) / experts.number, experts.number * experts.share_read(self.few_tokens)
-        if any(self.quota):
-            return chosen * (1 - kept**HITS_OF_KEPT)
+        """Return how many experts of `block` a pass of few tokens is expected to choose that the device does not keep.
+
+        Hit rates were measured with one sequence. Many choose nearly all experts, of which no more hit than there are slots.
+        """
+        experts, slots_here = self.blocks[block].experts, slots.get(block, 0)
+        kept, chosen = slots_here / experts.number, experts.number * experts.share_read(self.few_tokens)
         exponent = 1 + USE_VARIES * (experts.number / max(1, experts.chosen) - 1) ** 0.5
-        return chosen * (1 - kept) ** exponent
+        share = 1 - kept**HITS_OF_KEPT if any(self.quota) else (1 - kept) ** exponent
+        return max(chosen * share, chosen - slots_here)
 
     def _fetched(self, block: int, missed: float, slots: Mapping[int, int]) -> float:
         """Return how many of `missed` experts the device fetches: with slots, no more than those that no token chose."""
