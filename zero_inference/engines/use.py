@@ -145,7 +145,7 @@ class UseOfMachine:
 
     @property
     def prefill_link_gb_per_s(self) -> float | None:
-        """GB/s of the link beside the host's cores in a prefill; None where these take no part."""
+        """GB/s of the link in a prefill, beside the host's cores or by a kernel; None where it is that of copies alone."""
         return None
 
     def leveled(self, link_s: float, others_s: float) -> tuple[float, float]:

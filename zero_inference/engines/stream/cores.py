@@ -29,8 +29,8 @@ SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses t
 # Short prompts: products are measured with up to `MEASURED_ROWS` rows of a weight, and their rate is taken to fall as 1 / rows above.
 # (int4, 15 threads: 62 GB/s with 32 rows, 37 with 64, 19 with 128). Some experts get several times the mean of rows: blocks take as long
 # as with `UNEVEN_ROWS` times it. Hidden states cross to the CPU and back at `CROSSED_GB_PER_S` beside a busy link (4.9 to 10 on four
-# hosts: `crossing_s` by rows). A kernel that puts blocks together beside the CPU reaches `GATHER_RATE` of what a copy does.
-MEASURED_ROWS, MOST_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS, GATHER_RATE = 32, 128, 5.0, 2.0, 0.82
+# hosts: `crossing_s` by rows). A kernel that puts blocks together copies at `GATHER_RATE` of the link (h100-prompts/host2: 46 and 51 GB/s).
+MEASURED_ROWS, MOST_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS, GATHER_RATE = 32, 128, 5.0, 2.0, 0.9
 MOST_CROSSED_BYTES = 64 << 20  # of the page-locked memory for them, each way
 
 

@@ -18,6 +18,7 @@ from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cores import (
+    GATHER_RATE,
     CoresPlan,
     cores_s_of,
     place_on_cores,
@@ -126,7 +127,11 @@ class StreamPlan(EnginePlan):
     @property
     def prefill_link_gb_per_s(self) -> float | None:
         """See `EnginePlan`."""
-        return None if self._in_prompt is None else self._in_prompt[1].link_gb_per_s
+        if self._in_prompt is not None:
+            return self._in_prompt[1].link_gb_per_s
+        described = self.job.machine.described()
+        link = None if described is None else described.link_gb_per_s
+        return GATHER_RATE * link if link is not None and self.residency.gathered else None
 
     def prefill_cores_s(self) -> float:
         """See `EnginePlan`."""
