@@ -274,7 +274,7 @@ def _together(
     if not plan.job.on_gpu:
         return PassTime(whole_s, bound_by)
     if host.starts:
-        # prompts with the CPU have no range of their own: no run yet
+        # prompts with the CPU have too few runs for a range of their own
         kind = "step with the CPU" if waited_s else "prefill"
         return PassTime(whole_s, bound_by, "launched" if host_s > LAUNCHED_SHARE * whole_s else kind)
     waits = launched_s > WAITED_SHARE * whole_s and others_s > LAUNCHED_SHARE * whole_s

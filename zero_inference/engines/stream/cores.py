@@ -12,7 +12,7 @@ from zero_inference.engines.stream.expert_cache import multiplies_many
 from zero_inference.engines.stream.pace import paced_s
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH
-from zero_inference.engines.stream.split import best_split, link_quota, prompt_split
+from zero_inference.engines.stream.split import FETCH_RATE, best_split, link_quota, prompt_split
 from zero_inference.errors import UsageError
 from zero_inference.kv_cache.diverted import why_not_attended
 from zero_inference.link.cores import BesideLink
@@ -26,11 +26,11 @@ WHY_NOT_ATTENDED = "why the cores cannot attend"  # of a model, known once
 NO_LINK = "no GPU, so no weights cross PCIe"
 # Two H100s, Llama-2-13B in 4 bits: batch 2 26.9 token/s without the CPU, 21.2 with it; batch 16 194 and 126 (`h100-x2`).
 SEVERAL_GPUS = "several GPUs are faster without them; --cpu-compute SHARE uses them all the same"
-# Short prompts: products are measured with up to `MEASURED_ROWS` rows of a weight, and their rate is taken to fall as 1 / rows above.
-# (int4, 15 threads: 62 GB/s with 32 rows, 37 with 64, 19 with 128). Some experts get several times the mean of rows: blocks take as long
-# as with `UNEVEN_ROWS` times it. Hidden states cross to the CPU and back at `CROSSED_GB_PER_S` beside a busy link (4.9 to 10 on four
-# hosts: `crossing_s` by rows). A kernel that puts blocks together copies at `GATHER_RATE` of the link (h100-prompts/host2: 46 and 51 GB/s).
-MEASURED_ROWS, MOST_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS, GATHER_RATE = 32, 128, 5.0, 2.0, 0.9
+# Short prompts: products are measured with up to `MEASURED_ROWS` rows of a weight, and their rate is taken to fall as 1 / rows above (int4,
+# 15 threads: 62 GB/s with 32 rows, 37 with 64, 19 with 128). Some experts get several times the mean of rows: blocks are planned with
+# `UNEVEN_ROWS` times it. Hidden states cross to the CPU and back at `CROSSED_GB_PER_S` beside a busy link (4.9 to 10 on four hosts:
+# `crossing_s` by rows).
+MEASURED_ROWS, MOST_PROMPT_ROWS, CROSSED_GB_PER_S, UNEVEN_ROWS = 32, 128, 5.0, 2.0
 MOST_CROSSED_BYTES = 64 << 20  # of the page-locked memory for them, each way
 
 
@@ -275,7 +275,7 @@ def with_short_prompts(
     slower, hidden_bytes = max(1.0, rows / measured), tokens * width * job.spec.dtype.itemsize
     rates = replace(
         rates,
-        link_gb_per_s=rates.link_gb_per_s * (GATHER_RATE if residency.gathered else 1.0),
+        link_gb_per_s=rates.link_gb_per_s * (FETCH_RATE if residency.gathered else 1.0),
         cores_gb_per_s=rates.cores_gb_per_s / slower,
         expert_s=rates.expert_s * slower,
         crossing_s=plan.rates.crossing_s + 2 * hidden_bytes / (CROSSED_GB_PER_S * 1e9),

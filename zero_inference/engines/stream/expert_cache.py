@@ -435,7 +435,7 @@ class ExpertCache:
         counts, most = residency.expert_slots, max(residency.quota, default=0)
         indices = sorted(residency.computed.intersection(residency.expert_blocks) if most else counts)
         forms = [residency.blocks[index].experts for index in indices]
-        # a row for each block; columns after its experts stand for no expert
+        # [blocks, columns]: a column for each expert, and one more for pairs without an expert
         columns = 1 + max(form.number for form in forms)
         tables = torch.full((len(forms), columns), -1, dtype=torch.int64, device=device)
         uses = torch.zeros(len(forms), columns, dtype=torch.float32, device=device)

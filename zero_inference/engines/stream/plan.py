@@ -18,7 +18,6 @@ from zero_inference.engines.stream import words
 from zero_inference.engines.stream.balance import Step, bytes_for_link
 from zero_inference.engines.stream.blocks import check_groups, lay_out_blocks
 from zero_inference.engines.stream.cores import (
-    GATHER_RATE,
     CoresPlan,
     cores_s_of,
     place_on_cores,
@@ -35,6 +34,7 @@ from zero_inference.engines.stream.layout import BlockLayout
 from zero_inference.engines.stream.pace import paced_s, prefill_bytes
 from zero_inference.engines.stream.residency import Residency
 from zero_inference.engines.stream.resident_blocks import USUAL_DEPTH, decide_residency
+from zero_inference.engines.stream.split import FETCH_RATE
 from zero_inference.engines.stream.step_graph import why_no_graph
 from zero_inference.errors import DoesNotFit, UsageError
 from zero_inference.link.cores import BesideLink
@@ -131,7 +131,7 @@ class StreamPlan(EnginePlan):
             return self._in_prompt[1].link_gb_per_s
         described = self.job.machine.described()
         link = None if described is None else described.link_gb_per_s
-        return GATHER_RATE * link if link is not None and self.residency.gathered else None
+        return FETCH_RATE * link if link is not None and self.residency.gathered else None
 
     def prefill_cores_s(self) -> float:
         """See `EnginePlan`."""

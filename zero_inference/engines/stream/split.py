@@ -11,8 +11,9 @@ from zero_inference.quantization.products import FUSED_ROWS
 
 # Predicted, from which on the cores are used by themselves: less is within what two measurements differ by.
 LEAST_GAIN = 1.05
-# Experts that the device fetches for one pass: their rate as a share of that of copies (36 of 44 and 43 of 45 GB/s while the CPU
-# multiplied, two H100 hosts), the time to multiply them by their last weights afterwards, and the most of them, which bounds their memory.
+# While the CPU multiplies, kernels read page-locked memory at `FETCH_RATE` of what copies do (H100 hosts: 36 of 44 GB/s, 43 of 45, and 46
+# of 51 where they put blocks together for a prompt, h100-prompts/host2). Experts that are fetched for one pass: the time to multiply
+# them by their last weights afterwards, and the most of them, which bounds their memory.
 FETCH_RATE, STAGED_PRODUCTS_S, MOST_STAGED = 0.9, 15e-6, 16
 
 # The device takes this many times as long for a mixture's prompt as writing and reading its weights would (1.8 to 2.3 in predicted times of
